@@ -1,0 +1,1 @@
+"""Hybrid-sharded training and trustworthy sharded checkpoints for Lightning."""

@@ -1,0 +1,159 @@
+"""Axis sizes to ranks: the only place where ranks are computed.
+
+The world is one box of ranks, the last axis varying fastest::
+
+    rank = ((pipeline × replicas + replica) × shards + shard) × tensor + tensor_rank
+
+so a tensor-parallel group is made of neighbours (it talks in every layer) and the stages of a pipeline are farthest
+apart (they talk once per microbatch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lightning_shard.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PIPELINE_AXIS = "pipeline_parallel"
+REPLICA_AXIS = "data_parallel_replicas"
+DATA_AXIS = "data_parallel"
+TENSOR_AXIS = "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a run's axes, and where one rank stands in them.
+
+    ``data_parallel_size`` counts every data-parallel rank; parameters are sharded over ``shard_size`` of them and
+    replicated over ``data_parallel_replicas``.
+    """
+
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_replicas: int = 1
+    tensor_parallel_size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def resolve(
+        cls,
+        world_size: int,
+        rank: int = 0,
+        *,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_replicas: int = 1,
+    ) -> Layout:
+        """Sizes that multiply to ``world_size``; ``data_parallel_size="auto"`` takes the ranks that are left.
+
+        Raises:
+            LayoutError: The sizes don't multiply to the world; says what would.
+        """
+        pipeline = _positive("pipeline_parallel_size", pipeline_parallel_size)
+        tensor = _positive("tensor_parallel_size", tensor_parallel_size)
+        replicas = _positive("data_parallel_replicas", data_parallel_replicas)
+        model_ranks = pipeline * tensor
+        product = f"pipeline_parallel_size ({pipeline}) × tensor_parallel_size ({tensor})"
+        if data_parallel_size == "auto":
+            if world_size % model_ranks:
+                raise LayoutError(
+                    f"{product} = {model_ranks} must divide the number of processes ({world_size}): start a multiple of"
+                    f" {model_ranks} processes, or choose sizes whose product is one of {_divisors(world_size)}."
+                )
+            data = world_size // model_ranks
+        else:
+            data = _positive("data_parallel_size", data_parallel_size)
+            if model_ranks * data != world_size:
+                fits = (
+                    f'data_parallel_size={world_size // model_ranks} (or "auto")'
+                    if world_size % model_ranks == 0
+                    else f"model sizes whose product is one of {_divisors(world_size)}"
+                )
+                raise LayoutError(
+                    f"{product} × data_parallel_size ({data}) = {model_ranks * data} must equal the number of processes"
+                    f" ({world_size}): start {model_ranks * data} processes, or use {fits}."
+                )
+        if data % replicas:
+            raise LayoutError(
+                f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of"
+                f" {_divisors(data)}."
+            )
+        return cls(pipeline, data, replicas, tensor, rank)
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a parameter is sharded by fully sharded data parallelism."""
+        return self.data_parallel_size // self.data_parallel_replicas
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's stage."""
+        return self.rank // self.stage_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads; all ranks of a pipeline and of a tensor group share it."""
+        return self.rank // self.tensor_parallel_size % self.data_parallel_size
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage_size(self) -> int:
+        """How many ranks hold one pipeline stage."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def stage_ranks(self) -> range:
+        """The ranks that hold this rank's stage."""
+        first = self.pipeline_rank * self.stage_size
+        return range(first, first + self.stage_size)
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Axis name to size, in rank order; the replica axis is there only where it is used."""
+        axes = {PIPELINE_AXIS: self.pipeline_parallel_size}
+        if self.data_parallel_replicas > 1:
+            axes[REPLICA_AXIS] = self.data_parallel_replicas
+        axes[DATA_AXIS] = self.shard_size
+        axes[TENSOR_AXIS] = self.tensor_parallel_size
+        return axes
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that parameters are sharded (and, with replicas, replicated) over."""
+        return (REPLICA_AXIS, DATA_AXIS) if self.data_parallel_replicas > 1 else (DATA_AXIS,)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The world's mesh; a collective call: every rank makes it, once."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = self.mesh_shape
+        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+    def __str__(self) -> str:
+        replicas = f" in {self.data_parallel_replicas} replicas" if self.data_parallel_replicas > 1 else ""
+        return (
+            f"{self.pipeline_parallel_size} pipeline × {self.data_parallel_size} data{replicas}"
+            f" × {self.tensor_parallel_size} tensor"
+        )
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayoutError(f"{name} ({value!r}) must be an integer of at least 1.")
+    return value
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
