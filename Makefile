@@ -1,0 +1,35 @@
+# Four verbs. Each makes its own environment in .venv, from nothing, the first time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# A process per rank, each with one thread: more threads than cores only get in each other's way.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test check bench
+
+# Train on 4 processes, stop, resume on another layout, gather to one file, compare with a plain model.
+demo: $(INSTALLED)
+	$(BIN)/python recipes/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	@found=; for script in benchmarks/bench_*.py; do \
+		[ -e "$$script" ] || continue; found=1; \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
+	done; [ -n "$$found" ] || { echo "benchmarks/ has no bench_*.py yet" >&2; exit 1; }
+
+# Every version is pinned: an open range of torch may take several GB of another build.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lightning-shard needs Python 3.11 or newer; this is %d.%d. Choose another one with: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,recipes,hf]'
+	@touch $@

@@ -1,0 +1,113 @@
+"""The directions of imports, read from the source of every module."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "lightning_shard"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A room is a folder or a single module of the package; it may import itself and these.
+TRADES = {"parallel", "pipeline", "checkpoint"}
+GROUND = {"errors", "layout", "sharding"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": {"errors"},
+    "sharding": {"errors"},
+    "parallel": GROUND,
+    "pipeline": GROUND,
+    "checkpoint": GROUND,
+    "plugin": GROUND | TRADES,
+    "report": GROUND | TRADES | {"plugin"},
+    "dryrun": GROUND | TRADES | {"plugin", "report"},
+    "testing": GROUND | TRADES | {"plugin"},
+    "cli": GROUND | TRADES | {"plugin", "report", "dryrun"},
+    "__init__": GROUND | TRADES | {"plugin"},
+}
+KNOWS_LIGHTNING = {"plugin", "dryrun", "cli"}
+KNOWS_HYDRA = {"cli"}
+# The tests' own worker processes send functions and results to each other.
+KNOWS_PICKLE = {"testing"}
+PICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def room_of(module: Path) -> str:
+    return module.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(module: Path) -> Iterator[str]:
+    """Full names of what a module imports, anywhere in it; of ``from a import b`` both ``a`` and ``a.b``."""
+    package = ("lightning_shard", *module.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(module.read_text(), module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join((*above, *([node.module] if node.module else [])))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def rooms_imported(module: Path) -> set[str]:
+    parts = (name.split(".") for name in imported(module))
+    return {name[1] for name in parts if name[0] == "lightning_shard" and len(name) > 1} & set(ROOMS)
+
+
+def libraries_imported(module: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(module)}
+
+
+def test_the_modules_are_found() -> None:
+    assert {"errors", "layout", *TRADES, "plugin"} <= {room_of(module) for module in MODULES}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(PACKAGE)))
+class TestEveryModule:
+    def test_stands_in_a_room_whose_neighbours_are_decided(self, module: Path) -> None:
+        assert room_of(module) in ROOMS
+
+    def test_imports_only_the_rooms_before_its_own(self, module: Path) -> None:
+        room = room_of(module)
+        assert rooms_imported(module) <= ROOMS[room] | {room}
+
+    def test_imports_lightning_only_where_lightning_is_known(self, module: Path) -> None:
+        if room_of(module) not in KNOWS_LIGHTNING:
+            assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & libraries_imported(module)
+
+    def test_imports_hydra_only_for_the_command_line(self, module: Path) -> None:
+        if room_of(module) not in KNOWS_HYDRA:
+            assert "hydra" not in libraries_imported(module)
+
+    def test_has_nothing_to_do_with_pickle(self, module: Path) -> None:
+        if room_of(module) not in KNOWS_PICKLE:
+            assert not PICKLERS & libraries_imported(module)
+        attributes = {
+            (node.value.id, node.attr)
+            for node in ast.walk(ast.parse(module.read_text()))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        assert not {("torch", "load"), ("torch", "save")} & attributes
+        assert not {"torch.load", "torch.save", "torch.serialization"} & set(imported(module))
+
+
+def test_errors_import_nothing() -> None:
+    assert not list(imported(PACKAGE / "errors.py"))
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    module = tmp_path / "pipeline" / "stage.py"
+    module.parent.mkdir()
+    module.write_text(
+        "import os, lightning_shard.plugin.strategy\n"
+        "from lightning_shard import checkpoint\n"
+        "from .. import parallel\n"
+        "from ..layout import Layout\n"
+        "from . import cost\n"
+        "def late():\n    import pickle\n"
+    )
+    assert rooms_imported(module) == {"plugin", "checkpoint", "parallel", "layout", "pipeline"}
+    assert {"os", "pickle"} <= libraries_imported(module)
