@@ -1,0 +1,11 @@
+"""What all tests share: one server of forks, which imports the heavy packages once per session."""
+
+from lightning_shard.testing import preload
+
+preload(
+    "torch.distributed.pipelining",
+    "torch.testing._internal.distributed.fake_pg",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
