@@ -1,0 +1,110 @@
+"""Text files as bytes: fixed windows to train on, and the last tenth of every file held out."""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+HELD_OUT_PART = 10
+NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of ``context + 1`` bytes; each begins with the last byte of the one before, so all are predicted once."""
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text, self.context = text, context
+
+    def __len__(self) -> int:
+        return max(0, len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.context
+        return self.text[start : start + self.context + 1].long()
+
+
+class TextFolder(L.LightningDataModule):
+    """The files of a folder, its subfolders included, in the order of their names.
+
+    Args:
+        path: A folder, or one file.
+        pattern: Which files of the folder.
+        context: Bytes that a prediction may look back on.
+        batch_size: Windows per data-parallel rank.
+        held_out_windows: At most so many windows are validated on, evenly spread over the held-out text.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        pattern: str = "*.txt",
+        context: int = 128,
+        batch_size: int = 16,
+        held_out_windows: int = 256,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.path, self.pattern, self.context = Path(path), pattern, context
+        self.batch_size, self.held_out_windows, self.num_workers = batch_size, held_out_windows, num_workers
+        self.train_text = self.held_out_text = torch.empty(0, dtype=torch.uint8)
+
+    def files(self) -> list[Path]:
+        if self.path.is_file():
+            return [self.path]
+        return sorted(path for path in self.path.rglob(self.pattern) if path.is_file())
+
+    def setup(self, stage: str | None = None) -> None:
+        if len(self.train_text):
+            return
+        train, held_out = bytearray(), bytearray()
+        for path in self.files():
+            content = path.read_bytes()
+            cut = len(content) - len(content) // HELD_OUT_PART
+            train += content[:cut]
+            held_out += content[cut:]
+        if len(held_out) <= self.context:
+            raise ValueError(
+                f"{self.path} has {len(train) + len(held_out)} bytes in files named {self.pattern}: too little to hold"
+                f" out one window of {self.context + 1} bytes in the last tenth of every file. Give it more text, or"
+                " set data.path, data.pattern or a smaller data.context."
+            )
+        self.train_text = torch.frombuffer(train, dtype=torch.uint8)
+        self.held_out_text = torch.frombuffer(held_out, dtype=torch.uint8)
+        rank_zero_info(
+            f"{len(train):,} bytes of text to train on; {len(held_out):,} held out, where single bytes have an entropy"
+            f" of {self.byte_entropy():.3f} nats."
+        )
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        windows = Windows(self.train_text, self.context)
+        return DataLoader(windows, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        windows = Windows(self.held_out_text, self.context)
+        count = min(self.held_out_windows, len(windows))
+        spread = torch.utils.data.Subset(windows, [i * len(windows) // count for i in range(count)])
+        return DataLoader(spread, self.batch_size, num_workers=self.num_workers)
+
+    def byte_entropy(self) -> float:
+        """Nats per byte that the best model without any context reaches on the held-out text."""
+        counts = torch.bincount(self.held_out_text, minlength=256)
+        shares = counts[counts > 0] / counts.sum()
+        return -sum(share * math.log(share) for share in shares.tolist())
+
+
+class StandardLibrary(TextFolder):
+    """The source of the running Python's own standard library, without its tests."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(sysconfig.get_path("stdlib"), pattern="*.py", **options)
+
+    def files(self) -> list[Path]:
+        return [path for path in super().files() if not NOT_SOURCE & set(path.relative_to(self.path).parts)]

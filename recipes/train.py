@@ -1,0 +1,31 @@
+"""Train what the configuration in ``conf/`` says; every value of it can be set on the command line.
+
+python recipes/train.py strategy.pipeline_parallel_size=2 trainer.devices=4
+python recipes/train.py strategy.tensor_parallel_size=2 trainer.devices=4 checkpoint.resume=last
+python recipes/train.py data=folder data.path=my_texts
+"""
+
+import sys
+
+import hydra
+import lightning as L
+from hydra.utils import instantiate
+from names import refuse_unknown_names, refuse_unknown_overrides
+from omegaconf import DictConfig
+
+
+@hydra.main(config_path="../conf", config_name="config", version_base="1.3")
+def train(config: DictConfig) -> None:
+    refuse_unknown_names(config)
+    L.seed_everything(config.seed, verbose=False)
+    model = instantiate(config.model)
+    data = instantiate(config.data)
+    strategy = instantiate(config.strategy, _convert_="all")
+    checkpoint = instantiate({name: value for name, value in config.checkpoint.items() if name != "resume"})
+    trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=[checkpoint])
+    trainer.fit(model, data, ckpt_path=config.checkpoint.resume)
+
+
+if __name__ == "__main__":
+    refuse_unknown_overrides(sys.argv[1:])
+    train()

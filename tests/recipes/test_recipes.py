@@ -1,0 +1,188 @@
+"""The recipes: their configuration, their data, their model, and the script that puts them together."""
+
+import csv
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpt import GPT, Attention, LanguageModel
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from names import CONFIG, refuse_unknown_names, refuse_unknown_overrides
+from omegaconf import OmegaConf
+from text import StandardLibrary, TextFolder, Windows
+
+TRAIN = CONFIG.parent / "recipes" / "train.py"
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIG.glob("*/*.yaml"))
+POEM = "The quick brown fox jumps over the lazy dog, and the dog says nothing at all.\n" * 400
+
+
+def train(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TRAIN), "trainer.enable_progress_bar=false", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=200)
+
+
+def logged(output: Path, column: str) -> dict[int, float]:
+    """A column of all the runs in an output folder, by the number of finished steps."""
+    files = sorted(output.rglob("metrics.csv"))
+    rows = [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
+    return {int(row["step"]) + 1: float(row[column]) for row in rows if row.get(column)}
+
+
+class TestConfiguration:
+    def test_every_group_has_options(self) -> None:
+        groups = {option.split("=")[0] for option in OPTIONS}
+        assert groups == {"model", "data", "strategy", "checkpoint", "trainer", "recipe"}
+        assert len(OPTIONS) >= 10
+
+    @pytest.mark.parametrize("option", OPTIONS)
+    def test_every_option_composes_and_is_taken_by_its_targets(self, option: str) -> None:
+        with initialize_config_dir(str(CONFIG), version_base="1.3"):
+            config = compose("config", [option, *(["data.path=here"] if option == "data=folder" else [])])
+        OmegaConf.resolve(config)
+        refuse_unknown_names(config)
+
+    @pytest.mark.parametrize(
+        ("argument", "answer"),
+        [
+            (
+                "strategy.pipelin_parallel_size=2",
+                "unknown key strategy.pipelin_parallel_size: did you mean strategy.pipeline_parallel_size?",
+            ),
+            ("pipeline_parallel_size=2", "did you mean strategy.pipeline_parallel_size?"),
+            ("strateg=single", "did you mean strategy?"),
+            ("~model.widht", "did you mean model.width?"),
+            ("trainer.deterministic=true", "write +trainer.deterministic=true"),
+        ],
+    )
+    def test_an_unknown_key_is_answered_with_the_nearest_known_one(self, argument: str, answer: str) -> None:
+        if argument[0] == "~":
+            argument += "=1"
+        with pytest.raises(SystemExit) as refusal:
+            refuse_unknown_overrides(["data.batch_size=2", argument])
+        assert str(refusal.value).endswith(answer)
+
+    @pytest.mark.parametrize(
+        "argument",
+        ["strategy.pipeline_parallel_size=2", "strategy=single", "+trainer.deterministic=true", "--cfg", "run=a"],
+    )
+    def test_a_known_key_is_not_refused(self, argument: str) -> None:
+        refuse_unknown_overrides([argument])
+
+    def test_a_misspelt_addition_is_refused_too(self) -> None:
+        with initialize_config_dir(str(CONFIG), version_base="1.3"):
+            config = compose("config", ["strategy=single", "+trainer.determnistic=true"])
+        with pytest.raises(SystemExit, match=r"did you mean trainer\.deterministic\?"):
+            refuse_unknown_names(config)
+
+    def test_a_value_that_must_be_given_is_asked_for(self) -> None:
+        with initialize_config_dir(str(CONFIG), version_base="1.3"):
+            config = compose("config", ["strategy=single", "data=folder"])
+        with pytest.raises(SystemExit, match=r"data\.path must be given"):
+            refuse_unknown_names(config)
+
+    def test_an_unknown_option_is_left_to_hydra(self) -> None:
+        refuse_unknown_overrides(["strategy=sngle"])
+        with initialize_config_dir(str(CONFIG), version_base="1.3"), pytest.raises(HydraException):
+            compose("config", ["strategy=sngle"])
+
+
+class TestText:
+    def test_every_byte_but_the_first_is_predicted_once(self) -> None:
+        text = torch.arange(101, dtype=torch.uint8)
+        windows = Windows(text, context=10)
+        assert torch.equal(torch.cat([windows[i][1:] for i in range(len(windows))]), text[1:].long())
+
+    def test_the_last_tenth_of_every_file_is_held_out(self, tmp_path: Path) -> None:
+        (tmp_path / "b").mkdir()
+        (tmp_path / "a.txt").write_bytes(b"a" * 900 + b"A" * 100)
+        (tmp_path / "b" / "b.txt").write_bytes(b"b" * 90 + b"B" * 10)
+        (tmp_path / "c.bin").write_bytes(b"c" * 1000)
+        data = TextFolder(str(tmp_path), context=10)
+        data.setup()
+        assert bytes(data.train_text.tolist()) == b"a" * 900 + b"b" * 90
+        assert bytes(data.held_out_text.tolist()) == b"A" * 100 + b"B" * 10
+
+    def test_the_entropy_of_single_bytes_is_that_of_their_shares(self) -> None:
+        data = TextFolder("unused")
+        data.held_out_text = torch.tensor([0, 0, 1, 2], dtype=torch.uint8)
+        assert data.byte_entropy() == pytest.approx(1.5 * math.log(2))
+
+    def test_too_little_text_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"data\.path"):
+            TextFolder(str(tmp_path)).setup()
+
+    def test_the_standard_library_is_megabytes_of_source_without_tests(self) -> None:
+        data = StandardLibrary()
+        paths = [path.relative_to(data.path) for path in data.files()]
+        assert Path("argparse.py") in paths
+        assert not [path for path in paths if {"test", "site-packages"} & set(path.parts)]
+        assert sum((data.path / path).stat().st_size for path in paths) > 5e6
+
+
+class TestModel:
+    def test_no_prediction_looks_ahead(self) -> None:
+        torch.manual_seed(0)
+        model = GPT(width=32, layers=2, heads=2, context=8)
+        tokens = torch.randint(256, (1, 8))
+        changed = tokens.clone()
+        changed[0, 5] ^= 1
+        same = (model(tokens) == model(changed)).all(-1)[0]
+        assert same.tolist() == [True] * 5 + [False] * 3
+
+    def test_heads_split_over_ranks_add_up_to_the_whole_attention(self) -> None:
+        """As a tensor-parallel plan does it: rows of query, key and value, columns of output."""
+        torch.manual_seed(0)
+        whole = Attention(width=32, heads=4)
+        x = torch.randn(2, 8, 32)
+        parts = []
+        for rank in range(2):
+            part = Attention(width=32, heads=4)
+            for name in ("query", "key", "value"):
+                getattr(part, name).weight = torch.nn.Parameter(getattr(whole, name).weight.chunk(2)[rank])
+            part.output.weight = torch.nn.Parameter(whole.output.weight.chunk(2, dim=1)[rank])
+            parts.append(part(x))
+        torch.testing.assert_close(parts[0] + parts[1], whole(x), rtol=0, atol=1e-6)
+
+    def test_an_untrained_model_is_no_better_than_chance(self) -> None:
+        torch.manual_seed(0)
+        loss = LanguageModel(context=16).loss(torch.randint(256, (8, 17)))
+        assert loss.item() == pytest.approx(math.log(256), rel=0.02)
+
+
+class TestTraining:
+    @pytest.mark.parametrize("strategy", ["single", "hybrid_shard"])
+    def test_a_folder_of_text_is_learned_and_the_run_resumed(self, tmp_path: Path, strategy: str) -> None:
+        (tmp_path / "poem.txt").write_text(POEM)
+        output = tmp_path / "output"
+        options = [
+            f"strategy={strategy}",
+            "model=gpt_tiny",
+            "data=folder",
+            f"data.path={tmp_path}",
+            "data.context=32",
+            f"output={output}",
+            "checkpoint.every_n_train_steps=20",
+            "trainer.val_check_interval=20",
+        ]
+        first = train(*options, "trainer.max_steps=40")
+        assert first.returncode == 0, first.stderr
+        second = train(*options, "trainer.max_steps=60", "checkpoint.resume=last")
+        assert second.returncode == 0, second.stderr
+
+        data = TextFolder(str(tmp_path), context=32)
+        data.setup()
+        losses = logged(output, "val_loss")
+        assert list(losses) == [20, 40, 60]
+        assert losses[60] < losses[40] < data.byte_entropy()
+        # Forty steps by the first run, twenty by the second: it went on where the first had stopped.
+        assert len(list(output.rglob("metrics.csv"))) == 2
+        assert "resum" in second.stderr.lower() or "restor" in second.stderr.lower()
+
+    def test_an_unknown_key_ends_the_script_in_one_line(self) -> None:
+        run = train("trainer.devises=2")
+        assert run.returncode != 0
+        assert run.stderr.strip() == "unknown key trainer.devises: did you mean trainer.devices?"
