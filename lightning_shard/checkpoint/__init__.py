@@ -1,0 +1,21 @@
+"""Sharded checkpoints: safetensors per rank and a manifest, written last.
+
+Works with plain tensors or DTensors, with a process group or without; see ``docs/format.md`` for the bytes.
+"""
+
+from lightning_shard.checkpoint.codec import register_codec
+from lightning_shard.checkpoint.commit import all_or_none
+from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, load, load_tensors, read
+from lightning_shard.checkpoint.writer import save
+
+__all__ = [
+    "Checkpoint",
+    "StoredTensor",
+    "all_or_none",
+    "exists",
+    "load",
+    "load_tensors",
+    "read",
+    "register_codec",
+    "save",
+]

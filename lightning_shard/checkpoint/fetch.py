@@ -1,0 +1,294 @@
+"""Files to tensors: boxes become byte ranges, those that touch are merged, and a few threads fetch them.
+
+A range goes into the tensor's own memory where it is contiguous there too, else through a scratch buffer. With digests,
+whole blocks are read and checked, so a box's edges cost up to a block each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.header import DTYPES
+from lightning_shard.checkpoint.manifest import Chunk, Manifest, TensorEntry, digest
+from lightning_shard.checkpoint.plan import Box, coverage_fault
+from lightning_shard.checkpoint.store import Buffer, Segment, Store
+from lightning_shard.checkpoint.transfer import byte_view, is_plain
+from lightning_shard.errors import CorruptCheckpointError
+
+BATCH_BYTES = 16 * 2**20
+"""How much one thread reads in one call at most; with the threads, the bound of what is in flight."""
+SPAN_BYTES = 16 * 2**20
+"""A strided part of a chunk is read together with what lies between, up to this length at a time."""
+MAX_THREADS = 8
+_SCRATCH_ALIGNMENT = 64
+
+
+def thread_count() -> int:
+    """Threads for this process, of the processors that it shares with the other ranks of the machine."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, min(MAX_THREADS, processors // (int(neighbours) if neighbours.isdigit() else 1) or 1))
+
+
+@dataclass(frozen=True)
+class Read:
+    """Fill ``target``, of the sizes of ``box`` and of any strides and device, with that box of a stored tensor."""
+
+    name: str
+    entry: TensorEntry
+    box: Box
+    target: Tensor
+
+
+@dataclass
+class _Job:
+    """One byte range of a file, what it must hash to, and where it goes.
+
+    ``into`` is the memory that it is read into, or None for scratch; then ``size``, ``strides`` and ``offset`` (in
+    elements) tell which of the range's elements are copied to ``target``.
+    """
+
+    name: str
+    begin: int
+    end: int
+    into: Buffer | None = None
+    blocks: list[tuple[int, int, str]] = field(default_factory=list)
+    dtype: torch.dtype = torch.uint8
+    target: Tensor | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
+    """Carry out reads; digests are checked of every block that is touched, if ``verify`` and the checkpoint has any.
+
+    Returns:
+        How many bytes were read.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't make up the tensor.
+    """
+    per_file: dict[int, list[_Job]] = {}
+    for read in reads:
+        for file, job in _plan(read, manifest, verify):
+            per_file.setdefault(file, []).append(job)
+    batches = [
+        (manifest.files[file].path, batch)
+        for file, jobs in sorted(per_file.items())
+        for batch in _batches(sorted(jobs, key=lambda job: job.begin))
+    ]
+    threads = min(thread_count(), len(batches))
+    if threads <= 1:
+        scratch = _Scratch()
+        for path, batch in batches:
+            _fetch(store, path, batch, scratch)
+    else:
+        local = threading.local()
+
+        def fetch(work: tuple[str, list[_Job]]) -> None:
+            if not hasattr(local, "scratch"):
+                local.scratch = _Scratch()
+            _fetch(store, *work, local.scratch)
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
+            futures = [pool.submit(fetch, batch) for batch in batches]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    return sum(job.end - job.begin for _, batch in batches for job in batch)
+
+
+def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _Job]]:
+    found = []
+    for chunk in read.entry.chunks:
+        part = Box(chunk.offsets, chunk.sizes).intersect(read.box)
+        if part is not None and part.numel:
+            found.append((chunk, part))
+    fault = coverage_fault(read.box.sizes, [part.within(read.box) for _, part in found])
+    if fault is not None:
+        raise manifest.corrupt(f"the chunks of {read.name!r} don't make up the tensor: {fault}")
+    block_bytes = manifest.block_bytes if verify else 0
+    for chunk, part in found:
+        chunk_box = Box(chunk.offsets, chunk.sizes)
+        inside = part.within(chunk_box)
+        target = _narrow(read.target, part.within(read.box))
+        for region, view in _regions(inside, target, chunk.sizes, DTYPES[read.entry.dtype]):
+            yield from (
+                (chunk.file, job) for job in _jobs(read, chunk, region, view, block_bytes if chunk.digests else 0)
+            )
+
+
+def _regions(
+    region: Box, target: Tensor, chunk_sizes: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[tuple[Box, Tensor]]:
+    """Cut a region of a chunk, and its target, into ones that can be read in place or that span few bytes."""
+    first, last = _span(region, chunk_sizes)
+    direct = last - first == region.numel and target.dtype == dtype and is_plain(target)
+    if direct or (last - first) * dtype.itemsize <= SPAN_BYTES:
+        yield region, target
+        return
+    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+    rows = max(1, SPAN_BYTES // (math.prod(chunk_sizes[dim + 1 :]) * dtype.itemsize))
+    for start in range(0, region.sizes[dim], rows):
+        offsets, sizes = list(region.offsets), list(region.sizes)
+        offsets[dim] += start
+        sizes[dim] = min(rows, sizes[dim] - start)
+        yield from _regions(
+            Box(tuple(offsets), tuple(sizes)), target.narrow(dim, start, sizes[dim]), chunk_sizes, dtype
+        )
+
+
+def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
+    """The reads for one region of a chunk; with digests, of whole blocks."""
+    dtype = DTYPES[read.entry.dtype]
+    width = dtype.itemsize
+    first, last = _span(region, chunk.sizes)
+    if last - first != region.numel or target.dtype != dtype or not is_plain(target):
+        yield _scratch_job(read, chunk, (first, last), target, _strides(chunk.sizes), block_bytes)
+        return
+    memory, flat = byte_view(target), target.reshape(-1)
+    for begin, end in _windows(first * width, last * width, block_bytes):
+        if block_bytes and (begin % block_bytes or (end % block_bytes and end != chunk.end - chunk.begin)):
+            elements = begin // width, end // width
+            part = flat[elements[0] - first : elements[1] - first]
+            yield _scratch_job(read, chunk, elements, part, (1,), block_bytes)
+        else:
+            into = memory[begin - first * width : end - first * width]
+            blocks = _blocks(chunk, begin, end, block_bytes)
+            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, blocks)
+
+
+def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
+    """From the first to the last element of a region, as places in the row-major chunk."""
+    strides = _strides(chunk_sizes)
+    first = sum(offset * stride for offset, stride in zip(region.offsets, strides))
+    return first, first + sum((size - 1) * stride for size, stride in zip(region.sizes, strides)) + 1
+
+
+def _scratch_job(  # noqa: PLR0917
+    read: Read,
+    chunk: Chunk,
+    elements: tuple[int, int],
+    target: Tensor,
+    strides: tuple[int, ...],
+    block_bytes: int,
+) -> _Job:
+    """Read a span of a chunk's elements, out to whole blocks, then copy some of them to ``target``."""
+    dtype = DTYPES[read.entry.dtype]
+    width = dtype.itemsize
+    begin, end = elements[0] * width, elements[1] * width
+    if block_bytes:
+        begin -= begin % block_bytes
+        end = min(end + -end % block_bytes, chunk.end - chunk.begin)
+    return _Job(
+        read.name,
+        chunk.begin + begin,
+        chunk.begin + end,
+        None,
+        _blocks(chunk, begin, end, block_bytes),
+        dtype,
+        target,
+        strides,
+        elements[0] - begin // width,
+    )
+
+
+def _windows(begin: int, end: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a byte range of a chunk into reads; with digests so that all but the first and last are whole blocks."""
+    grid = block_bytes or BATCH_BYTES
+    while begin < end:
+        stop = min(end, begin + grid - begin % grid)
+        yield begin, stop
+        begin = stop
+
+
+def _blocks(chunk: Chunk, begin: int, end: int, block_bytes: int) -> list[tuple[int, int, str]]:
+    if not block_bytes:
+        return []
+    assert begin % block_bytes == 0
+    return [
+        (start - begin, min(start + block_bytes, end) - begin, chunk.block_digest(start // block_bytes))
+        for start in range(begin, end, block_bytes)
+    ]
+
+
+def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    batch: list[_Job] = []
+    total = 0
+    for job in jobs:
+        nbytes = job.end - job.begin
+        if batch and total + nbytes > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(job)
+        total += nbytes
+    if batch:
+        yield batch
+
+
+class _Scratch:
+    """One thread's memory for what can't be read in place; it grows to the largest batch and is reused."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, nbytes: int) -> Tensor:
+        if self.tensor.numel() < nbytes:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+        return self.tensor
+
+
+def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) -> None:
+    places, total = [], 0
+    for job in batch:
+        places.append(total)
+        if job.into is None:
+            total += -(-(job.end - job.begin) // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+    room = scratch.room(total)
+    memory = byte_view(room) if total else memoryview(b"")
+    segments: list[Segment] = []
+    for job, place in zip(batch, places):
+        into = memory[place : place + job.end - job.begin] if job.into is None else job.into
+        segments.append((job.begin, into))
+    try:
+        store.read_into(path, segments)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{store.root}/{path} is missing, and holds a part of {batch[0].name!r}: use another checkpoint."
+        ) from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {batch[0].name!r}.") from error
+    for job, place, (_, buffer) in zip(batch, places, segments):
+        for start, stop, expected in job.blocks:
+            if digest(buffer[start:stop]) != expected:
+                raise CorruptCheckpointError(
+                    f"{store.root}/{path}: bytes {job.begin + start:,} to {job.begin + stop:,}, a part of {job.name!r},"
+                    " differ from their digest: the file is damaged, use another checkpoint."
+                )
+        if job.target is not None:
+            elements = room[place : place + buffer.nbytes].view(job.dtype)
+            job.target.copy_(elements.as_strided(job.target.shape, job.strides, elements.storage_offset() + job.offset))
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _narrow(tensor: Tensor, box: Box) -> Tensor:
+    view: Any = tensor
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes)):
+        if size != view.shape[dim]:
+            view = view.narrow(dim, offset, size)
+    return view

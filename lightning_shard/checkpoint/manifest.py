@@ -1,0 +1,328 @@
+"""The manifest: every file, every tensor, and where each chunk of it lies. See ``docs/format.md`` for the JSON.
+
+Only this module knows the JSON's field names. Chunks are parsed when a tensor is first asked for: a large run has
+hundreds of thousands of them, and a rank needs few.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from lightning_shard.checkpoint.header import DTYPES, item_bytes
+from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
+
+FORMAT = "lightning_shard"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+DIGEST_ALGORITHM = "xxh3_128"
+DIGEST_HEX_CHARS = 32
+BLOCK_BYTES = 4 * 2**20
+
+# What we write, and so what we may remove. The last part of the stem is the attempt.
+OWN_FILE = re.compile(r"(model|optimizer|trainer)/(rank-\d{5,}|state)-([0-9a-f]{12})\.(safetensors|json)")
+
+Digest = str
+"""32 lowercase hexadecimal digits of an xxh3_128, as its canonical (big-endian) bytes."""
+
+
+def digest(data: Any) -> Digest:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file. ``header_bytes`` is 0 for JSON files, whose digest covers the whole file; else it covers the header."""
+
+    path: str
+    bytes: int
+    header_bytes: int = 0
+    digest: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and its bytes (row-major) in a file.
+
+    ``offsets`` and ``sizes`` are in elements, one per dim; ``begin`` and ``end`` are bytes from the start of the file;
+    ``digests`` holds one digest per block of ``block_bytes`` counted from ``begin``, or nothing.
+    """
+
+    file: int
+    begin: int
+    end: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    digests: str = ""
+
+    def block_digest(self, block: int) -> Digest:
+        return self.digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its dtype by the format's name, its global shape and its chunks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+class Section(Mapping[str, TensorEntry]):
+    """The tensors of one section by name; an alias gives the entry of the tensor that it shares storage with."""
+
+    def __init__(self, raw: Mapping[str, Any], manifest: Manifest, title: str) -> None:
+        self.raw = raw
+        self._manifest = manifest
+        self._title = title
+        self._parsed: dict[str, TensorEntry] = {}
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        entry = self._parsed.get(name)
+        if entry is None:
+            raw = self.raw[name]
+            target = self.alias_of(name)
+            if target is not None:
+                if target not in self.raw or self.alias_of(target) is not None:
+                    raise self._manifest.corrupt(f"{self._title} tensor {name!r} is an alias of {target!r}: no tensor")
+                entry = self[target]
+            else:
+                entry = self._manifest.parse_tensor(f"{self._title} tensor {name!r}", raw)
+            self._parsed[name] = entry
+        return entry
+
+    def alias_of(self, name: str) -> str | None:
+        raw = self.raw[name]
+        return raw.get("same_as") if isinstance(raw, dict) else None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+
+@dataclass
+class Manifest:
+    """A parsed manifest. ``model``, ``optimizer``, ``trainer`` and ``ranks[r]`` are sections of tensors."""
+
+    attempt: str
+    files: list[FileEntry]
+    layout: Any = None
+    world_size: int = 1
+    writer: str = ""
+    block_bytes: int = 0
+    """The digests' grid; 0 where there are none."""
+    state_file: int | None = None
+    """The index of ``trainer/state-….json``."""
+    raw_sections: dict[str, Any] = field(default_factory=dict)
+    source: str = MANIFEST_NAME
+    """Where it was read from, for errors."""
+    intact: bool | None = None
+    """Whether the manifest's own digest fits; None where it carries none."""
+
+    def __post_init__(self) -> None:
+        raw = self.raw_sections
+        self.model = Section(raw.get("model", {}), self, "model")
+        self.optimizer = Section(raw.get("optimizer", {}), self, "optimizer")
+        self.trainer = Section(raw.get("trainer", {}), self, "trainer")
+        self.ranks = {int(rank): Section(value, self, f"rank {rank}") for rank, value in raw.get("ranks", {}).items()}
+
+    def sections(self) -> dict[str, Section]:
+        """Every section by its title: ``model``, ``optimizer``, ``trainer``, ``rank 0`` …"""
+        all_ranks = {f"rank {rank}": section for rank, section in sorted(self.ranks.items())}
+        return {"model": self.model, "optimizer": self.optimizer, "trainer": self.trainer, **all_ranks}
+
+    def corrupt(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.source}: {what}.")
+
+    # -- to and from bytes --------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes: one JSON object on lines of one file or tensor each, its own digest last."""
+        head: dict[str, Any] = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "writer": self.writer,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "layout": self.layout,
+            "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": self.block_bytes} if self.block_bytes else None,
+        }
+        lines = [f"{_dump(key)}:{_dump(value)}" for key, value in head.items()]
+        lines.append(_lines("files", [_dump(_file_to_json(file)) for file in self.files], "[]"))
+        lines.append(f'"state_file":{_dump(self.state_file)}')
+        for name in ("model", "optimizer", "trainer"):
+            section = self.raw_sections.get(name, {})
+            lines.append(_lines(name, [f"{_dump(key)}:{_dump(value)}" for key, value in section.items()], "{}"))
+        ranks = self.raw_sections.get("ranks", {})
+        lines.append(_lines("ranks", [f"{_dump(str(rank))}:{_dump(ranks[rank])}" for rank in ranks], "{}"))
+        body = ("{" + ",\n".join(lines)).encode()
+        return body + f',\n"manifest_digest":"{digest(body)}"}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str = MANIFEST_NAME) -> Manifest:
+        """Parse and check a manifest.
+
+        Raises:
+            FormatVersionError: Written by a newer version of the format.
+            CorruptCheckpointError: Not a manifest, torn, or one that names files outside of the checkpoint.
+        """
+        try:
+            raw = json.loads(data)
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"{source} is not valid JSON ({error}): it is damaged, use another checkpoint."
+            ) from error
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
+        version = raw.get("format_version")
+        if not isinstance(version, int) or version < 1:
+            raise CorruptCheckpointError(f"{source} has format_version {version!r}, which is no version.")
+        if version > FORMAT_VERSION:
+            raise FormatVersionError(
+                f"{source} has format version {version}, and this program reads up to {FORMAT_VERSION}: upgrade"
+                f" lightning-shard (it was written by {raw.get('writer') or 'an unnamed writer'})."
+            )
+        try:
+            grid = raw.get("digest") or {}
+            if grid and grid["algorithm"] != DIGEST_ALGORITHM:
+                raise FormatVersionError(f"{source} has digests of a kind unknown here, {grid['algorithm']!r}.")
+            manifest = cls(
+                attempt=str(raw["attempt"]),
+                files=[_file_from_json(file) for file in raw["files"]],
+                layout=raw.get("layout"),
+                world_size=int(raw.get("world_size", 1)),
+                writer=str(raw.get("writer", "")),
+                block_bytes=int(grid["block_bytes"]) if grid else 0,
+                state_file=raw.get("state_file"),
+                raw_sections={name: raw.get(name, {}) for name in ("model", "optimizer", "trainer", "ranks")},
+                source=source,
+                intact=_own_digest_fits(data) if "manifest_digest" in raw else None,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__} {error}.") from error
+        manifest._check_files()
+        return manifest
+
+    def _check_files(self) -> None:
+        for file in self.files:
+            if not is_safe_path(file.path):
+                raise self.corrupt(f"it names the file {file.path!r}, which is not inside of the checkpoint")
+            if not 0 <= file.header_bytes <= file.bytes:
+                raise self.corrupt(f"{file.path} has {file.bytes} bytes and a header of {file.header_bytes}")
+        if self.state_file is not None and not (
+            isinstance(self.state_file, int) and 0 <= self.state_file < len(self.files)
+        ):
+            raise self.corrupt(f"state_file is {self.state_file!r}, and there are {len(self.files)} files")
+        if self.block_bytes < 0 or self.block_bytes % 64:
+            raise self.corrupt(f"digests have blocks of {self.block_bytes} bytes, which is no multiple of 64")
+
+    def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
+        """A tensor's entry, with every number checked against the shape, the dtype and the file's size."""
+        try:
+            dtype, shape = str(raw["dtype"]), tuple(int(size) for size in raw["shape"])
+            if dtype not in DTYPES:
+                raise FormatVersionError(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here.")
+            chunks = tuple(
+                Chunk(
+                    int(chunk["file"]),
+                    int(chunk["bytes"][0]),
+                    int(chunk["bytes"][1]),
+                    tuple(int(offset) for offset in chunk["offsets"]),
+                    tuple(int(size) for size in chunk["sizes"]),
+                    str(chunk.get("digests", "")),
+                )
+                for chunk in raw["chunks"]
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise self.corrupt(f"{title} is damaged: {type(error).__name__} {error}") from error
+        width = item_bytes(dtype)
+        for chunk in chunks:
+            if not 0 <= chunk.file < len(self.files):
+                raise self.corrupt(f"{title} refers to file {chunk.file} of {len(self.files)}")
+            file = self.files[chunk.file]
+            inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+                offset >= 0 and size >= 0 and offset + size <= whole
+                for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape)
+            )
+            if not inside or min(shape, default=0) < 0:
+                raise self.corrupt(f"{title} of shape {shape} has a chunk at {chunk.offsets} of {chunk.sizes}")
+            if chunk.end - chunk.begin != math.prod(chunk.sizes) * width or not (
+                file.header_bytes <= chunk.begin <= chunk.end <= file.bytes
+            ):
+                raise self.corrupt(f"{title} has a chunk at bytes {chunk.begin}..{chunk.end} of {file.path}")
+            if chunk.digests:
+                blocks = -(-(chunk.end - chunk.begin) // self.block_bytes) if self.block_bytes else 0
+                if len(chunk.digests) != blocks * DIGEST_HEX_CHARS:
+                    raise self.corrupt(f"{title} has {len(chunk.digests)} digits of digests for {blocks} blocks")
+        return TensorEntry(dtype, shape, chunks)
+
+
+def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "chunks": chunks}
+
+
+def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "file": chunk.file,
+        "bytes": [chunk.begin, chunk.end],
+        "offsets": list(chunk.offsets),
+        "sizes": list(chunk.sizes),
+    }
+    if chunk.digests:
+        entry["digests"] = chunk.digests
+    return entry
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a file named in a manifest is surely inside of the checkpoint's directory."""
+    return (
+        0 < len(path) <= 1024
+        and not any(char in path for char in "\\:?#*[]\0\n")
+        and all(part not in ("", ".", "..") for part in path.split("/"))
+        and path != MANIFEST_NAME
+    )
+
+
+def _file_to_json(file: FileEntry) -> dict[str, Any]:
+    entry: dict[str, Any] = {"path": file.path, "bytes": file.bytes}
+    if file.header_bytes:
+        entry["header_bytes"] = file.header_bytes
+    if file.digest:
+        entry["digest"] = file.digest
+    return entry
+
+
+def _file_from_json(raw: Mapping[str, Any]) -> FileEntry:
+    digest_text = raw.get("digest")
+    return FileEntry(
+        str(raw["path"]),
+        int(raw["bytes"]),
+        int(raw.get("header_bytes", 0)),
+        None if digest_text is None else str(digest_text),
+    )
+
+
+def _own_digest_fits(data: bytes) -> bool:
+    body, mark, tail = data.rpartition(b',\n"manifest_digest":')
+    return bool(mark) and tail == f'"{digest(body)}"}}\n'.encode()
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _lines(name: str, items: list[str], brackets: str) -> str:
+    inner = ("\n" + ",\n".join(items) + "\n") if items else ""
+    return f'"{name}":{brackets[0]}{inner}{brackets[1]}'
