@@ -54,9 +54,8 @@ class Layout:
         Raises:
             LayoutError: The sizes don't multiply to the world; says what would.
         """
-        pipeline = _positive("pipeline_parallel_size", pipeline_parallel_size)
-        tensor = _positive("tensor_parallel_size", tensor_parallel_size)
-        replicas = _positive("data_parallel_replicas", data_parallel_replicas)
+        check_sizes(pipeline_parallel_size, tensor_parallel_size, data_parallel_size, data_parallel_replicas)
+        pipeline, tensor, replicas = pipeline_parallel_size, tensor_parallel_size, data_parallel_replicas
         model_ranks = pipeline * tensor
         product = f"pipeline_parallel_size ({pipeline}) × tensor_parallel_size ({tensor})"
         if data_parallel_size == "auto":
@@ -67,7 +66,7 @@ class Layout:
                 )
             data = world_size // model_ranks
         else:
-            data = _positive("data_parallel_size", data_parallel_size)
+            data = data_parallel_size
             if model_ranks * data != world_size:
                 fits = (
                     f'data_parallel_size={world_size // model_ranks} (or "auto")'
@@ -78,11 +77,7 @@ class Layout:
                     f"{product} × data_parallel_size ({data}) = {model_ranks * data} must equal the number of processes"
                     f" ({world_size}): start {model_ranks * data} processes, or use {fits}."
                 )
-        if data % replicas:
-            raise LayoutError(
-                f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of"
-                f" {_divisors(data)}."
-            )
+        _check_replicas(data, replicas)
         return cls(pipeline, data, replicas, tensor, rank)
 
     @property
@@ -119,6 +114,19 @@ class Layout:
         first = self.pipeline_rank * self.stage_size
         return range(first, first + self.stage_size)
 
+    def pipelines(self) -> list[list[int]]:
+        """Every pipeline's ranks in stage order."""
+        return [list(range(first, self.world_size, self.stage_size)) for first in range(self.stage_size)]
+
+    def data_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold the same part of the model and read different data, in data order."""
+        step = self.tensor_parallel_size
+        return [
+            list(range(stage + tensor, stage + self.stage_size, step))
+            for stage in range(0, self.world_size, self.stage_size)
+            for tensor in range(step)
+        ]
+
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis name to size, in rank order; the replica axis is there only where it is used."""
@@ -128,6 +136,11 @@ class Layout:
         axes[DATA_AXIS] = self.shard_size
         axes[TENSOR_AXIS] = self.tensor_parallel_size
         return axes
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the ranks that hold one stage."""
+        return (*self.data_axes, TENSOR_AXIS)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -149,10 +162,38 @@ class Layout:
         )
 
 
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayoutError(f"{name} ({value!r}) must be an integer of at least 1.")
-    return value
+def check_sizes(
+    pipeline_parallel_size: int,
+    tensor_parallel_size: int,
+    data_parallel_size: int | Literal["auto"],
+    data_parallel_replicas: int,
+) -> None:
+    """Refuse sizes that fit no world.
+
+    Raises:
+        LayoutError: A size that isn't a positive integer, or replicas that don't divide the data ranks.
+    """
+    sizes = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "data_parallel_replicas": data_parallel_replicas,
+    }
+    for name, value in sizes.items():
+        if name == "data_parallel_size" and value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            auto = ' or "auto"' if name == "data_parallel_size" else ""
+            raise LayoutError(f"{name} ({value!r}) must be an integer of at least 1{auto}.")
+    if isinstance(data_parallel_size, int):
+        _check_replicas(data_parallel_size, data_parallel_replicas)
+
+
+def _check_replicas(data: int, replicas: int) -> None:
+    if data % replicas:
+        raise LayoutError(
+            f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of {_divisors(data)}."
+        )
 
 
 def _divisors(number: int) -> list[int]:

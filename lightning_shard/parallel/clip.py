@@ -1,0 +1,83 @@
+"""The norm of gradients that lie over every axis: shards, tensor parts, stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.sharding import local_tensor
+
+
+def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
+    """Whether this rank is the one that counts its local part of ``tensor``.
+
+    Of ranks that hold equal parts (replicated placements, or axes of the stage that the tensor doesn't lie on) the first
+    counts it, so that a sum over all ranks counts every element once.
+    """
+    coordinate = stage_mesh.get_coordinate()
+    names = stage_mesh.mesh_dim_names
+    assert coordinate is not None
+    assert names is not None
+    sharded: set[str] = set()
+    if isinstance(tensor, DTensor):
+        axes = tensor.device_mesh.mesh_dim_names
+        assert axes is not None
+        sharded = {axis for axis, placement in zip(axes, tensor.placements) if not placement.is_replicate()}
+    return all(index == 0 for axis, index in zip(names, coordinate) if axis not in sharded)
+
+
+def gradient_norm(
+    parameters: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of all gradients of the whole model, equal on all ranks; a collective call over all ranks.
+
+    Args:
+        parameters: This rank's parameters; those without a gradient count as zero.
+        stage_mesh: The mesh of the ranks that hold this rank's stage.
+        device: Where the norm is wanted.
+        norm_type: ``p`` of the p-norm; ``inf`` for the largest absolute value.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [local_tensor(g) for g in gradients if counts_here(g, stage_mesh)]
+    parts = [torch.linalg.vector_norm(gradient, norm_type) for gradient in local if gradient.numel()]
+    largest = math.isinf(norm_type)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    if parts:
+        stacked = torch.stack([part.to(device=device, dtype=torch.float32) for part in parts])
+        total = stacked.max() if largest else stacked.pow(norm_type).sum()
+    if dist.is_initialized():
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return total if largest else total.pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Returns:
+        The norm before clipping.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, stage_mesh, device, norm_type)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local_tensor(parameter.grad)
+            gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
+    return norm
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamp every element of every gradient to ``[-max_value, max_value]``."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).clamp_(-max_value, max_value)

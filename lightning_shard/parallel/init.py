@@ -1,0 +1,181 @@
+"""Weights that are the same on every layout.
+
+A module built with real weights keeps exactly these: where processes built different ones (no seed was set), rank 0's
+win, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a block, or one module outside the
+blocks), each under a seed derived from its name, and every rank keeps its own shards: the weights depend on the seed
+alone, and no rank ever holds more than one whole part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.sharding import local_part
+
+
+def agree_on_weights(root: nn.Module) -> bool:
+    """Make every rank's real parameters and buffers those of rank 0; a collective call over all ranks.
+
+    Returns:
+        Whether any rank held others.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    state = [t.detach() for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
+    digest = xxhash.xxh3_128()
+    for tensor in state:
+        digest.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b"")
+    digests: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    if len(set(digests)) == 1:
+        return False
+    for tensor in state:
+        _broadcast_from_first(tensor)
+    return True
+
+
+def _broadcast_from_first(tensor: Tensor) -> None:
+    """Rank 0's values, over a device that the process group's backend serves."""
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    values = tensor.to(device).contiguous()
+    raw = values.view(-1).view(torch.uint8)
+    dist.broadcast(raw, src=0)
+    tensor.copy_(values)
+
+
+def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, seed: int) -> list[str]:
+    """Initialise everything of ``root`` that is on meta, in place.
+
+    Args:
+        root: The model, already cut and sharded.
+        parts: Names of blocks that are initialised as one; other modules are parts by themselves.
+        device: Where the weights go.
+        seed: The run's seed.
+
+    Returns:
+        The names of the parts that were on meta.
+
+    Raises:
+        ConfigurationError: A module on meta that nothing initialises; names it.
+    """
+    done = []
+    for name, part in list(_parts(root, set(parts))):
+        modules = [part] if name not in parts else list(part.modules())
+        if not any(t.is_meta for module in modules for t in _own(module).values()):
+            continue
+        with _whole(modules, device) as originals, _seeded(seed, name, device), torch.no_grad():
+            for module_name, module in reversed(list(_named(part, name, alone=name not in parts))):
+                _initialize(root, module_name, module)
+            _check_initialized(name, modules, originals)
+        done.append(name)
+    return done
+
+
+def _parts(root: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in root.named_modules():
+        if not any(name.startswith(f"{block}.") for block in blocks):
+            yield name, module
+
+
+def _named(part: nn.Module, name: str, *, alone: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a part by full name, parents first (a parent's own rule is applied after its children's)."""
+    if alone:
+        yield name, part
+        return
+    for inner, module in part.named_modules():
+        yield (f"{name}.{inner}" if inner else name), module
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+
+
+@contextmanager
+def _whole(modules: list[nn.Module], device: torch.device) -> Iterator[dict[int, dict[str, Tensor]]]:
+    """Put full-sized real tensors in place of those on meta; on leaving, keep this rank's part of each."""
+    originals: dict[int, dict[str, Tensor]] = {}
+    whole: dict[int, Tensor] = {}  # id of the original, so that tied ones stay tied
+    for module in modules:
+        for key, tensor in _own(module).items():
+            if not tensor.is_meta:
+                continue
+            originals.setdefault(id(module), {})[key] = tensor
+            if id(tensor) not in whole:
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                full.fill_(torch.nan if full.is_floating_point() or full.is_complex() else 0)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                whole[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if is_parameter else full
+            slot = module._parameters if key in module._parameters else module._buffers
+            slot[key] = whole[id(tensor)]  # type: ignore[assignment]
+    yield originals
+    real: dict[int, Tensor] = {}
+    for module in modules:
+        for key, tensor in originals.get(id(module), {}).items():
+            if id(tensor) not in real:
+                real[id(tensor)] = _keep(whole[id(tensor)], tensor)
+            slot = module._parameters if key in module._parameters else module._buffers
+            slot[key] = real[id(tensor)]  # type: ignore[assignment]
+
+
+def _keep(full: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return full
+    local = local_part(full.detach(), like).clone(memory_format=torch.contiguous_format)
+    kept = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return nn.Parameter(kept, like.requires_grad) if isinstance(like, nn.Parameter) else kept
+
+
+@contextmanager
+def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1)
+        yield
+
+
+def _initialize(root: nn.Module, name: str, module: nn.Module) -> None:
+    """The module's own ``reset_parameters``, then the ``_init_weights(module)`` of the nearest module around it.
+
+    ``_init_weights`` is the convention of transformers and of GPTs since; it refines what the layers do by themselves.
+    """
+    for method in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, method, None)
+        if callable(reset) and _own(module):
+            reset()
+            break
+    rule = _rule_around(root, name)
+    if rule is not None:
+        rule(module)
+
+
+def _rule_around(root: nn.Module, name: str) -> Callable[[nn.Module], None] | None:
+    while True:
+        rule = getattr(root.get_submodule(name), "_init_weights", None)
+        if callable(rule):
+            return rule
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def _check_initialized(part: str, modules: list[nn.Module], originals: dict[int, dict[str, Tensor]]) -> None:
+    for module in modules:
+        for key in originals.get(id(module), {}):
+            tensor = _own(module)[key]
+            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.isnan().any():
+                raise ConfigurationError(
+                    f"{key!r} of the {type(module).__name__} in {part!r} was built on meta and nothing initialises it: give"
+                    " the module a reset_parameters(), or the network an _init_weights(module), that sets it."
+                )

@@ -1,0 +1,233 @@
+"""Cut a model to one stage, in place, and join it to its neighbours at the blocks.
+
+The stage keeps its range of blocks, the first stage what runs before them and the last what runs after them. Names of
+parameters never change. What the stage doesn't hold is stood in for, so that the user's own code runs unmodified:
+
+* Code **before the blocks** runs on every stage (masks, rotary tables and other arguments are recomputed from the same
+  batch). Parameters that another stage holds are :class:`Hollow` there: right shape and dtype, no memory, NaN in every
+  place.
+* A **block of an earlier stage** hands out what the previous stage's last block returned, in the same nesting, so
+  whatever the model does between blocks is done to the received state as it would be to the block's own output.
+* The first **block of a later stage** ends the stage's part: it leaves the user's step by :class:`StageEnd`.
+
+A value that the blocks take besides the hidden state and that is computed from another stage's parameters would be NaN;
+that, and parameters used on the wrong side of the blocks, raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import PlacementError, StepError
+
+
+class StageEnd(BaseException):
+    """Leaves the user's step where this stage's part of it ends; not an ``Exception``, so that no step catches it."""
+
+
+@dataclass
+class Passage:
+    """One microbatch's way through this stage: what came in, how far the step got, what goes out."""
+
+    received: Any = None
+    entered: bool = False
+    output: Any = None
+    active: bool = False
+
+
+class Hollow(torch.Tensor):
+    """A parameter that another stage holds: its shape and dtype over one NaN; using it on the wrong side raises."""
+
+    _refuse: Callable[[], str | None]
+
+    @staticmethod
+    def of(parameter: Tensor, device: torch.device, refuse: Callable[[], str | None]) -> Hollow:
+        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        hollow = torch.Tensor._make_subclass(Hollow, nan)
+        hollow._refuse = refuse
+        return hollow
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # reading an attribute such as .shape or .dtype is always fine
+            for argument in (*args, *(kwargs or {}).values()):
+                if isinstance(argument, Hollow) and (problem := argument._refuse()):
+                    raise StepError(problem)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class _StandIn(nn.Module):
+    """In a foreign block's place, with its plain attributes (models ask blocks for their kind of attention, say)."""
+
+    def __init__(self, passage: Passage, block: nn.Module) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and isinstance(v, (str, int, float))}
+        self.__dict__.update(plain, passage=passage, training=block.training)
+
+
+class EarlierBlock(_StandIn):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        self.passage.entered = True
+        return self.passage.received
+
+
+class LaterBlock(_StandIn):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise StageEnd
+
+
+@dataclass
+class Stage:
+    """This rank's stage of a model that was cut in place.
+
+    Attributes:
+        index: Its place in the pipeline, of ``count``.
+        owned: Names of the blocks it holds.
+        foreign_buffers: Names of buffers that stay here for the code before the blocks but are another stage's state.
+    """
+
+    index: int
+    count: int
+    owned: list[str]
+    passage: Passage = field(default_factory=Passage)
+    foreign_buffers: set[str] = field(default_factory=set)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    @contextmanager
+    def microbatch(self, received: Any) -> Iterator[Passage]:
+        """Run one microbatch's forward inside; yields its :class:`Passage`."""
+        passage = self.passage
+        passage.received, passage.entered, passage.output, passage.active = received, False, None, True
+        try:
+            yield passage
+        finally:
+            passage.received, passage.output, passage.active = None, None, False
+
+
+def cut(
+    root: nn.Module,
+    blocks: Iterable[str],
+    owned: range,
+    *,
+    index: int,
+    count: int,
+    before: Iterable[str],
+    after: Iterable[str],
+    device: torch.device,
+) -> Stage:
+    """Keep stage ``index`` of ``count`` of ``root``, in place.
+
+    Args:
+        root: The LightningModule.
+        blocks: Names of all blocks.
+        owned: Which of them this stage holds.
+        before: Names of modules and parameters that run before the blocks: the first stage's.
+        after: Names of those that run after them: the last stage's.
+        device: Where stand-ins live.
+    """
+    names = list(blocks)
+    stage = Stage(index, count, [names[i] for i in owned])
+    originals = [root.get_submodule(name) for name in names]
+    for i, (name, block) in enumerate(zip(names, originals)):
+        if i not in owned:
+            parent, _, key = name.rpartition(".")
+            stand_in = EarlierBlock if i < owned.start else LaterBlock
+            root.get_submodule(parent)._modules[key] = stand_in(stage.passage, block)
+    for foreign, side, holder in ((before, "before", 0), (after, "after", count - 1)):
+        if index != holder:
+            for name in foreign:
+                _hollow(root, name, side, holder, stage, device)
+    _join(root.get_submodule(stage.owned[0]), root.get_submodule(stage.owned[-1]), stage)
+    return stage
+
+
+def check_ties(ties: Iterable[tuple[str, ...]], stage_of: Callable[[str], int]) -> None:
+    """Refuse a parameter that two stages would hold.
+
+    Raises:
+        PlacementError: Names the parameters.
+    """
+    for group in ties:
+        stages = sorted({stage_of(name) for name in group})
+        if len(stages) > 1:
+            raise PlacementError(
+                f"{' and '.join(group)} are one tied parameter on stages {stages}: untie them (transformers:"
+                " tie_word_embeddings=False), or use pipeline_parallel_size=1."
+            )
+
+
+def _hollow(root: nn.Module, name: str, side: str, holder: int, stage: Stage, device: torch.device) -> None:
+    """Take a foreign part's parameters out of the model, leaving hollow tensors in their places."""
+    parent, _, key = name.rpartition(".")
+    owner = root.get_submodule(parent)
+    if key in owner._parameters:
+        _hollow_parameter(owner, key, name, side, holder, stage, device)
+        return
+    for inner, module in owner.get_submodule(key).named_modules():
+        path = f"{name}.{inner}" if inner else name
+        for parameter in [k for k, p in module._parameters.items() if p is not None]:
+            _hollow_parameter(module, parameter, f"{path}.{parameter}", side, holder, stage, device)
+        for buffer in [k for k, b in module._buffers.items() if b is not None]:
+            if buffer not in module._non_persistent_buffers_set:
+                module._non_persistent_buffers_set.add(buffer)
+                stage.foreign_buffers.add(f"{path}.{buffer}")
+
+
+def _hollow_parameter(
+    module: nn.Module, key: str, name: str, side: str, holder: int, stage: Stage, device: torch.device
+) -> None:
+    passage = stage.passage
+
+    def refuse() -> str | None:
+        if not passage.active or passage.entered == (side == "after"):
+            return None
+        wrong = "after" if side == "before" else "before"
+        return (
+            f"{name} is held by stage {holder}, because it seems to run {side} the blocks, but stage {stage.index} uses it"
+            f" {wrong} them. A part that runs on both sides (tied or shared weights) can't be split over stages: untie it or"
+            f" use pipeline_parallel_size=1. If it only runs {wrong} the blocks, register it {wrong} them in __init__."
+        )
+
+    parameter = module._parameters.pop(key)
+    assert parameter is not None
+    # Into __dict__: nn.Module.__setattr__ would take a tensor for an attempt to replace the parameter.
+    module.__dict__[key] = Hollow.of(parameter, device, refuse)
+
+
+def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
+    """Hooks on the first and last owned block: note that the blocks were reached, and what comes out of them.
+
+    Outside a microbatch's forward the hooks do nothing: recomputation under activation checkpointing calls blocks again.
+    """
+    passage = stage.passage
+
+    def enter(*_: Any) -> None:
+        if not passage.active:
+            return
+        if passage.output is not None:
+            raise StepError(
+                "The network was called a second time within one step, and a pipeline runs it once: call it once on the"
+                " concatenated inputs, or use pipeline_parallel_size=1."
+            )
+        passage.entered = True
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        if passage.active:
+            passage.output = output
+
+    first.register_forward_pre_hook(enter, prepend=True)
+    last.register_forward_hook(leave)

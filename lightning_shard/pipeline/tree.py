@@ -1,0 +1,147 @@
+"""Trees of tensors: batches, hidden states and what steps return.
+
+A batch may be any nesting of dicts (``BatchEncoding`` and other mappings included), lists, tuples, named tuples and
+dataclasses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import BatchError
+
+Path = tuple[str, ...]
+
+
+class Leaf:
+    """Base of dataclasses that are leaves of a tree, not nodes."""
+
+
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf with its path."""
+    for key, child in _children(tree):
+        yield from walk(child, (*path, str(key)))
+    if not _is_node(tree):
+        yield path, tree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for _, leaf in walk(tree) if isinstance(leaf, Tensor)]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same nesting with ``function(leaf)`` for every leaf."""
+    if not _is_node(tree):
+        return function(tree)
+    return _rebuild(tree, [map_leaves(function, child) for _, child in _children(tree)])
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into ``parts`` microbatches of equal size, in order.
+
+    Tensors of at least one dimension are cut along the first; sequences of the batch's length that hold no tensors
+    (texts, file names) are cut too; anything else is handed to each microbatch as it is.
+
+    Raises:
+        BatchError: Tensors of different first sizes, no tensor at all, or a size that ``parts`` doesn't divide.
+    """
+    size = batch_size(batch)
+    if size % parts:
+        raise BatchError(
+            f"A batch of {size} samples can't be cut into {parts} equal microbatches: use a batch_size that is a multiple of"
+            f" {parts} (with drop_last=True if it is the last, smaller batch), or set microbatches to a divisor of {size}."
+        )
+    step = size // parts
+    return [_slice(batch, size, start, start + step) for start in range(0, size, step)]
+
+
+def batch_size(batch: Any) -> int:
+    """How many samples a batch holds: the first size of its tensors."""
+    sizes: dict[int, Path] = {}
+    for path, leaf in walk(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            sizes.setdefault(leaf.size(0), path)
+    if len(sizes) == 1:
+        return next(iter(sizes))
+    if not sizes:
+        raise BatchError(
+            "A batch without tensors of at least one dimension can't be cut into microbatches: put the samples into tensors,"
+            " or use pipeline_parallel_size=1."
+        )
+    seen = ", ".join(f"{'.'.join(path) or 'the batch'}: {size}" for size, path in sizes.items())
+    raise BatchError(
+        f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into microbatches:"
+        " put the sample dimension first in all of them, or make constants 0-dimensional."
+    )
+
+
+def merge(parts: Sequence[Any], size: int) -> Any:
+    """One result of those of the microbatches: the inverse of :func:`split`.
+
+    Tensors with ``size`` rows (the microbatch's) are concatenated, others of equal shape averaged if they are floating
+    point; anything that can't be merged is a list with an entry per microbatch.
+    """
+    first = parts[0]
+    if _is_node(first) and all(type(part) is type(first) for part in parts):
+        children = [[child for _, child in _children(part)] for part in parts]
+        if len({len(row) for row in children}) == 1:
+            return _rebuild(first, [merge(column, size) for column in zip(*children)])
+    if all(isinstance(part, Tensor) for part in parts):
+        if all(part.ndim and part.size(0) == size for part in parts):
+            return torch.cat(list(parts))
+        if len({part.shape for part in parts}) == 1 and first.is_floating_point():
+            return torch.stack(list(parts)).mean(0)
+    if all(part is None for part in parts):
+        return None
+    if all(isinstance(part, float) for part in parts):
+        return sum(parts) / len(parts)
+    return list(parts)
+
+
+def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[start:stop] if tree.ndim else tree
+    if isinstance(tree, (list, tuple)) and len(tree) == size and not tensors(tree) and not hasattr(tree, "_fields"):
+        return tree[start:stop]
+    if not _is_node(tree):
+        return tree
+    return _rebuild(tree, [_slice(child, size, start, stop) for _, child in _children(tree)])
+
+
+def _is_node(tree: Any) -> bool:
+    if isinstance(tree, (Mapping, list, tuple)):
+        return True
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Leaf))
+
+
+def _children(tree: Any) -> list[tuple[Any, Any]]:
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)):
+        return list(enumerate(tree))
+    if _is_node(tree):
+        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return []
+
+
+def _rebuild(tree: Any, children: list[Any]) -> Any:
+    if isinstance(tree, Mapping):
+        items = dict(zip(tree, children))
+        try:
+            return type(tree)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*children)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(children)
+    rebuilt = copy.copy(tree)
+    for field, child in zip(dataclasses.fields(tree), children):
+        object.__setattr__(rebuilt, field.name, child)
+    return rebuilt

@@ -1,0 +1,166 @@
+"""A LightningModule to this rank's part of it: the one function that shows the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.errors import LayoutError, PlacementError
+from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
+from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
+from lightning_shard.parallel.init import agree_on_weights, materialize
+from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel
+from lightning_shard.pipeline.cost import measure
+from lightning_shard.pipeline.placement import Placement, place
+from lightning_shard.pipeline.stage import Hollow, Stage, check_ties, cut
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose, beside the layout."""
+
+    placement: Literal["auto", "even"] | Sequence[int]
+    pipeline_blocks: str | None
+    tensor_parallel_plan: Plan | None
+
+
+@dataclass
+class Assembly:
+    """A LightningModule that was cut and sharded in place.
+
+    Attributes:
+        layout: The layout it was assembled for.
+        stage: This rank's stage; ``None`` with a single one.
+        placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
+        shared_names: State-dict names that every stage holds, such as a frozen module outside the network.
+    """
+
+    layout: Layout
+    stage: Stage | None
+    placement: Placement | None
+    shared_names: frozenset[str]
+
+
+def assemble(
+    module: pl.LightningModule, layout: Layout, mesh: DeviceMesh, device: torch.device, seed: int, settings: Settings
+) -> Assembly:
+    """Cut ``module`` to this rank's stage and shard it, in place.
+
+    Args:
+        module: On any device, or on meta.
+        mesh: The world's mesh, made by ``layout``.
+        device: Where this rank computes.
+        seed: Seeds the weights of what is on meta.
+
+    Raises:
+        ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
+    """
+    if parallelizes_itself(module):
+        if layout.pipeline_parallel_size > 1:
+            raise LayoutError(
+                f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline stage:"
+                f" use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding to the strategy."
+            )
+        materialize(module, (), device, seed)
+        module.to(device)
+        return Assembly(layout, None, None, frozenset())
+
+    blocks = _blocks(module, layout, settings)
+    units = blocks.names if blocks else tuple(name for names in block_lists(module).values() for name in names)
+    present = dict.fromkeys((name for name, _ in module.named_modules()), True)
+    placement = _place(module, blocks, layout, settings) if blocks else None
+    agree_on_weights(module)
+
+    stage = None
+    shared: frozenset[str] = frozenset()
+    if layout.pipeline_parallel_size > 1:
+        assert blocks is not None
+        assert placement is not None
+        shared = frozenset(n for n in module.state_dict(keep_vars=True) if not n.startswith(_prefix(blocks.network)))
+        stage = _cut(module, blocks, placement, layout, device)
+        units = tuple(stage.owned)
+        held = {name for name, part in module.named_modules() if _is_held(part)}
+        present = {name: name in held for name in present}
+    if layout.tensor_parallel_size > 1:
+        apply_tensor_parallel(module, mesh[TENSOR_AXIS], settings.tensor_parallel_plan, present=present)
+    apply_fully_sharded(
+        module,
+        [module.get_submodule(name) for name in units],
+        mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
+        keep_gathered=stage is not None,
+    )
+    materialize(module, units, device, seed)
+    module.to(device)
+    return Assembly(layout, stage, placement, shared)
+
+
+def _prefix(network: str) -> str:
+    return f"{network}." if network else ""
+
+
+def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:
+    """The blocks; ``None`` where a single stage can do without them."""
+    if layout.pipeline_parallel_size == 1 and settings.pipeline_blocks is None:
+        return find_blocks(module) if block_lists(module) else None
+    return find_blocks(module, settings.pipeline_blocks)
+
+
+def _place(module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings) -> Placement:
+    policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
+    cost = measure(
+        blocks.modules(module),
+        {name: _part(module, name) for name in blocks.before},
+        {name: _part(module, name) for name in blocks.after},
+    )
+    return place(cost, layout.pipeline_parallel_size, policy)
+
+
+def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
+    parent, _, key = name.rpartition(".")
+    part = getattr(module.get_submodule(parent), key)
+    assert isinstance(part, (nn.Module, nn.Parameter))
+    return part
+
+
+def _cut(module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout, device: torch.device) -> Stage:
+    outside = [n for n, p in module.named_parameters() if p.requires_grad and not n.startswith(_prefix(blocks.network))]
+    if outside:
+        raise PlacementError(
+            f"{type(module).__name__} trains parameters outside the network {blocks.network!r} that is cut into stages"
+            f" ({', '.join(outside[:4])}{', …' if len(outside) > 4 else ''}): move them into the network, freeze them, or use"
+            " pipeline_parallel_size=1."
+        )
+    last = layout.pipeline_parallel_size - 1
+
+    def stage_of(name: str) -> int:
+        for i, block in enumerate(blocks.names):
+            if name.startswith(f"{block}."):
+                return placement.stage_of(i)
+        return last if any(name == part or name.startswith(f"{part}.") for part in blocks.after) else 0
+
+    check_ties(tied_parameters(module), stage_of)
+    index = layout.pipeline_rank
+    owned = placement.stages[index].blocks
+    return cut(
+        module,
+        blocks.names,
+        range(owned.start, owned.stop),
+        index=index,
+        count=layout.pipeline_parallel_size,
+        before=blocks.before,
+        after=blocks.after,
+        device=device,
+    )
+
+
+def _is_held(module: nn.Module) -> bool:
+    """Whether a module still has parameters of its own, or never had (a container is held where its parts are)."""
+    return not any(isinstance(value, Hollow) for value in vars(module).values())
+

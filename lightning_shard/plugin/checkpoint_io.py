@@ -1,0 +1,126 @@
+"""Lightning's checkpoints in this package's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard import checkpoint as ckpt
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.layout import Layout
+from lightning_shard.plugin import randomness
+from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a strategy's rank stands, as far as saving needs to know.
+
+    Attributes:
+        mesh: The mesh of the ranks that hold this rank's stage.
+        gather_over_stages: Every stage's value; collective over the pipeline.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    device: torch.device
+    gather_over_stages: Callable[[Any], list[Any]]
+
+
+class ShardedCheckpointIO(CheckpointIO):
+    """Writes a directory of per-rank safetensors files with a manifest, and reads it back on any layout.
+
+    Args:
+        storage_options: For the fsspec filesystem of the path.
+        asynchronous: Not in this version.
+        fsync: Sync files and folders to disk before the checkpoint counts; ``False`` for scratch.
+        digests: Write a digest of every block, checked on load.
+    """
+
+    def __init__(
+        self,
+        storage_options: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        *,
+        fsync: bool = True,
+        digests: bool = True,
+    ) -> None:
+        if asynchronous:
+            raise ConfigurationError("asynchronous=True can't be used in this version: leave it out.")
+        self._storage_options = dict(storage_options or {})
+        self._fsync = fsync
+        self._digests = digests
+        self._site: Site | None = None
+
+    def connect(self, site: Site) -> None:
+        """Told by the strategy at setup."""
+        self._site = site
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write Lightning's checkpoint; a collective call over all ranks where a strategy is connected.
+
+        Raises:
+            UnsupportedStateError: A value that JSON with tags can't hold; names its key and the way out.
+            CheckpointError: It couldn't be written; the one that was at ``path`` before is still there.
+        """
+        rest = dict(checkpoint)
+        state = rest.pop("state_dict", {})
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        named = "optimizer_states" in rest and self._site is not None
+        optimizer, described = flatten_optimizer_states(rest.pop("optimizer_states")) if named else ({}, None)
+        site = self._site
+        if site is not None:
+            extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
+            described = merge_stages(site.gather_over_stages(described)) if described is not None else None
+        if described is not None:
+            rest["optimizer_states"] = described
+        if extra:
+            rest["extra_state"] = extra
+        ckpt.save(
+            tensors,
+            str(path),
+            optimizer=optimizer,
+            trainer_state=rest,
+            rank_state=randomness.capture(site.device) if site else None,
+            mesh=site.mesh if site else None,
+            layout=asdict(site.layout) if site else None,
+            storage_options={**self._storage_options, **(storage_options or {})},
+            fsync=self._fsync,
+            digests=self._digests,
+        )
+
+    def open_checkpoint(self, path: Any) -> dict[str, Any]:
+        """Lightning's checkpoint with its tensors still in the store.
+
+        ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
+        ``"optimizer_states"``.
+        """
+        stored = ckpt.read(str(path), storage_options=self._storage_options)
+        loaded: dict[str, Any] = dict(stored.trainer_state())
+        loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
+        loaded["optimizer_tensors"] = dict(stored.optimizer)
+        return loaded
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """The whole checkpoint in memory, as strategies that load on one process expect it.
+
+        Optimizer states written by the strategy are named by parameter, which such strategies can't place: they are left out.
+        """
+        loaded = self.open_checkpoint(path)
+        loaded["state_dict"] = {
+            name: value.full() if isinstance(value, ckpt.StoredTensor) else value
+            for name, value in loaded["state_dict"].items()
+        }
+        if loaded.pop("optimizer_tensors"):
+            loaded.pop("optimizer_states", None)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        ckpt.remove(str(path), storage_options=self._storage_options)

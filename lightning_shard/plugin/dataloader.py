@@ -1,0 +1,206 @@
+"""The user's DataLoader, reading one data rank's part.
+
+Private parts used here: Lightning 2.6 knows how to make a loader of a user's own class again with another sampler
+(``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``) and wraps batch samplers to know the indices
+of predictions; torch 2.13's ``DataLoader._get_iterator`` is what every iteration in this process passes through.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin.randomness import derive
+from lightning_shard.plugin.sampler import ShardedSampler, drawing_apart
+
+__all__ = ["shard_dataloader", "sharded_sampler"]
+
+
+def shard_dataloader(
+    dataloader: Any,
+    *,
+    data_rank: int,
+    data_size: int,
+    seed: int,
+    batches_trained: Callable[[], int] | None = None,
+) -> Any:
+    """The same loader, reading data rank ``data_rank``'s part of ``data_size`` of its own sampler's order.
+
+    Ranks with the same ``data_rank`` read equal batches, random augmentation included. What is no DataLoader, and a
+    loader with a ``state_dict`` of its own, is returned as it is; one over an IterableDataset but for its seeds.
+
+    Args:
+        seed: Of the order and of what the dataset draws; a generator of the user's own takes its place.
+        batches_trained: For training: the loop's count of this epoch's batches. With it, the loader carries
+            ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place in the data.
+
+    Raises:
+        ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks.
+    """
+    # a CombinedLoader of the user's holds what it was given here in an earlier run
+    dataloader = getattr(dataloader, "_before_sharding", dataloader)
+    if not isinstance(dataloader, DataLoader) or hasattr(dataloader, "state_dict"):
+        return dataloader
+    seed = _seed_of(dataloader, seed)
+    worker_generator = torch.Generator()
+    worker_generator.manual_seed(derive(seed, "workers", data_rank))
+
+    def deal(order: Any, batch_size: int = 1, drop_last: bool = False, unit: str = "samples") -> ShardedSampler:
+        return ShardedSampler(
+            order,
+            data_rank=data_rank,
+            data_size=data_size,
+            seed=_seed_of(order, seed),
+            batch_size=batch_size,
+            drop_last=drop_last,
+            unit=unit,
+            worker_generator=worker_generator,
+        )
+
+    sampler = None
+    if isinstance(dataloader.dataset, IterableDataset) or _is_dealt_already(dataloader, data_rank, data_size):
+        sharded = copy.copy(dataloader)
+        sharded._iterator = None
+    else:
+        batches = dataloader.batch_sampler
+        if is_predicting := isinstance(batches, _IndexBatchSamplerWrapper):
+            batches = batches._batch_sampler  # type: ignore[union-attr]
+        if batches is None:
+            sampler = deal(_for_one_rank(dataloader.sampler))
+            sharded = _rebuild(dataloader, sampler=sampler)
+        else:
+            if type(batches) is BatchSampler:
+                sampler = deal(_for_one_rank(batches.sampler), batches.batch_size, batches.drop_last)
+                dealt: Any = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+            else:
+                sampler = dealt = deal(batches, unit="batches")
+            if dataloader.batch_size is not None:
+                sharded = _rebuild(dataloader, sampler=sampler)
+            else:
+                sharded = _rebuild(
+                    dataloader, batch_sampler=_IndexBatchSamplerWrapper(dealt) if is_predicting else dealt
+                )
+        if batches_trained is not None:
+            _carry_place(sharded, sampler, batches_trained)
+    _seed_fetches(sharded, worker_generator, sampler, derive(seed, "fetch", data_rank))
+    sharded._before_sharding = dataloader
+    return sharded
+
+
+def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
+    """The sampler that :func:`shard_dataloader` gave to this loader, if it did."""
+    if not isinstance(dataloader, DataLoader):
+        return None
+    candidates = (dataloader.sampler, dataloader.batch_sampler, getattr(dataloader.batch_sampler, "sampler", None))
+    return next((sampler for sampler in candidates if isinstance(sampler, ShardedSampler)), None)
+
+
+def _carry_place(dataloader: Any, sampler: ShardedSampler, batches_trained: Callable[[], int]) -> None:
+    dataloader.state_dict = lambda: sampler.state_dict(batches_trained())
+    dataloader.load_state_dict = sampler.load_state_dict
+
+
+def _seed_of(owner: Any, seed: int) -> int:
+    own = getattr(owner, "generator", None)
+    return own.initial_seed() if isinstance(own, torch.Generator) else seed
+
+
+def _for_one_rank(sampler: Any) -> Any:
+    """torch's own DistributedSampler has a global order as other samplers do; its ranks may not be data ranks."""
+    if type(sampler) is DistributedSampler:
+        return DistributedSampler(
+            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+        )
+    return sampler
+
+
+def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) -> bool:
+    """Whether the user's own sampler deals by data rank.
+
+    Raises:
+        ConfigurationError: It deals otherwise, so that ranks that must read one batch would read several.
+    """
+    batches: Any = dataloader.batch_sampler
+    sampler = getattr(batches, "sampler", None) if batches is not None else dataloader.sampler
+    has_own_batches = batches is not None and type(batches) is not BatchSampler
+    if not isinstance(sampler, DistributedSampler) or (type(sampler) is DistributedSampler and not has_own_batches):
+        return False
+    if (sampler.num_replicas, sampler.rank) == (data_size, data_rank):
+        return True
+    raise ConfigurationError(
+        f"{type(sampler).__name__} deals samples to rank {sampler.rank} of {sampler.num_replicas}, and this process is"
+        f" data rank {data_rank} of {data_size}: give the DataLoader a plain sampler, which is dealt for you, or make"
+        " this one with num_replicas=strategy.layout.data_parallel_size and rank=strategy.layout.data_rank."
+    )
+
+
+def _rebuild(dataloader: DataLoader, *, sampler: Any = None, batch_sampler: Any = None) -> Any:
+    """A loader of the same class and arguments with another sampler or batch sampler."""
+    hidden = vars(dataloader).get("batch_sampler")
+    # Lightning would rebuild the user's batch sampler around the sampler; here it is dealt as it is
+    vars(dataloader)["batch_sampler"] = None
+    try:
+        arguments, named = _get_dataloader_init_args_and_kwargs(dataloader, sampler)
+    finally:
+        vars(dataloader)["batch_sampler"] = hidden
+    if batch_sampler is not None:
+        named |= {"sampler": None, "batch_sampler": batch_sampler, "batch_size": 1, "drop_last": False}
+    return _reinstantiate_wrapped_cls(dataloader, *arguments, **named)
+
+
+# -- random numbers drawn while a batch is made -----------------------------------------------------------------------
+
+
+def _seed_fetches(
+    dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | None, seed: int
+) -> None:
+    """What a dataset draws, in workers or in this process, comes from seeds that ranks of one data rank share."""
+    dataloader.generator = worker_generator
+    if dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = _keep_seeds
+    if dataloader.num_workers == 0:
+        unseeded = dataloader._get_iterator
+        dataloader._get_iterator = lambda: _SeededFetches(unseeded(), sampler, seed)
+
+
+def _keep_seeds(worker: int) -> None:
+    """torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
+
+
+class _SeededFetches:
+    """The batches of a loader without workers, each made under generators seeded by its place in the data."""
+
+    def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | None, seed: int) -> None:
+        self._batches = batches
+        self._sampler = sampler
+        self._seed = seed
+        self._count = 0
+        self._first = 0
+
+    def __iter__(self) -> _SeededFetches:
+        return self
+
+    def __next__(self) -> Any:
+        with drawing_apart(derive(self._seed, *self._place())):
+            batch = next(self._batches)
+        self._count += 1
+        return batch
+
+    def _place(self) -> tuple[int, int]:
+        if self._sampler is None:
+            return 0, self._count
+        if self._count == 0:
+            # here and not when made: Lightning makes the first iterator before it says which epoch it is
+            self._first = self._sampler.next_start
+        return self._sampler.epoch, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

@@ -1,0 +1,66 @@
+"""If one rank fails, all stop, with the first cause.
+
+The rank that fails first says so in the process group's store. The others either run into a broken connection, and their
+error is given a note with the first cause, or wait in a collective that will never end: a thread on every rank watches
+the store, and ends the process where its main thread doesn't end by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+
+import torch.distributed as dist
+
+_KEY = "lightning_shard/first_failure"
+_POLL_S = 1.0
+_GRACE_S = 10.0
+
+
+class FailureWatch:
+    """Says and watches for a first failure among the ranks of one job."""
+
+    def __init__(self, rank: int, address: str, port: int) -> None:
+        self._rank = rank
+        # A connection of its own: the process group's may be held by a call that waits.
+        self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
+        self._thread.start()
+
+    def report(self, exception: BaseException) -> None:
+        """Say that this rank failed; where another was first, add its cause to the exception as a note."""
+        self._stopped.set()
+        mine = f"rank {self._rank}: {''.join(traceback.format_exception_only(exception)).strip()}"
+        try:
+            first = self._store.compare_set(_KEY, "", mine).decode()
+        except (RuntimeError, dist.DistError):
+            return  # the store went away with the rank that held it
+        if first != mine:
+            exception.add_note(f"The first failure was on {first}")
+        elif self._rank == 0:
+            time.sleep(2 * _POLL_S)  # the store may live in this process: let the others read it
+
+    def stop(self) -> None:
+        """Watch no longer: the job ended well."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            try:
+                if not self._store.check([_KEY]):
+                    continue
+                first = self._store.get(_KEY).decode()
+            except (RuntimeError, dist.DistError):
+                return
+            if self._stopped.wait(_GRACE_S):
+                return
+            print(
+                f"[lightning_shard] rank {self._rank} stops, because another rank failed first. {first}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)

@@ -1,0 +1,34 @@
+"""All parameters, whole, on one rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.layout import Layout
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.sharding import full_tensor
+
+
+def gather_parameters(module: nn.Module, layout: Layout, groups: Groups | None) -> dict[str, Tensor]:
+    """Whole parameters by name on the CPU of rank 0, one at a time; empty elsewhere. Collective over all ranks."""
+    gathered: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        full = full_tensor(parameter)
+        if layout.rank in layout.pipelines()[0]:
+            gathered[name] = full.cpu()
+    if groups is None or layout.pipeline_parallel_size == 1 or layout.rank not in layout.pipelines()[0]:
+        return gathered if layout.rank == 0 else {}
+    described = {name: (tuple(t.shape), t.dtype) for name, t in gathered.items()}
+    stages = groups.gather_over_stages(described)
+    device = next(module.parameters()).device
+    for stage, names in enumerate(stages):
+        for name, (shape, dtype) in names.items():
+            if stage == layout.pipeline_rank and stage:
+                dist.send(gathered[name].to(device), group=groups.pipeline, group_dst=0)
+            elif layout.rank == 0 and stage:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(received, group=groups.pipeline, group_src=stage)
+                gathered[name] = received.cpu()
+    return gathered if layout.rank == 0 else {}

@@ -1,0 +1,53 @@
+"""Process groups beside the mesh's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.layout import PIPELINE_AXIS, Layout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's groups.
+
+    Attributes:
+        pipeline: The ranks of its pipeline in stage order; hidden states go forward on it.
+        backward: The same ranks; gradients go backward on it.
+        data: The ranks that hold the same part of the model and read other data.
+    """
+
+    pipeline: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    data: dist.ProcessGroup
+
+    @classmethod
+    def make(cls, layout: Layout, mesh: DeviceMesh) -> Groups:
+        """A collective call over all ranks."""
+        pipeline = mesh[PIPELINE_AXIS].get_group()
+        backward = pipeline
+        if layout.pipeline_parallel_size > 1:
+            backward, _ = dist.new_subgroups_by_enumeration(layout.pipelines())
+        if len(layout.data_axes) == 1:
+            data = mesh[layout.data_axes[0]].get_group()
+        else:
+            data, _ = dist.new_subgroups_by_enumeration(layout.data_groups())
+        return cls(pipeline, backward, data)
+
+    def gather_over_stages(self, value: Any) -> list[Any]:
+        """Every stage's value, in stage order; a collective call over the pipeline."""
+        values: list[Any] = [None] * dist.get_world_size(self.pipeline)
+        dist.all_gather_object(values, value, group=self.pipeline)
+        return values
+
+    def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
+        """The last stage's value on every stage; a collective call over the pipeline."""
+        box = [value]
+        last = dist.get_world_size(self.pipeline) - 1
+        dist.broadcast_object_list(box, group=self.pipeline, group_src=last, device=device)
+        return box[0]

@@ -1,0 +1,95 @@
+"""``self.log`` inside a pipelined step: held back per microbatch, then said once on every stage.
+
+Only the last stage sees losses and metrics. What it logged for each microbatch is combined as the user asked
+(``reduce_fx``), sent to all stages and logged there once, so progress bars, monitors, early stopping and schedulers
+agree on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import StepError
+
+
+@dataclass
+class Record:
+    """One ``self.log`` call of the step, over all microbatches."""
+
+    name: str
+    options: dict[str, Any]
+    values: list[Any] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+
+
+class HeldLogs:
+    """Stands in for a module's ``log`` during a step."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._records: dict[str, Record] = {}
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Hold back every ``log`` and ``log_dict`` inside."""
+        self._records = {}
+        self._module.__dict__["log"] = self._hold
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+
+    def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
+        """``(name, value, options)`` of each name in the order of first calls."""
+        said = []
+        for record in self._records.values():
+            options = dict(record.options)
+            if record.batch_sizes:
+                options["batch_size"] = sum(record.batch_sizes)
+            said.append((record.name, _combine(record), options))
+        return said
+
+    def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
+        """Log what another stage combined."""
+        for name, value, options in said:
+            self._module.log(name, value, **options)
+
+    def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        options = {**dict(zip(_POSITIONAL, args)), **kwargs}
+        if not isinstance(value, (int, float, Tensor)):
+            raise StepError(
+                f"self.log({name!r}, …) of a {type(value).__name__} in a pipelined step: with several pipeline stages only"
+                " numbers and tensors can be logged; log the metric's value, or use pipeline_parallel_size=1."
+            )
+        size = options.pop("batch_size", None)
+        record = self._records.setdefault(name, Record(name, options))
+        record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        if size is not None:
+            record.batch_sizes.append(int(size))
+
+
+_POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+
+
+def _combine(record: Record) -> Any:
+    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu().reshape(()) for value in record.values])
+    reduce = record.options.get("reduce_fx", "mean")
+    kind = getattr(reduce, "__name__", reduce)
+    if kind in ("mean", "avg"):
+        if len(record.batch_sizes) == len(values):
+            weights = torch.tensor(record.batch_sizes, dtype=torch.float64)
+            combined = (values * weights).sum() / weights.sum()
+        else:
+            combined = values.mean()
+    elif kind in ("sum", "min", "max", "amin", "amax"):
+        combined = getattr(values, {"amin": "min", "amax": "max"}.get(kind, kind))()
+    else:
+        combined = reduce(values)
+    return combined.to(torch.float32)

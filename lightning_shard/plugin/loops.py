@@ -1,0 +1,54 @@
+"""The private parts of Lightning's Trainer that the strategy has to touch, in one place (lightning 2.6).
+
+* ``fit_loop._skip_backward`` (also used by Lightning's own weight averaging): the closure runs ``training_step``, then
+  ``zero_grad``, then ``backward``. A pipelined ``training_step`` has run its backwards already, so both must be left out
+  and gradients be zeroed before.
+* ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
+  deals it by global rank; ours replaces it, and there is no other switch before the data is asked for.
+* ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+
+
+def skip_backward(trainer: pl.Trainer) -> None:
+    trainer.fit_loop._skip_backward = True
+
+
+def zero_gradients(trainer: pl.Trainer, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+    """What the closure would do before the backward of the first accumulated batch, hooks and counters included."""
+    if batch_idx % trainer.accumulate_grad_batches == 0:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop._on_before_zero_grad(optimizer)
+        loop._optimizer_zero_grad(batch_idx, optimizer)
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the current batch is not followed by an optimizer step."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def take_over_sampling(trainer: pl.Trainer) -> bool:
+    """Keep Lightning from injecting its sampler; returns whether one was wanted."""
+    connector = trainer._accelerator_connector
+    wanted = connector.use_distributed_sampler
+    connector.use_distributed_sampler = False
+    return wanted
+
+
+def forbid_inference_mode(trainer: pl.Trainer) -> None:
+    for loop in (
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+    ):
+        loop.inference_mode = False
+
+
+def batches_started(trainer: pl.Trainer) -> int:
+    """Training batches since the very beginning of the run, the current one included; kept over resumes."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready

@@ -1,0 +1,129 @@
+"""Lightning's steps through a pipeline: microbatches in, the user's step on each, one result and one log out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.layout import Layout
+from lightning_shard.parallel.data import expect_backward
+from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.channel import Channel
+from lightning_shard.pipeline.schedule import order
+from lightning_shard.pipeline.stage import Stage, StageEnd
+from lightning_shard.pipeline.step import PipelinedStep
+from lightning_shard.plugin import loops, randomness
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.logs import HeldLogs
+from lightning_shard.plugin.redirect import call_through
+
+
+class PipelinedSteps:
+    """``training_step`` and the evaluation steps of one LightningModule on one stage."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        stage: Stage,
+        groups: Groups,
+        layout: Layout,
+        device: torch.device,
+        microbatches: int,
+        schedule: str,
+    ) -> None:
+        self._module = module
+        self._stage = stage
+        self._groups = groups
+        self._layout = layout
+        self._device = device
+        self._microbatches = microbatches
+        self._order = order(schedule, stage.index, stage.count, microbatches)
+        self._step = PipelinedStep(stage, Channel(groups.pipeline, groups.backward, stage.index, device))
+        self._logs = HeldLogs(module)
+
+    def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """All forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
+        module = self._module
+        trainer = module.trainer
+        accumulating = loops.is_accumulating(trainer)
+        loops.zero_gradients(trainer, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
+        parts = tree.split(batch, self._microbatches)
+        scale = 1.0 / (self._microbatches * trainer.accumulate_grad_batches)
+
+        def run(i: int) -> Any:
+            with precision.train_step_context():
+                return self._run("training_step", draw, i, parts[i], args, kwargs)
+
+        def before_backward(is_last: bool) -> None:
+            expect_backward(module, reduces=is_last and not accumulating, reshards=is_last)
+
+        with self._logs.holding(), randomness.preserved(self._device):
+            results = self._step.train(
+                run,
+                parts,
+                self._order,
+                loss_of=lambda result: _loss(result) * scale,
+                before_backward=before_backward,
+                backward=torch.Tensor.backward,
+            )
+        result = self._share(results, tree.batch_size(parts[0]))
+        loss = _loss(result)
+        precision.pre_backward(loss, module)
+        precision.post_backward(loss, module)
+        return result
+
+    def evaluate(self, method: str, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forwards of a batch; returns on every stage what the step would have returned for it."""
+        size = tree.batch_size(batch)
+        count = max(n for n in range(1, self._microbatches + 1) if size % n == 0)
+        parts = tree.split(batch, count)
+
+        def run(i: int) -> Any:
+            return self._run(method, draw, i, parts[i], args, kwargs)
+
+        with self._logs.holding(), randomness.preserved(self._device):
+            results = self._step.evaluate(run, parts, method)
+        return self._share(results, size // count)
+
+    def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        randomness.seed_all(randomness.derive(draw, i, self._layout.data_rank))
+        passage = self._stage.passage
+
+        def step() -> Any:
+            try:
+                return False, getattr(self._module, method)(part, *args, **kwargs)
+            except StageEnd:
+                # Out of the user's step, but still inside the sharded root's hooks, which see the hidden state leave.
+                return True, passage.output
+
+        return call_through(self._module, step)
+
+    def _share(self, results: list[Any], size: int) -> Any:
+        """The last stage's merged result and logs, on every stage."""
+        said = None
+        if self._stage.is_last:
+            merged = tree.map_leaves(_to_host, tree.merge(results, size))
+            said = (merged, self._logs.combined())
+        result, logs = self._groups.broadcast_from_last_stage(said, self._device)
+        self._logs.say(logs)
+        return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _loss(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            f"training_step returned {type(result).__name__}: with several pipeline stages it must return the loss, a tensor of"
+            " one element, or a dict that holds it as 'loss'."
+        )
+    return loss.reshape(())
+
+
+def _to_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+

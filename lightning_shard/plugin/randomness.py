@@ -1,0 +1,83 @@
+"""Random numbers that don't depend on the layout.
+
+In a step, the generators are seeded by the run's seed, the step, the microbatch and the data rank: every stage and every
+tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would have.
+After the step the outer generators are as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def agree(broadcast: Callable[[int], int]) -> int:
+    """The run's seed, the same on every rank: that of ``seed_everything``, else what rank 0's generator started from.
+
+    Without ``seed_everything`` the processes' outer generators differ; all are seeded alike, since ranks that read the same
+    batch must also draw the same augmentations.
+    """
+    chosen = os.environ.get("PL_GLOBAL_SEED")
+    seed = broadcast(int(chosen) if chosen is not None else torch.initial_seed() % 2**63)
+    if chosen is None:
+        seed_all(seed)
+    return seed
+
+
+def derive(*parts: object) -> int:
+    """A seed of 63 bits from a run's seed and whatever names the draw."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (every device), numpy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn or seeded inside leaves no trace."""
+    state = capture(device)
+    try:
+        yield
+    finally:
+        restore(state, device)
+
+
+def capture(device: torch.device) -> dict[str, Tensor]:
+    """The generators' states as tensors, so that a checkpoint can hold them without pickle."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert name == "MT19937"
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words, gauss is not None], dtype=torch.int64),
+        "python.gauss": torch.tensor(gauss or 0.0, dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy.gauss": torch.tensor(cached, dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Tensor], device: torch.device) -> None:
+    """Set the generators to a captured state."""
+    torch.set_rng_state(state["torch"])
+    version, *words, has_gauss = state["python"].tolist()
+    random.setstate((version, tuple(words), state["python.gauss"].item() if has_gauss else None))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    cached = state["numpy.gauss"].item()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

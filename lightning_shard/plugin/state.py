@@ -1,0 +1,155 @@
+"""A module's and its optimizers' state by name, to and from a checkpoint.
+
+Names are the LightningModule's own state-dict names on every layout; optimizer state is named by parameter:
+``"{optimizer}/{parameter}/{key}"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard import checkpoint as ckpt
+from lightning_shard.errors import StateMismatchError
+from lightning_shard.sharding import local_part, local_tensor
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state dict with parameters' names in place of its numbers.
+
+    Args:
+        optimizer: Over this rank's parameters.
+        names: ``id(parameter)`` to name.
+    """
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": {names[id(p)]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
+
+
+def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups and per-parameter values that aren't tensors."""
+    tensors: dict[str, Tensor] = {}
+    rest: list[dict[str, Any]] = []
+    for index, state in enumerate(states):
+        values: dict[str, dict[str, Any]] = {}
+        for name, entries in state["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{index}/{name}/{key}"] = value
+                else:
+                    values.setdefault(name, {})[key] = value
+        rest.append({"values": values, "param_groups": state["param_groups"]})
+    return tensors, rest
+
+
+def merge_stages(rests: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One description of the optimizers out of those of all stages: every stage has the same groups of its own names."""
+    merged: list[dict[str, Any]] = []
+    for rest in rests:
+        for index, own in enumerate(rest):
+            if index == len(merged):
+                merged.append({"values": {}, "param_groups": [{**g, "params": []} for g in own["param_groups"]]})
+            merged[index]["values"].update(own["values"])
+            for group, own_group in zip(merged[index]["param_groups"], own["param_groups"]):
+                group["params"] = group["params"] + own_group["params"]
+    return merged
+
+
+def load_module(
+    module: nn.Module, stored: Mapping[str, Any], elsewhere: Iterable[str], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Fill a module's parameters and buffers, in place.
+
+    Args:
+        module: Cut and sharded.
+        stored: Names to stored tensors (a checkpoint's, or plain ones that a hook put in their place).
+        elsewhere: Names that other stages fill.
+        strict: Refuse missing and unexpected names.
+
+    Returns:
+        Missing and unexpected names.
+
+    Raises:
+        StateMismatchError: Shapes that differ; with ``strict``, names.
+    """
+    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    missing = sorted(own.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - own.keys() - set(elsewhere))
+    if strict and (missing or unexpected):
+        raise StateMismatchError(
+            f"The checkpoint doesn't hold the tensors of {type(module).__name__}: {_some('missing', missing)};"
+            f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they share."
+        )
+    pairs = []
+    for name, target in own.items():
+        value = stored.get(name)
+        if isinstance(value, ckpt.StoredTensor):
+            pairs.append((value, target.detach()))
+        elif isinstance(value, Tensor):
+            if value.shape != target.shape:
+                raise StateMismatchError(
+                    f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
+                )
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            local_tensor(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
+    ckpt.load_tensors(pairs)
+    return missing, unexpected
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, index: int, names: Mapping[int, str], stored: Mapping[str, Any], rest: dict[str, Any]
+) -> None:
+    """Fill an optimizer's state, in place, its tensors sharded like their parameters.
+
+    Args:
+        optimizer: Over this rank's parameters.
+        index: Which of the run's optimizers it is.
+        names: ``id(parameter)`` to name.
+        stored: The checkpoint's optimizer tensors by ``"{optimizer}/{parameter}/{key}"``.
+        rest: What :func:`flatten_optimizer_states` kept beside them.
+
+    Raises:
+        StateMismatchError: Another number of parameter groups.
+    """
+    groups = rest["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise StateMismatchError(
+            f"The checkpoint's optimizer {index} has {len(groups)} parameter groups, and configure_optimizers made"
+            f" {len(optimizer.param_groups)}: make the same groups."
+        )
+    for group, saved in zip(optimizer.param_groups, groups):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for key, value in stored.items():
+        owner, name, entry = key.split("/", 2)
+        if int(owner) == index:
+            by_parameter.setdefault(name, {})[entry] = value
+    pairs = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            state: dict[str, Any] = dict(rest["values"].get(name, {}))
+            for entry, value in by_parameter.get(name, {}).items():
+                # torch keeps step counts on the CPU, unless the step itself runs on the device.
+                on_device = bool(group.get("capturable") or group.get("fused"))
+                target = _like(parameter, value, parameter.device if on_device or value.shape else torch.device("cpu"))
+                pairs.append((value, target))
+                state[entry] = target
+            if state:
+                optimizer.state[parameter] = state
+    ckpt.load_tensors(pairs)
+
+
+def _like(parameter: Tensor, stored: Any, device: torch.device) -> Tensor:
+    """An empty tensor for a stored one: laid out as its parameter where it has the parameter's shape."""
+    if stored.shape and tuple(stored.shape) == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
+    return torch.empty(tuple(stored.shape), dtype=stored.dtype, device=device)
+
+
+def _some(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{len(names)} {what}{' (' + ', '.join(names[:10]) + more + ')' if names else ''}"

@@ -1,0 +1,448 @@
+"""``Trainer(strategy="hybrid_shard")``: an unmodified LightningModule over pipeline × data × tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.layout import Layout, check_sizes
+from lightning_shard.parallel.data import no_gradient_sync, reduce_gradients, reshard
+from lightning_shard.parallel.tensor import Plan
+from lightning_shard.pipeline.placement import Placement
+from lightning_shard.pipeline.schedule import check_schedule
+from lightning_shard.plugin import loops, randomness
+from lightning_shard.plugin.assemble import Assembly, Settings, assemble
+from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
+from lightning_shard.plugin.failure import FailureWatch
+from lightning_shard.plugin.gather import gather_parameters
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.pipelined import PipelinedSteps
+from lightning_shard.plugin.precision import span_all_axes
+from lightning_shard.plugin.redirect import call_through
+from lightning_shard.plugin.sampler import shard_dataloader
+from lightning_shard.plugin.state import load_module, load_optimizer, named_optimizer_state
+from lightning_shard.sharding import local_tensor
+
+_ASSEMBLY = "_lightning_shard_assembly"
+
+
+class HybridShardStrategy(ModelParallelStrategy):
+    """Fully sharded data, tensor and pipeline parallelism in any combination, for an unmodified LightningModule.
+
+    Args:
+        pipeline_parallel_size: Into how many stages the network's blocks are cut.
+        tensor_parallel_size: Over how many ranks single layers are split.
+        expert_parallel_size: Over how many ranks experts are dealt. Only 1 in this version.
+        data_parallel_size: Over how many ranks the data is dealt; ``"auto"``: every rank that is left.
+        data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks and
+            replicated over this many groups of them.
+        microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
+        schedule: ``"1F1B"`` or ``"GPipe"``.
+        placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
+        pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``. Default: found.
+        tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default: the
+            model's own, where it is a transformers model.
+        activation_checkpointing: Not in this version.
+        cpu_offload: Not in this version.
+        compile_blocks: Not in this version.
+        checkpoint_io: A :class:`ShardedCheckpointIO`.
+        process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
+        timeout: Of collective operations.
+
+    Raises:
+        ConfigurationError: Settings that can't work; as early as they can be known.
+    """
+
+    strategy_name = "hybrid_shard"
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_replicas: int = 1,
+        microbatches: int | None = None,
+        schedule: str = "1F1B",
+        placement: Literal["auto", "even"] | Sequence[int] = "auto",
+        pipeline_blocks: str | None = None,
+        tensor_parallel_plan: Plan | None = None,
+        activation_checkpointing: Any = None,
+        cpu_offload: bool = False,
+        compile_blocks: bool = False,
+        checkpoint_io: ShardedCheckpointIO | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._sizes: dict[str, Any] = {
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "data_parallel_size": data_parallel_size,
+            "data_parallel_replicas": data_parallel_replicas,
+        }
+        check_sizes(**self._sizes)
+        later = {
+            "expert_parallel_size": expert_parallel_size != 1,
+            "activation_checkpointing": bool(activation_checkpointing),
+            "cpu_offload": cpu_offload,
+            "compile_blocks": compile_blocks,
+        }
+        if any(later.values()):
+            raise ConfigurationError(f"{[name for name, used in later.items() if used]} can't be used in this version: leave out.")
+        self._microbatches = 2 * pipeline_parallel_size if microbatches is None else microbatches
+        self._schedule = schedule
+        if pipeline_parallel_size > 1 or schedule != "1F1B":
+            check_schedule(schedule, pipeline_parallel_size, self._microbatches)
+        self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan)
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+        self._layout: Layout | None = None
+        self._groups: Groups | None = None
+        self._assembly: Assembly | None = None
+        self._steps: PipelinedSteps | None = None
+        self._names: dict[int, str] = {}
+        self._seed = 0
+        self._samples: bool | None = None
+        self._watch: FailureWatch | None = None
+
+    # What users look at
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of the axes and this rank's place in them; known once the Trainer is made."""
+        if self._layout is None:
+            raise RuntimeError("The layout is known once a Trainer was made with this strategy.")
+        return self._layout
+
+    @property
+    def placement(self) -> Placement | None:
+        """Blocks to stages with their bytes and costs; ``str()`` is a table. Known once a fit or an evaluation began."""
+        return self._assembly.placement if self._assembly else None
+
+    def local_shard(self) -> dict[str, Tensor]:
+        """This rank's part of the parameters by name; shares their memory."""
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        return {name: local_tensor(parameter) for name, parameter in self.lightning_module.named_parameters()}
+
+    def gather_full_parameters(self) -> dict[str, Tensor]:
+        """All whole parameters by name, on the CPU of rank 0; empty on other ranks. A collective call over all ranks."""
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        return gather_parameters(self.lightning_module, self.layout, self._groups)
+
+    def synchronize_gradients(self) -> None:
+        """Reduce gradients that were gathered under :meth:`block_backward_sync`; a collective call over the stage.
+
+        Only for loops that run their own backwards (manual optimization): the strategy does it by itself otherwise.
+        """
+        assert self.lightning_module is not None
+        reduce_gradients(self.lightning_module)
+
+    # Processes
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        # The world's size is known here for the first time: refuse sizes that don't fit before any process is started.
+        self._layout = Layout.resolve(self.world_size, self.global_rank, **self._sizes)
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        if self._groups is None:
+            self._device_mesh = self.layout.mesh(self.root_device.type)
+            self._groups = Groups.make(self.layout, self._device_mesh)
+            self._seed = randomness.agree(self.broadcast)
+            if self.world_size > 1:
+                self._watch = FailureWatch(
+                    self.global_rank, self.cluster_environment.main_address, self.cluster_environment.main_port
+                )
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+        if self._samples is None:
+            self._samples = loops.take_over_sampling(self.lightning_module.trainer)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.layout.data_rank}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if not self._samples:
+            return dataloader
+        assert self.lightning_module is not None
+        return shard_dataloader(
+            dataloader,
+            data_rank=self.layout.data_rank,
+            data_size=self.layout.data_parallel_size,
+            seed=self._seed,
+            train=self.lightning_module.trainer.training,
+        )
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        value = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(value)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
+        return super().all_gather(tensor, group or self.groups.data, sync_grads)
+
+    @property
+    def groups(self) -> Groups:
+        assert self._groups is not None
+        return self._groups
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.report(exception)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()
+        if self._watch is not None:
+            self._watch.stop()
+
+    # The model
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        loops.forbid_inference_mode(trainer)
+        self._refuse(trainer, module)
+        known = module.__dict__.get(_ASSEMBLY)
+        if known is None:
+            self.precision_plugin.convert_module(module)
+            known = assemble(
+                module, self.layout, self.device_mesh, self.root_device, randomness.derive(self._seed, "init"), self._settings
+            )
+            module.__dict__[_ASSEMBLY] = known
+            if known.placement is not None and self.layout.pipeline_parallel_size > 1:
+                rank_zero_info(f"{self.layout}\n{known.placement}")
+        elif known.layout != self.layout:
+            raise ConfigurationError(
+                f"This {type(module).__name__} was laid out as {known.layout} by an earlier Trainer and can't be laid out anew as"
+                f" {self.layout}: build a new module."
+            )
+        self._assembly = known
+        self.model = module
+        self._connect_checkpoint_io()
+        if known.stage is not None:
+            self._steps = PipelinedSteps(
+                module, known.stage, self.groups, self.layout, self.root_device, self._microbatches, self._schedule
+            )
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        self._names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        super().setup_optimizers(trainer)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        span_all_axes(self.precision_plugin, self.device_mesh[self.layout.stage_axes], self.root_device)
+
+    def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """What can't be right with several stages, before anything is changed."""
+        if self.layout.pipeline_parallel_size == 1:
+            return
+        precision: Precision = self.precision_plugin
+        reasons = {
+            "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed": isinstance(precision, MixedPrecision)
+            and precision.scaler is not None,
+            "manual optimization: let the Trainer optimize (automatic_optimization=True)": trainer.state.fn == TrainerFn.FITTING
+            and not module.automatic_optimization,
+            "a LightningModule.backward of its own: remove it": is_overridden("backward", module),
+            "a training_step that takes dataloader_iter: take batch": is_param_in_hook_signature(
+                module.training_step, "dataloader_iter", explicit=True
+            ),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise ConfigurationError(
+                    f"pipeline_parallel_size={self.layout.pipeline_parallel_size} doesn't go with {reason}, or use"
+                    " pipeline_parallel_size=1."
+                )
+
+    # Steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._steps is not None:
+            assert self.lightning_module is not None
+            loops.skip_backward(self.lightning_module.trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        draw = randomness.derive(self._seed, "train", loops.batches_started(self.lightning_module.trainer))
+        if self._steps is not None:
+            return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._whole_step("training_step", draw, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        draw = randomness.derive(self._seed, method, *args[1:])
+        if self._steps is not None:
+            return self._steps.evaluate(method, draw, *args, **kwargs)
+        return self._whole_step(method, draw, args, kwargs)
+
+    def _whole_step(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        with randomness.preserved(self.root_device):
+            randomness.seed_all(randomness.derive(draw, 0, self.layout.data_rank))
+            return call_through(module, lambda: getattr(module, method)(*args, **kwargs))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside gather gradients without reducing them over the data-parallel ranks."""
+        assert self.lightning_module is not None
+        if self._steps is not None:  # decides by itself, microbatch by microbatch
+            yield
+            return
+        with no_gradient_sync(self.lightning_module):
+            yield
+
+    def on_validation_end(self) -> None:
+        self._free_gathered()
+
+    def on_test_end(self) -> None:
+        self._free_gathered()
+
+    def on_predict_end(self) -> None:
+        self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Only a backward frees what stays gathered, and an evaluation has none."""
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+
+    # Checkpoints
+
+    @property
+    def checkpoint_io(self) -> ShardedCheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ShardedCheckpointIO()
+        assert isinstance(self._checkpoint_io, ShardedCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if not isinstance(io, ShardedCheckpointIO):
+            raise ConfigurationError(
+                f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is written by"
+                " every rank."
+            )
+        self._checkpoint_io = io
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part: DTensors for what is sharded, under the module's own names."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        if self.layout.pipeline_rank == 0 or self._assembly is None:
+            return state
+        return {name: value for name, value in state.items() if name not in self._assembly.shared_names}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return named_optimizer_state(optimizer, self._names)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self.checkpoint_io.save_checkpoint(
+            {**checkpoint, "lightning_shard": {"seed": self._seed}}, self.broadcast(filepath), storage_options=storage_options
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        loaded = self.checkpoint_io.open_checkpoint(self.broadcast(checkpoint_path))
+        self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        load_module(
+            self.lightning_module, checkpoint["state_dict"], self._names_of_other_stages(), strict=strict
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for index, optimizer in enumerate(self.optimizers):
+            load_optimizer(
+                optimizer, index, self._names, checkpoint["optimizer_tensors"], checkpoint["optimizer_states"][index]
+            )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _names_of_other_stages(self) -> list[str]:
+        assert self.lightning_module is not None
+        own = list(self.lightning_module.state_dict())
+        return [name for names in self.groups.gather_over_stages(own) for name in names]
+
+    def _connect_checkpoint_io(self) -> None:
+        self.checkpoint_io.connect(
+            Site(
+                mesh=self.device_mesh[self.layout.stage_axes],
+                layout=self.layout,
+                device=self.root_device,
+                gather_over_stages=self.groups.gather_over_stages,
+            )
+        )
+
+
