@@ -4,18 +4,29 @@ Works with plain tensors or DTensors, with a process group or without; see ``doc
 """
 
 from lightning_shard.checkpoint.codec import register_codec
-from lightning_shard.checkpoint.commit import all_or_none
+from lightning_shard.checkpoint.commit import all_or_none, remove
+from lightning_shard.checkpoint.gather import GatherReport, gather
+from lightning_shard.checkpoint.inspect import InspectReport, inspect
 from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, load, load_tensors, read
+from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
 __all__ = [
     "Checkpoint",
+    "Fault",
+    "GatherReport",
+    "InspectReport",
     "StoredTensor",
+    "VerifyReport",
     "all_or_none",
     "exists",
+    "gather",
+    "inspect",
     "load",
     "load_tensors",
     "read",
     "register_codec",
+    "remove",
     "save",
+    "verify",
 ]

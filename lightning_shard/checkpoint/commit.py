@@ -7,6 +7,7 @@ verdict goes back to all. No rank can wait for one that has failed, since failin
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from lightning_shard.checkpoint.manifest import (
     tensor_to_json,
 )
 from lightning_shard.checkpoint.plan import Box, coverage_fault
-from lightning_shard.checkpoint.store import Store
+from lightning_shard.checkpoint.store import Store, open_store
 from lightning_shard.checkpoint.transfer import Written
 from lightning_shard.errors import CheckpointError, RankFailure
 
@@ -244,9 +245,21 @@ def _check_tensor(name: str, entry: dict[str, Any], section: dict[str, Any]) -> 
 
 def commit(store: Store, manifest: Manifest, *, durable: bool) -> None:
     """Put the manifest, which makes the attempt the checkpoint, then remove what earlier attempts left."""
-    store.put(MANIFEST_NAME, manifest.to_bytes(), durable=durable)
+    data = manifest.to_bytes()
+    store.publish(MANIFEST_NAME, [memoryview(data)], len(data), durable=durable)
     keep = {file.path for file in manifest.files}
     remove_own_files(store, lambda name: name not in keep)
+
+
+def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
+    """Remove a checkpoint: its manifest first, so that a half-removed one is none; nothing if none is there.
+
+    Only files that this package wrote are removed, by their names, and folders that are empty then.
+    """
+    store = open_store(path, storage_options)
+    store.remove(MANIFEST_NAME)
+    remove_own_files(store, lambda name: True)
+    store.remove_empty_folders()
 
 
 def remove_own_files(store: Store, which: Callable[[str], bool]) -> None:

@@ -121,6 +121,7 @@ class Manifest:
     layout: Any = None
     world_size: int = 1
     writer: str = ""
+    format_version: int = FORMAT_VERSION
     block_bytes: int = 0
     """The digests' grid; 0 where there are none."""
     state_file: int | None = None
@@ -204,6 +205,7 @@ class Manifest:
                 layout=raw.get("layout"),
                 world_size=int(raw.get("world_size", 1)),
                 writer=str(raw.get("writer", "")),
+                format_version=version,
                 block_bytes=int(grid["block_bytes"]) if grid else 0,
                 state_file=raw.get("state_file"),
                 raw_sections={name: raw.get(name, {}) for name in ("model", "optimizer", "trainer", "ranks")},

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -40,8 +41,8 @@ class Store(Protocol):
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         """Write a new file from buffers, each of which may be reused once the next one is asked for."""
 
-    def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Replace a small file at once: readers see the old bytes or the new ones, never a mixture."""
+    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+        """The same, replacing a file at once: readers see the old bytes or all of the new ones, never a mixture."""
 
     def remove(self, name: str) -> None:
         """Remove a file if it is there."""
@@ -106,7 +107,8 @@ class LocalStore:
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if folder := os.path.dirname(path):
+            os.makedirs(folder, exist_ok=True)
         # the name carries the attempt, so nothing is there; and a link that someone put there isn't followed
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -119,23 +121,17 @@ class LocalStore:
         finally:
             os.close(fd)
 
-    def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        path = self._path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.{os.getpid()}.tmp"
+    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(temporary, path)
+            self.write(temporary, buffers, size_bytes, durable=durable)
+            os.replace(self._path(temporary), self._path(name))
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(self._path(temporary))
             raise
         if durable:
-            _fsync_folder(os.path.dirname(path))
+            _fsync_folder(os.path.dirname(self._path(name)))
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -221,9 +217,9 @@ class FsspecStore:
             raise
         file.close()
 
-    def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        self.fs.makedirs(self._base, exist_ok=True)
-        self.fs.pipe_file(self._path(name), data)
+    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+        # an object appears when its upload is complete
+        self.write(name, buffers, size_bytes, durable=durable)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

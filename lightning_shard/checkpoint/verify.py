@@ -1,0 +1,182 @@
+"""``verify``: whether every byte of a checkpoint is there and is what was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_shard.checkpoint import codec
+from lightning_shard.checkpoint.fetch import thread_count
+from lightning_shard.checkpoint.header import CARRIERS, HeaderEntry, parse_header
+from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Chunk, FileEntry, TensorEntry, digest
+from lightning_shard.checkpoint.plan import Box, coverage_fault
+from lightning_shard.checkpoint.reader import Checkpoint, read
+from lightning_shard.checkpoint.store import as_path
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, FormatVersionError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong: in which file, with which tensor if with one, and what."""
+
+    file: str
+    tensor: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {f'{self.tensor!r}: ' if self.tensor is not None else ''}{self.what}"
+
+
+@dataclass
+class VerifyReport:
+    """What was checked, and what is wrong. ``digests`` tells whether the bytes themselves could be checked."""
+
+    path: str
+    files: int = 0
+    tensors: int = 0
+    bytes: int = 0
+    digests: bool = True
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        checked = f"{self.files} files, {self.tensors} tensors, {self.bytes:,} bytes"
+        depth = "" if self.digests else " (written without digests: sizes and places checked, not the bytes)"
+        if self.ok:
+            return f"{self.path}: sound: {checked}{depth}"
+        return "\n".join([f"{self.path}: {len(self.faults)} faults in {checked}{depth}", *map(str, self.faults)])
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Check the manifest's own digest, every file's size and header, every chunk's digests, and that the chunks of
+    every tensor cover it, each element once.
+
+    Raises:
+        CheckpointNotFoundError: No manifest there.
+        FormatVersionError: Written by a newer version of the format.
+    """
+    report = VerifyReport(as_path(path))
+    try:
+        checkpoint = read(path, storage_options=storage_options)
+    except CorruptCheckpointError as error:
+        report.faults.append(Fault(MANIFEST_NAME, None, str(error)))
+        return report
+    manifest = checkpoint.manifest
+    report.digests = bool(manifest.block_bytes)
+    report.files = len(manifest.files)
+    if manifest.intact is False:
+        report.faults.append(Fault(MANIFEST_NAME, None, "it differs from its own digest: it was changed or damaged"))
+    chunks: list[list[tuple[str, TensorEntry, Chunk]]] = [[] for _ in manifest.files]
+    for name, entry in _tensors(checkpoint, report):
+        report.tensors += 1
+        fault = coverage_fault(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        if fault is not None:
+            report.faults.append(Fault(MANIFEST_NAME, name, fault))
+        for chunk in entry.chunks:
+            chunks[chunk.file].append((name, entry, chunk))
+    total = sum(file.bytes for file in manifest.files)
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="checkpoint-verify") as pool:
+        work = zip(manifest.files, chunks, strict=True)
+        for file, faults in zip(manifest.files, pool.map(lambda item: list(_check(checkpoint, *item)), work)):
+            report.faults += faults
+            report.bytes += file.bytes
+            if progress is not None:
+                progress(report.bytes, total)
+    if not report.faults:
+        try:
+            checkpoint.trainer_state(lenient=True)
+        except CheckpointError as error:
+            report.faults.append(Fault("trainer state", None, str(error)))
+    return report
+
+
+def _tensors(checkpoint: Checkpoint, report: VerifyReport) -> Iterator[tuple[str, TensorEntry]]:
+    """Every tensor that has bytes of its own; what can't be parsed is a fault."""
+    for title, section in checkpoint.manifest.sections().items():
+        for name in section:
+            label = name if title == "model" else f"{title}: {name}"
+            try:
+                entry = section[name]
+                if section.alias_of(name) is None:
+                    yield label, entry
+            except FormatVersionError:
+                raise
+            except CheckpointError as error:
+                report.faults.append(Fault(MANIFEST_NAME, label, str(error)))
+
+
+def _check(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]) -> Iterator[Fault]:
+    try:
+        size = checkpoint.store.size(file.path)
+        if size != file.bytes:
+            yield Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written")
+            if size < file.bytes:
+                return
+        if not file.header_bytes:
+            yield from _check_json(checkpoint, file)
+            return
+        header = _bytes(checkpoint, file, 0, file.header_bytes)
+        if file.digest is not None and digest(header) != file.digest:
+            yield Fault(file.path, None, f"its header (the first {file.header_bytes} bytes) differs from its digest")
+            return
+        entries, _ = parse_header(bytes(header), file.path)
+        yield from _check_header(file, list(entries.values()), chunks)
+        for name, _, chunk in chunks:
+            grid = checkpoint.manifest.block_bytes if chunk.digests else 0
+            for block, begin in enumerate(range(chunk.begin, chunk.end, grid) if grid else ()):
+                end = min(begin + grid, chunk.end)
+                if digest(_bytes(checkpoint, file, begin, end)) != chunk.block_digest(block):
+                    yield Fault(file.path, name, f"bytes {begin:,} to {end:,} differ from their digest")
+    except FileNotFoundError:
+        yield Fault(file.path, None, "is missing")
+    except (OSError, CheckpointError) as error:
+        yield Fault(file.path, None, str(error))
+
+
+def _check_header(
+    file: FileEntry, entries: list[HeaderEntry], chunks: list[tuple[str, TensorEntry, Chunk]]
+) -> Iterator[Fault]:
+    """The header and the manifest must tell of the same bytes, and the header of all of them."""
+    position = file.header_bytes
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position or entry.end < entry.begin:
+            what = f"its bytes begin at {entry.begin:,}, and those before it end at {position:,}"
+            yield Fault(file.path, entry.key, what)
+            return
+        position = entry.end
+    if position != file.bytes:
+        yield Fault(file.path, None, f"its tensors end at byte {position:,} of {file.bytes:,}")
+    declared = {(entry.begin, entry.end, entry.dtype, entry.shape) for entry in entries}
+    for name, tensor, chunk in chunks:
+        carrier, extra = CARRIERS.get(tensor.dtype, (tensor.dtype, ()))
+        if (chunk.begin, chunk.end, carrier, (*chunk.sizes, *extra)) not in declared:
+            where = f"bytes {chunk.begin:,} to {chunk.end:,}"
+            yield Fault(file.path, name, f"the header has no {carrier} of shape {chunk.sizes} at {where}")
+
+
+def _check_json(checkpoint: Checkpoint, file: FileEntry) -> Iterator[Fault]:
+    data = checkpoint.store.read(file.path)
+    if file.digest is not None and digest(data) != file.digest:
+        yield Fault(file.path, None, "differs from its digest")
+    else:
+        codec.parse(data, file.path)
+
+
+def _bytes(checkpoint: Checkpoint, file: FileEntry, begin: int, end: int) -> memoryview:
+    buffer = memoryview(bytearray(end - begin))
+    checkpoint.store.read_into(file.path, [(begin, buffer)])
+    return buffer

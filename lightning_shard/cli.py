@@ -1,0 +1,268 @@
+"""``lightning-shard``: look into checkpoints, check them, and make one file of them.
+
+Tables for people, ``--json`` for machines. The exit code is 0 where all is well, 1 where a fault was found or the work
+failed, and 2 where the command line was not understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from lightning_shard import checkpoint
+from lightning_shard.errors import ShardError
+
+FAULTS_SHOWN = 20
+RANKS_SHOWN = 8
+PROGRESS_AFTER_S = 1.0
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 2
+    try:
+        return arguments.verb(arguments)
+    except (ShardError, OSError, ImportError, ValueError) as error:
+        # an error of ours says what to do; one of the system or of a store says what it met
+        text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
+        if arguments.json:
+            _print_json({"ok": False, "error": type(error).__name__, "message": str(error)})
+        print(f"lightning-shard: {text}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        print("lightning-shard: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-shard", description="Look into sharded checkpoints, check them, and make one file of them."
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    inspect = _verb(verbs, "inspect", _inspect, "show layout, step, sizes and the biggest tensors")
+    inspect.add_argument("--biggest", type=_count, default=10, metavar="N", help="how many tensors to list (10)")
+
+    _verb(verbs, "verify", _verify, "read every byte and compare it with its digest")
+
+    gather = _verb(verbs, "gather", _gather, "write one safetensors file")
+    gather.add_argument("out", help="the file to write, such as model.safetensors")
+    gather.add_argument("--optimizer", action="store_true", help="the optimizer's tensors too, prefixed 'optimizer.'")
+    gather.add_argument(
+        "--max-shard-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="several files of at most this size, such as 5GB, and an index",
+    )
+    gather.add_argument("--no-verify", action="store_true", help="don't compare what is read with its digests")
+    return parser
+
+
+def _verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    parser.set_defaults(verb=run)
+    parser.add_argument("path", help="a checkpoint's directory or manifest, local or a URL that fsspec knows")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
+    parser.add_argument(
+        "--storage-option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="for fsspec; the value may be JSON; may be repeated",
+    )
+    return parser
+
+
+# -- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    report = checkpoint.inspect(arguments.path, storage_options=_options(arguments), biggest=arguments.biggest)
+    if arguments.json:
+        extra = {"bytes": report.bytes, "imbalance": report.imbalance}
+        _print_json({**dataclasses.asdict(report), **extra})
+        return 0
+    console = Console()
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("checkpoint", report.path)
+    if report.global_step is not None or report.epoch is not None:
+        facts.add_row("step", f"{_shown(report.global_step)} in epoch {_shown(report.epoch)}")
+    facts.add_row("layout", _layout(report.layout, report.world_size))
+    facts.add_row("model", f"{report.parameters:,} elements, {_bytes(report.section_bytes['model'])}")
+    facts.add_row("optimizer", _bytes(report.section_bytes["optimizer"]))
+    facts.add_row("files", f"{len(report.files)}, {_bytes(report.bytes)}")
+    facts.add_row("ranks", _ranks(report.rank_bytes, report.imbalance))
+    facts.add_row("digests", "yes" if report.digests else "none: damage can't be found")
+    facts.add_row("written by", f"{report.writer}, format version {report.format_version}, attempt {report.attempt}")
+    console.print(facts)
+    if report.biggest:
+        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+        table.add_column("biggest tensors", overflow="fold")
+        table.add_column("dtype")
+        table.add_column("shape")
+        table.add_column("size", justify="right", no_wrap=True)
+        table.add_column("chunks", justify="right")
+        for line in report.biggest:
+            name = line.name if line.section == "model" else f"optimizer: {line.name}"
+            shape = " × ".join(map(str, line.shape)) or "scalar"
+            table.add_row(name, line.dtype, shape, _bytes(line.bytes), str(line.chunks))
+        console.print()
+        console.print(table)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with _progress("checking", arguments) as progress:
+        report = checkpoint.verify(arguments.path, storage_options=_options(arguments), progress=progress)
+    if arguments.json:
+        _print_json({**dataclasses.asdict(report), "ok": report.ok})
+        return 0 if report.ok else 1
+    checked = f"{report.files} files, {report.tensors} tensors, {_bytes(report.bytes)}"
+    if report.ok:
+        note = "" if report.digests else "; it has no digests, so only sizes and places were checked"
+        print(f"{report.path}: sound ({checked}{note})")
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("file", "tensor", "fault"):
+        table.add_column(title, overflow="fold")
+    for fault in report.faults[:FAULTS_SHOWN]:
+        table.add_row(fault.file, fault.tensor or "", fault.what)
+    count = len(report.faults)
+    print(f"{report.path}: {count} {'fault' if count == 1 else 'faults'} ({checked})")
+    Console().print(table)
+    if count > FAULTS_SHOWN:
+        print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
+    return 1
+
+
+def _gather(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    with _progress("gathering", arguments) as progress:
+        report = checkpoint.gather(
+            arguments.path,
+            arguments.out,
+            optimizer=arguments.optimizer,
+            max_shard_bytes=arguments.max_shard_bytes,
+            verify=not arguments.no_verify,
+            storage_options=_options(arguments),
+            progress=progress,
+        )
+    elapsed = time.monotonic() - started
+    if arguments.json:
+        _print_json({**dataclasses.asdict(report), "ok": True, "seconds": elapsed})
+    else:
+        print(f"{report.tensors} tensors, {_bytes(report.bytes)}, in {elapsed:.1f} s")
+        for file in report.files:
+            print(file)
+    return 0
+
+
+# -- what people see --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress(title: str, arguments: argparse.Namespace) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on the terminal, once the work has lasted a while; nothing where the output isn't one."""
+    console = Console(stderr=True)
+    if arguments.json or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(title, total=None)
+    started = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if not bar.live.is_started and time.monotonic() - started > PROGRESS_AFTER_S:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        bar.stop()
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _shown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _layout(layout: Any, world_size: int) -> str:
+    count = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
+    if not isinstance(layout, dict):
+        return count if layout is None else f"{count}, {layout}"
+    sizes = {name: value for name, value in layout.items() if isinstance(value, int) and name != "rank"}
+    return ", ".join([count, *(f"{name} {value}" for name, value in sizes.items())])
+
+
+def _ranks(rank_bytes: dict[int, int], imbalance: float) -> str:
+    sizes = [f"{rank}: {_bytes(size)}" for rank, size in sorted(rank_bytes.items())]
+    shown = sizes if len(sizes) <= RANKS_SHOWN else [*sizes[:RANKS_SHOWN], f"… ({len(sizes)} in all)"]
+    return f"{', '.join(shown)}; the largest is {imbalance:.2f} × the mean"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+# -- what people type -------------------------------------------------------------------------------------------------
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return dict(arguments.storage_option)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
