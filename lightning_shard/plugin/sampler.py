@@ -1,252 +1,209 @@
-"""The order of samples: one per run, whatever the layout.
+"""The user's DataLoader, reading one data rank's part.
 
-The DataLoader's own sampler gives the global order of an epoch, drawn alike on every rank from the run's seed and the
-epoch. Data rank r of N takes its positions r, r + N, r + 2N, …, so that in each step the batches of the N ranks
-together are the batch that one process with N times the batch size would see::
-
-    position          0  1  2  3  4  5  6  7  8  9      batch size 2, N = 2
-    step 0            0  1  0  1                        (the rank that takes the position)
-    step 1                        0  1  0  1
-    step 2                                    0  1
-
-The place in the epoch is a number of positions, counted over all ranks, and so it means the same on any other N.
-A batch sampler of the user's own is dealt in the same way, with whole batches for positions.
+Private parts used here: Lightning 2.6 knows how to make a loader of a user's own class again with another sampler
+(``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``) and wraps batch samplers to know the indices
+of predictions; torch 2.13's ``DataLoader._get_iterator`` is what every iteration in this process passes through.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain, cycle, islice
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import Sampler
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin import randomness
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin.order import ShardedSampler, drawing_apart
+from lightning_shard.plugin.randomness import derive
 
-__all__ = ["ShardedSampler", "drawing_apart"]
-
-READ_AHEAD = 256
-"""How many positions are drawn from the user's sampler at a time; the generators are swapped once for these."""
-
-_CPU = torch.device("cpu")
+__all__ = ["shard_dataloader", "sharded_sampler"]
 
 
-class ShardedSampler(Sampler[Any]):
-    """One data rank's part of the order that a sampler (or a batch sampler) gives.
+def shard_dataloader(
+    dataloader: Any,
+    *,
+    data_rank: int,
+    data_size: int,
+    seed: int,
+    train: bool,
+    batches_trained: Callable[[], int] | None = None,
+) -> Any:
+    """The same loader, reading data rank ``data_rank``'s part of ``data_size`` of its own sampler's order.
+
+    Ranks with the same ``data_rank`` read equal batches, random augmentation included. What is no DataLoader, and a
+    loader with a ``state_dict`` of its own, is returned as it is; one over an IterableDataset but for its seeds.
 
     Args:
-        order: What gives the positions of one epoch: indices, or whole batches of them. It is iterated under generators
-            (torch, numpy, Python, and a ``generator`` of its own) seeded by ``seed`` and the epoch.
-        batch_size: How many positions make a batch on one rank; 1 where a position is a batch.
-        drop_last: Leave out the last positions that don't make a full round over the ranks, or a full batch; otherwise
-            the round is filled with the epoch's first positions, so that every rank takes the same number of steps.
-        unit: What a position is, "samples" or "batches".
-        worker_generator: Reseeded for every epoch; the seeds of the DataLoader's workers are drawn from it.
+        seed: Of the order and of what the dataset draws; a generator of the user's own takes its place.
+        train: A training loader keeps its place in the data, if there is a count of batches; and draws other random
+            numbers than one for evaluation.
+        batches_trained: The training loop's count of this epoch's batches. With it, a training loader carries
+            ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
+
+    Raises:
+        ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks.
     """
+    # a CombinedLoader of the user's holds what it was given here in an earlier run
+    dataloader = getattr(dataloader, "_before_sharding", dataloader)
+    if not isinstance(dataloader, DataLoader) or hasattr(dataloader, "state_dict"):
+        return dataloader
+    seed = _seed_of(dataloader, seed)
+    worker_generator = torch.Generator()
+    worker_generator.manual_seed(derive(seed, "workers", train, data_rank))
 
-    def __init__(
-        self,
-        order: Iterable[Any],
-        *,
-        data_rank: int,
-        data_size: int,
-        seed: int,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        unit: str = "samples",
-        worker_generator: torch.Generator | None = None,
-    ) -> None:
-        self.order = order
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self.seed = seed
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.unit = unit
-        self.worker_generator = worker_generator
-        self.epoch = 0
-        # the position at which this epoch was begun, or taken up again
-        self._start = 0
-        # the position at which the next iteration begins: a loader that is shorter than those beside it is iterated
-        # several times in an epoch, from the second time on from 0
-        self._next_start = 0
-        # what the training loop had counted at `_start`; None between loading a state and beginning from it
-        self._batches_before: int | None = 0
-        self.set_epoch(0)
+    def deal(order: Any, batch_size: int = 1, drop_last: bool = False, unit: str = "samples") -> ShardedSampler:
+        return ShardedSampler(
+            order,
+            data_rank=data_rank,
+            data_size=data_size,
+            seed=_seed_of(order, seed),
+            batch_size=batch_size,
+            drop_last=drop_last,
+            unit=unit,
+            worker_generator=worker_generator,
+        )
 
-    @property
-    def sampler(self) -> ShardedSampler:
-        """Itself: Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
+    sampler = None
+    if isinstance(dataloader.dataset, IterableDataset) or _is_dealt_already(dataloader, data_rank, data_size):
+        sharded = copy.copy(dataloader)
+        sharded._iterator = None
+    else:
+        batches = dataloader.batch_sampler
+        if is_predicting := isinstance(batches, _IndexBatchSamplerWrapper):
+            batches = batches._batch_sampler  # type: ignore[union-attr]
+        if batches is None:
+            sampler = deal(_for_one_rank(dataloader.sampler))
+            sharded = _rebuild(dataloader, sampler=sampler)
+        else:
+            if type(batches) is BatchSampler:
+                sampler = deal(_for_one_rank(batches.sampler), batches.batch_size, batches.drop_last)
+                dealt: Any = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+            else:
+                sampler = dealt = deal(batches, unit="batches")
+            if dataloader.batch_size is not None:
+                sharded = _rebuild(dataloader, sampler=sampler)
+            else:
+                sharded = _rebuild(
+                    dataloader, batch_sampler=_IndexBatchSamplerWrapper(dealt) if is_predicting else dealt
+                )
+        if train and batches_trained is not None:
+            _carry_place(sharded, sampler, batches_trained)
+    _seed_fetches(sharded, worker_generator, sampler, derive(seed, "fetch", train, data_rank))
+    sharded._before_sharding = dataloader
+    return sharded
+
+
+def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
+    """The sampler that :func:`shard_dataloader` gave to this loader, if it did."""
+    if not isinstance(dataloader, DataLoader):
+        return None
+    candidates = (dataloader.sampler, dataloader.batch_sampler, getattr(dataloader.batch_sampler, "sampler", None))
+    return next((sampler for sampler in candidates if isinstance(sampler, ShardedSampler)), None)
+
+
+def _carry_place(dataloader: Any, sampler: ShardedSampler, batches_trained: Callable[[], int]) -> None:
+    dataloader.state_dict = lambda: sampler.state_dict(batches_trained())
+    dataloader.load_state_dict = sampler.load_state_dict
+
+
+def _seed_of(owner: Any, seed: int) -> int:
+    own = getattr(owner, "generator", None)
+    return own.initial_seed() if isinstance(own, torch.Generator) else seed
+
+
+def _for_one_rank(sampler: Any) -> Any:
+    """torch's own DistributedSampler has a global order as other samplers do; its ranks may not be data ranks."""
+    if type(sampler) is DistributedSampler:
+        return DistributedSampler(
+            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+        )
+    return sampler
+
+
+def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) -> bool:
+    """Whether the user's own sampler deals by data rank.
+
+    Raises:
+        ConfigurationError: It deals otherwise, so that ranks that must read one batch would read several.
+    """
+    batches: Any = dataloader.batch_sampler
+    sampler = getattr(batches, "sampler", None) if batches is not None else dataloader.sampler
+    has_own_batches = batches is not None and type(batches) is not BatchSampler
+    if not isinstance(sampler, DistributedSampler) or (type(sampler) is DistributedSampler and not has_own_batches):
+        return False
+    if (sampler.num_replicas, sampler.rank) == (data_size, data_rank):
+        return True
+    raise ConfigurationError(
+        f"{type(sampler).__name__} deals samples to rank {sampler.rank} of {sampler.num_replicas}, and this process is"
+        f" data rank {data_rank} of {data_size}: give the DataLoader a plain sampler, which is dealt for you, or make"
+        " this one with num_replicas=strategy.layout.data_parallel_size and rank=strategy.layout.data_rank."
+    )
+
+
+def _rebuild(dataloader: DataLoader, *, sampler: Any = None, batch_sampler: Any = None) -> Any:
+    """A loader of the same class and arguments with another sampler or batch sampler."""
+    hidden = vars(dataloader).get("batch_sampler")
+    # Lightning would rebuild the user's batch sampler around the sampler; here it is dealt as it is
+    vars(dataloader)["batch_sampler"] = None
+    try:
+        arguments, named = _get_dataloader_init_args_and_kwargs(dataloader, sampler)
+    finally:
+        vars(dataloader)["batch_sampler"] = hidden
+    if batch_sampler is not None:
+        named |= {"sampler": None, "batch_sampler": batch_sampler, "batch_size": 1, "drop_last": False}
+    return _reinstantiate_wrapped_cls(dataloader, *arguments, **named)
+
+
+# -- random numbers drawn while a batch is made -----------------------------------------------------------------------
+
+
+def _seed_fetches(
+    dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | None, seed: int
+) -> None:
+    """What a dataset draws, in workers or in this process, comes from seeds that ranks of one data rank share."""
+    dataloader.generator = worker_generator
+    if dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = _keep_seeds
+    if dataloader.num_workers == 0:
+        unseeded = dataloader._get_iterator
+        dataloader._get_iterator = lambda: _SeededFetches(unseeded(), sampler, seed)
+
+
+def _keep_seeds(worker: int) -> None:
+    """torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
+
+
+class _SeededFetches:
+    """The batches of a loader without workers, each made under generators seeded by its place in the data."""
+
+    def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | None, seed: int) -> None:
+        self._batches = batches
+        self._sampler = sampler
+        self._seed = seed
+        self._count = 0
+        self._first = 0
+
+    def __iter__(self) -> _SeededFetches:
         return self
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of this epoch, or, if it is the present one, stay at the place in it."""
-        if epoch != self.epoch:
-            self._start = self._next_start = self._batches_before = 0
-        self.epoch = epoch
-        for part in self._user_samplers():
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-        self._seed_workers()
+    def __next__(self) -> Any:
+        with drawing_apart(derive(self._seed, *self._place())):
+            batch = next(self._batches)
+        self._count += 1
+        return batch
 
-    def __iter__(self) -> Iterator[Any]:
-        positions = self._positions()
-        head = list(islice(positions, self.data_size - 1))
-        positions = chain(head, positions)
-        next(islice(positions, self._next_start, self._next_start), None)
-        while dealt := list(islice(positions, self.data_size)):
-            if (missing := self.data_size - len(dealt)) and self.drop_last:
-                break
-            dealt += islice(cycle(head), missing)
-            yield dealt[self.data_rank]
-        self._next_start = 0
+    def _place(self) -> tuple[int, int]:
+        if self._sampler is None:
+            return 0, self._count
+        if self._count == 0:
+            # here and not when made: Lightning makes the first iterator before it says which epoch it is
+            self._first = self._sampler.next_start
+        return self._sampler.epoch, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
 
-    def __len__(self) -> int:
-        """Positions of a whole epoch on this rank, also where a part of it was done before a resume.
-
-        Lightning takes the loader's length for the epoch's and counts up to it from the batches done before.
-
-        Raises:
-            TypeError: The user's sampler has no length.
-        """
-        return self._share(len(self.order))  # type: ignore[arg-type]
-
-    def _positions(self) -> Iterator[Any]:
-        """The epoch's global order from its start; generators that others use are left as they were."""
-        seed = randomness.derive(self.seed, "order", self.epoch)
-        own = [
-            g for part in self._user_samplers() if isinstance(g := getattr(part, "generator", None), torch.Generator)
-        ]
-        own_states: list[torch.Tensor] = []
-        shared_states: dict[str, torch.Tensor] = {}
-        iterator: Iterator[Any] | None = None
-        while True:
-            outer = [generator.get_state() for generator in own]
-            with drawing_apart(seed):
-                if iterator is None:
-                    for generator in own:
-                        generator.manual_seed(seed)
-                    iterator = iter(self.order)
-                else:
-                    for generator, state in zip(own, own_states, strict=True):
-                        generator.set_state(state)
-                    randomness.restore(shared_states, _CPU)
-                drawn = list(islice(iterator, READ_AHEAD))
-                shared_states = randomness.capture(_CPU)
-                own_states = [generator.get_state() for generator in own]
-            for generator, state in zip(own, outer, strict=True):
-                generator.set_state(state)
-            yield from drawn
-            if len(drawn) < READ_AHEAD:
-                return
-
-    def _user_samplers(self) -> Iterator[Any]:
-        yield self.order
-        if (inner := getattr(self.order, "sampler", None)) is not None:
-            yield inner
-
-    def _seed_workers(self) -> None:
-        if self.worker_generator is not None:
-            seed = randomness.derive(self.seed, "workers", self.epoch, self._start, self.data_rank)
-            self.worker_generator.manual_seed(seed)
-
-    # -- the place in the epoch ---------------------------------------------------------------------------------------
-
-    @property
-    def next_start(self) -> int:
-        """The global position at which the next iteration begins."""
-        return self._next_start
-
-    def position(self, batches: int) -> int:
-        """The global position after ``batches`` batches of this epoch were trained on, by the training loop's count.
-
-        Not what was handed out: workers and fetchers run ahead of the training.
-        """
-        if self._batches_before is None:
-            return self._start
-        done = batches - self._batches_before
-        per_batch = self.data_size * self.batch_size
-        if (length := self._order_length()) is None:
-            return self._start + done * per_batch
-        first_pass = self._batches(length - self._start)
-        whole_pass = self._batches(length)
-        if done > first_pass and whole_pass:
-            return min((done - first_pass) % whole_pass * per_batch, length)
-        return min(self._start + done * per_batch, length)
-
-    def batches_until(self, position: int) -> int:
-        """How many batches of an epoch of this layout come before ``position``.
-
-        Where it falls inside a batch, the number is the one from which the rest of the batches lead to the epoch's end.
-        """
-        if (length := self._order_length()) is None:
-            return -(-position // (self.data_size * self.batch_size))
-        return self._batches(length) - self._batches(max(0, length - position))
-
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """The place after ``batches`` batches of this epoch; equal on all ranks."""
-        return {"epoch": self.epoch, "position": self.position(batches), "unit": self.unit, "seed": self.seed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place that was saved on any layout, in the order of the seed it was saved with; then :meth:`begin`.
-
-        Raises:
-            StateMismatchError: It counts batches where this loader deals samples, or the reverse.
-        """
-        if state["unit"] != self.unit:
-            raise StateMismatchError(
-                f"the checkpoint's place in the data counts {state['unit']}, and this DataLoader deals {self.unit}:"
-                " resume with the kind of sampler (batch_sampler= or not) that the checkpoint was written with."
-            )
-        self.seed = state["seed"]
-        self.set_epoch(state["epoch"])
-        self._start = self._next_start = state["position"]
-        self._batches_before = None
-        self._seed_workers()
-
-    def begin(self, epoch: int, batches: int) -> None:
-        """Start ``epoch``: at the loaded place if it lies in it, else at 0. The loop has counted ``batches`` so far."""
-        self.set_epoch(epoch)
-        self._next_start = self._start
-        self._batches_before = batches
-        self._seed_workers()
-
-    @property
-    def start(self) -> int:
-        """The global position at which this epoch was begun, or taken up again; may be set before :meth:`begin`."""
-        return self._start
-
-    @start.setter
-    def start(self, position: int) -> None:
-        length = self._order_length()
-        self._start = self._next_start = position if length is None else min(position, length)
-
-    def _order_length(self) -> int | None:
-        try:
-            return len(self.order)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
-
-    def _share(self, positions: int) -> int:
-        """How many of so many positions each rank takes."""
-        return positions // self.data_size if self.drop_last else -(-positions // self.data_size)
-
-    def _batches(self, positions: int) -> int:
-        share = self._share(positions)
-        return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
-
-
-@contextmanager
-def drawing_apart(seed: int) -> Iterator[None]:
-    """Draws inside come from CPU generators with this seed, and leave those outside as they were."""
-    with randomness.preserved(_CPU):
-        # not torch.manual_seed: that also seeds the devices' generators, which are not preserved here
-        torch.random.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        yield
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

@@ -1,0 +1,252 @@
+"""The order of samples: one per run, whatever the layout.
+
+The DataLoader's own sampler gives the global order of an epoch, drawn alike on every rank from the run's seed and the
+epoch. Data rank r of N takes its positions r, r + N, r + 2N, …, so that in each step the batches of the N ranks
+together are the batch that one process with N times the batch size would see::
+
+    position          0  1  2  3  4  5  6  7  8  9      batch size 2, N = 2
+    step 0            0  1  0  1                        (the rank that takes the position)
+    step 1                        0  1  0  1
+    step 2                                    0  1
+
+The place in the epoch is a number of positions, counted over all ranks, and so it means the same on any other N.
+A batch sampler of the user's own is dealt in the same way, with whole batches for positions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lightning_shard.errors import StateMismatchError
+from lightning_shard.plugin import randomness
+
+__all__ = ["ShardedSampler", "drawing_apart"]
+
+READ_AHEAD = 256
+"""How many positions are drawn from the user's sampler at a time; the generators are swapped once for these."""
+
+_CPU = torch.device("cpu")
+
+
+class ShardedSampler(Sampler[Any]):
+    """One data rank's part of the order that a sampler (or a batch sampler) gives.
+
+    Args:
+        order: What gives the positions of one epoch: indices, or whole batches of them. It is iterated under generators
+            (torch, numpy, Python, and a ``generator`` of its own) seeded by ``seed`` and the epoch.
+        batch_size: How many positions make a batch on one rank; 1 where a position is a batch.
+        drop_last: Leave out the last positions that don't make a full round over the ranks, or a full batch; otherwise
+            the round is filled with the epoch's first positions, so that every rank takes the same number of steps.
+        unit: What a position is, "samples" or "batches".
+        worker_generator: Reseeded for every epoch; the seeds of the DataLoader's workers are drawn from it.
+    """
+
+    def __init__(
+        self,
+        order: Iterable[Any],
+        *,
+        data_rank: int,
+        data_size: int,
+        seed: int,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        unit: str = "samples",
+        worker_generator: torch.Generator | None = None,
+    ) -> None:
+        self.order = order
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.seed = seed
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.unit = unit
+        self.worker_generator = worker_generator
+        self.epoch = 0
+        # the position at which this epoch was begun, or taken up again
+        self._start = 0
+        # the position at which the next iteration begins: a loader that is shorter than those beside it is iterated
+        # several times in an epoch, from the second time on from 0
+        self._next_start = 0
+        # what the training loop had counted at `_start`; None between loading a state and beginning from it
+        self._batches_before: int | None = 0
+        self.set_epoch(0)
+
+    @property
+    def sampler(self) -> ShardedSampler:
+        """Itself: Lightning calls ``loader.batch_sampler.sampler.set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of this epoch, or, if it is the present one, stay at the place in it."""
+        if epoch != self.epoch:
+            self._start = self._next_start = self._batches_before = 0
+        self.epoch = epoch
+        for part in self._user_samplers():
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        self._seed_workers()
+
+    def __iter__(self) -> Iterator[Any]:
+        positions = self._positions()
+        head = list(islice(positions, self.data_size - 1))
+        positions = chain(head, positions)
+        next(islice(positions, self._next_start, self._next_start), None)
+        while dealt := list(islice(positions, self.data_size)):
+            if (missing := self.data_size - len(dealt)) and self.drop_last:
+                break
+            dealt += islice(cycle(head), missing)
+            yield dealt[self.data_rank]
+        self._next_start = 0
+
+    def __len__(self) -> int:
+        """Positions of a whole epoch on this rank, also where a part of it was done before a resume.
+
+        Lightning takes the loader's length for the epoch's and counts up to it from the batches done before.
+
+        Raises:
+            TypeError: The user's sampler has no length.
+        """
+        return self._share(len(self.order))  # type: ignore[arg-type]
+
+    def _positions(self) -> Iterator[Any]:
+        """The epoch's global order from its start; generators that others use are left as they were."""
+        seed = randomness.derive(self.seed, "order", self.epoch)
+        own = [
+            g for part in self._user_samplers() if isinstance(g := getattr(part, "generator", None), torch.Generator)
+        ]
+        own_states: list[torch.Tensor] = []
+        shared_states: dict[str, torch.Tensor] = {}
+        iterator: Iterator[Any] | None = None
+        while True:
+            outer = [generator.get_state() for generator in own]
+            with drawing_apart(seed):
+                if iterator is None:
+                    for generator in own:
+                        generator.manual_seed(seed)
+                    iterator = iter(self.order)
+                else:
+                    for generator, state in zip(own, own_states, strict=True):
+                        generator.set_state(state)
+                    randomness.restore(shared_states, _CPU)
+                drawn = list(islice(iterator, READ_AHEAD))
+                shared_states = randomness.capture(_CPU)
+                own_states = [generator.get_state() for generator in own]
+            for generator, state in zip(own, outer, strict=True):
+                generator.set_state(state)
+            yield from drawn
+            if len(drawn) < READ_AHEAD:
+                return
+
+    def _user_samplers(self) -> Iterator[Any]:
+        yield self.order
+        if (inner := getattr(self.order, "sampler", None)) is not None:
+            yield inner
+
+    def _seed_workers(self) -> None:
+        if self.worker_generator is not None:
+            seed = randomness.derive(self.seed, "workers", self.epoch, self._start, self.data_rank)
+            self.worker_generator.manual_seed(seed)
+
+    # -- the place in the epoch ---------------------------------------------------------------------------------------
+
+    @property
+    def next_start(self) -> int:
+        """The global position at which the next iteration begins."""
+        return self._next_start
+
+    def position(self, batches: int) -> int:
+        """The global position after ``batches`` batches of this epoch were trained on, by the training loop's count.
+
+        Not what was handed out: workers and fetchers run ahead of the training.
+        """
+        if self._batches_before is None:
+            return self._start
+        done = batches - self._batches_before
+        per_batch = self.data_size * self.batch_size
+        if (length := self._order_length()) is None:
+            return self._start + done * per_batch
+        first_pass = self._batches(length - self._start)
+        whole_pass = self._batches(length)
+        if done > first_pass and whole_pass:
+            return min((done - first_pass) % whole_pass * per_batch, length)
+        return min(self._start + done * per_batch, length)
+
+    def batches_until(self, position: int) -> int:
+        """How many batches of an epoch of this layout come before ``position``.
+
+        Where it falls inside a batch, the number is the one from which the rest of the batches lead to the epoch's end.
+        """
+        if (length := self._order_length()) is None:
+            return -(-position // (self.data_size * self.batch_size))
+        return self._batches(length) - self._batches(max(0, length - position))
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """The place after ``batches`` batches of this epoch; equal on all ranks."""
+        return {"epoch": self.epoch, "position": self.position(batches), "unit": self.unit, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place that was saved on any layout, in the order of the seed it was saved with; then :meth:`begin`.
+
+        Raises:
+            StateMismatchError: It counts batches where this loader deals samples, or the reverse.
+        """
+        if state["unit"] != self.unit:
+            raise StateMismatchError(
+                f"the checkpoint's place in the data counts {state['unit']}, and this DataLoader deals {self.unit}:"
+                " resume with the kind of sampler (batch_sampler= or not) that the checkpoint was written with."
+            )
+        self.seed = state["seed"]
+        self.set_epoch(state["epoch"])
+        self._start = self._next_start = state["position"]
+        self._batches_before = None
+        self._seed_workers()
+
+    def begin(self, epoch: int, batches: int) -> None:
+        """Start ``epoch``: at the loaded place if it lies in it, else at 0. The loop has counted ``batches`` so far."""
+        self.set_epoch(epoch)
+        self._next_start = self._start
+        self._batches_before = batches
+        self._seed_workers()
+
+    @property
+    def start(self) -> int:
+        """The global position at which this epoch was begun, or taken up again; may be set before :meth:`begin`."""
+        return self._start
+
+    @start.setter
+    def start(self, position: int) -> None:
+        length = self._order_length()
+        self._start = self._next_start = position if length is None else min(position, length)
+
+    def _order_length(self) -> int | None:
+        try:
+            return len(self.order)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _share(self, positions: int) -> int:
+        """How many of so many positions each rank takes."""
+        return positions // self.data_size if self.drop_last else -(-positions // self.data_size)
+
+    def _batches(self, positions: int) -> int:
+        share = self._share(positions)
+        return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
+
+
+@contextmanager
+def drawing_apart(seed: int) -> Iterator[None]:
+    """Draws inside come from CPU generators with this seed, and leave those outside as they were."""
+    with randomness.preserved(_CPU):
+        # not torch.manual_seed: that also seeds the devices' generators, which are not preserved here
+        torch.random.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
