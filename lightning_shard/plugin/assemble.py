@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,8 @@ from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import Hollow, Stage, check_ties, cut
+
+_EXAMPLE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def assemble(
     blocks = _blocks(module, layout, settings)
     units = blocks.names if blocks else tuple(name for names in block_lists(module).values() for name in names)
     present = dict.fromkeys((name for name, _ in module.named_modules()), True)
-    placement = _place(module, blocks, layout, settings) if blocks else None
+    placement = _place(module, blocks, layout, settings, device) if blocks else None
     agree_on_weights(module)
 
     stage = None
@@ -112,14 +114,36 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
     return find_blocks(module, settings.pipeline_blocks)
 
 
-def _place(module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings) -> Placement:
+def _place(module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings, device: torch.device) -> Placement:
     policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
     cost = measure(
         blocks.modules(module),
         {name: _part(module, name) for name in blocks.before},
         {name: _part(module, name) for name in blocks.after},
+        run=_example(module, blocks) if policy == "auto" else None,
     )
-    return place(cost, layout.pipeline_parallel_size, policy)
+    return place(cost, layout.pipeline_parallel_size, policy, devices=_devices(layout, device))
+
+
+def _devices(layout: Layout, device: torch.device) -> list[str]:
+    """A name for each stage's devices: ranks, since only each process knows its own device's number."""
+    size = layout.stage_size
+    spans = [range(first, first + size) for first in range(0, layout.world_size, size)]
+    return [f"{device.type} {span[0]}" + (f"–{span[-1]}" if size > 1 else "") for span in spans]
+
+
+def _example(module: pl.LightningModule, blocks: Blocks) -> Callable[[], Any] | None:
+    """A call of the network to count operations in: on the module's or model's own example, or on token numbers."""
+    network = module.get_submodule(blocks.network)
+    example = module.example_input_array
+    if example is not None:
+        inputs = example if isinstance(example, (tuple, dict)) else (example,)
+        return lambda: module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
+        return lambda: network(**network.dummy_inputs)  # type: ignore[arg-type]
+    if any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before):
+        return lambda: network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
+    return None
 
 
 def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:

@@ -197,12 +197,14 @@ class HybridShardStrategy(ModelParallelStrategy):
         if not self._samples:
             return dataloader
         assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         return shard_dataloader(
             dataloader,
             data_rank=self.layout.data_rank,
             data_size=self.layout.data_parallel_size,
             seed=self._seed,
-            train=self.lightning_module.trainer.training,
+            train=trainer.training,
+            batches_trained=lambda: loops.batches_of_epoch(trainer),
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
