@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,25 +211,36 @@ def loader(batch_size: int, *, shuffle: bool = False, samples: int = 96) -> Data
 
 
 def train(
-    network: str, sizes: Mapping[str, int] | None = None, *, on_meta: bool = False, steps: int = 3,
-    trainer: Mapping[str, Any] | None = None, **options: Any
+    network: str,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    steps: int = 3,
+    module: Callable[[], L.LightningModule] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    shuffle: bool = False,
+    samples: int = 96,
+    resume: str | None = None,
+    **options: Any,
 ) -> Seen:
-    """Train ``steps`` steps on this process's rank of a layout, or plainly on one process; batches are the same."""
+    """Train on this process's rank of a layout, or plainly on one process; global batches are the same."""
     L.seed_everything(3)
-    module = Model(network, on_meta)
     seen = Seen()
     strategy: Any = "auto"
-    data = 1
-    devices = 1
+    data = devices = 1
     if sizes is not None:
         if sizes["tensor_parallel_size"] > 1:
             options.setdefault("tensor_parallel_plan", PLANS[network])
         strategy = HybridShardStrategy(**sizes, **options)
         data, devices = sizes["data_parallel_size"], world(sizes)
-    made = L.Trainer(
-        strategy=strategy, devices=devices, max_steps=steps, callbacks=[Recorder(seen)], **{**QUIET, **(trainer or {})}
+    settings = {"max_steps": steps, "val_check_interval": 2, **QUIET, **(trainer or {})}
+    made = L.Trainer(strategy=strategy, devices=devices, callbacks=[Recorder(seen), *callbacks], **settings)
+    made.fit(
+        module() if module else Model(network),
+        loader(GLOBAL_BATCH // data, shuffle=shuffle, samples=samples),
+        loader(GLOBAL_BATCH // data, samples=32),
+        ckpt_path=resume,
     )
-    made.fit(module, loader(GLOBAL_BATCH // data), loader(GLOBAL_BATCH // data, samples=32))
     return seen
 
 
@@ -247,3 +258,9 @@ def combine(seen: list[Seen], sizes: Mapping[str, int]) -> Seen:
             assert not own.keys() & others.keys()
             own.update(others)
     return first
+
+
+def largest_difference(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:
+    """Over all tensors of equal names; the names must be the same."""
+    assert ours.keys() == plain.keys()
+    return max(float((ours[name] - plain[name]).abs().max()) for name in plain)
