@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
@@ -20,10 +20,11 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
     assert coordinate is not None, "this rank isn't in the tensor's mesh"
     for axis in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[axis]
-        if isinstance(placement, Shard) or placement.is_shard():
-            full = chunk(full, placement.dim, like.device_mesh.size(axis), coordinate[axis])  # type: ignore[attr-defined]
-        else:
-            assert placement.is_replicate(), f"{placement} has no local part of a full tensor"
+        assert not placement.is_partial(), f"{placement} has no local part of a full tensor"
+        # torch's own strided shards (fully sharded over tensor parallel on one dim) aren't a Shard, but have its dim.
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            full = chunk(full, dim, like.device_mesh.size(axis), coordinate[axis])
     return full
 
 
