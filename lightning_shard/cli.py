@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else 2
     try:
         return arguments.verb(arguments)
+    except BrokenPipeError:
+        return 1
     except (ShardError, OSError, ImportError, ValueError) as error:
         # an error of ours says what to do; one of the system or of a store says what it met
         text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
         if arguments.json:
             _print_json({"ok": False, "error": type(error).__name__, "message": str(error)})
         print(f"lightning-shard: {text}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
         return 1
     except KeyboardInterrupt:
         print("lightning-shard: interrupted", file=sys.stderr)

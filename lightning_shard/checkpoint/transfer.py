@@ -28,7 +28,8 @@ def byte_view(tensor: Tensor) -> Buffer:
     """A contiguous CPU tensor's memory."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    # not reshape(-1), which leaves a single element its odd stride
+    array: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(array)
 
 

@@ -124,7 +124,7 @@ def _check(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Tens
         size = checkpoint.store.size(file.path)
         if size != file.bytes:
             yield Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written")
-            if size < file.bytes:
+            if size < file.bytes or not file.header_bytes:
                 return
         if not file.header_bytes:
             yield from _check_json(checkpoint, file)

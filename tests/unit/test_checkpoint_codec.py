@@ -1,0 +1,224 @@
+"""Values of all kinds through typed JSON and back; what can't be held is refused by its key; nothing is imported."""
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import json
+import math
+import pathlib
+import types
+import uuid
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.data import AttributeDict
+from omegaconf import OmegaConf
+
+from lightning_shard.checkpoint import codec, register_codec
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+
+
+def there_and_back(value):
+    tree, tensors = codec.encode(value)
+    data = json.dumps(tree, allow_nan=False).encode()
+    return codec.decode(codec.parse(data, "state"), tensors.__getitem__)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 2
+
+
+@dataclass
+class Point:
+    x: int
+    y: torch.Tensor
+
+
+utc = datetime.UTC
+VALUES = [
+    None, True, 0, -1, 2**63 - 1, -(2**63), 2**63, 1.5, -0.0, math.inf, -math.inf, "", "a\u2028\ud800", [], [[]],
+    (), (1, (2,)), {}, {"a": {"b": 1}}, {1: "a", "1": "b"}, {None: 1, (1, 2): 2, 2.5: 3, b"x": 4, True: 5},
+    {"$": 1}, {"$": "tuple", "v": []}, {"a": {"$": {"$": "int", "v": "x"}}}, {"v": 1},
+    {1, 2, "a"}, frozenset({(1, 2)}), b"\0\xff", bytearray(b"x"), 1 + 2j, complex(math.inf, -0.0),
+    range(3), range(5, 0, -2), collections.OrderedDict([("b", 1), ("a", 2)]), collections.Counter("aab"),
+    collections.deque([1, 2], maxlen=3),
+    collections.defaultdict(list, {"a": [1]}), collections.defaultdict(None, {1: 2}),
+    datetime.datetime(2024, 5, 6, 7, 8, 9, 10), datetime.datetime(2024, 5, 6, tzinfo=utc), datetime.date(2024, 5, 6),
+    datetime.time(1, 2, 3), datetime.timedelta(days=-1, microseconds=3), utc,
+    datetime.timezone(datetime.timedelta(hours=2), "X"),
+    decimal.Decimal("1.10"), uuid.UUID(int=5), pathlib.Path("/a/b"), pathlib.PurePath("c"),
+    argparse.Namespace(a=1, b=2), types.SimpleNamespace(b=(1,)),
+    torch.float32, torch.bfloat16, torch.quint8, torch.device("cuda", 1), torch.Size([1, 2]),
+    np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2024-05-06"), np.complex64(1j),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_there_and_back(value):
+    back = there_and_back(value)
+    assert type(back) is type(value)
+    assert back == value
+    assert repr(back) == repr(value) or isinstance(value, set | frozenset)
+    if isinstance(value, collections.deque):
+        assert back.maxlen == value.maxlen
+    if isinstance(value, collections.defaultdict):
+        assert back.default_factory is value.default_factory
+
+
+def test_integers_longer_than_python_prints():
+    assert there_and_back(-(10**5000)) == -(10**5000)
+
+
+def test_not_a_number():
+    assert math.isnan(there_and_back([float("nan")])[0])
+    assert np.isnan(there_and_back(np.float64("nan")))
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers() | st.just("$"), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(json_like)
+def test_any_tree_there_and_back(tree):
+    back = there_and_back(tree)
+    assert back == tree
+    assert repr(back) == repr(tree)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3).T,
+        np.zeros((0, 2), np.float16),
+        np.array(3.5),
+        np.array(["ab", "c"]),
+        np.array([1], ">i4"),
+    ],
+    ids=str,
+)
+def test_arrays(array):
+    back = there_and_back({"a": array})["a"]
+    assert back.shape == array.shape
+    assert back.dtype == array.dtype.newbyteorder("=")
+    assert (back == array).all()
+    back[...] = back  # writable, as the original
+
+
+def test_tensors_are_referred_to_by_their_place_and_shared_ones_once():
+    weight = torch.randn(3)
+    state = {"callbacks": [{"ema": weight}, weight], "a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    tree, tensors = codec.encode(state)
+    assert list(tensors) == ["callbacks.0.ema", "a.b", "a.b#2"]
+    back = codec.decode(tree, tensors.__getitem__)
+    assert back["callbacks"][1] is back["callbacks"][0]["ema"]
+    assert back["a"]["b"].item() == 0
+
+
+def test_configs_become_plain_mappings():
+    config = OmegaConf.create({"a": {"b": [1, "${c}"]}, "c": 5, "missing": "???"})
+    assert there_and_back({"hparams": config}) == {"hparams": {"a": {"b": [1, 5]}, "c": 5, "missing": "???"}}
+    back = there_and_back(AttributeDict(lr=0.1, nested=AttributeDict(x=1)))
+    assert type(back) is dict
+    assert back == {"lr": 0.1, "nested": {"x": 1}}
+
+
+def test_enums_come_back_as_themselves_only_where_registered():
+    assert there_and_back([Color.RED, Level.LOW]) == [1, 2]
+    register_codec(Color)
+    assert there_and_back(Color.RED) is Color.RED
+
+
+def test_registered_types(monkeypatch):
+    monkeypatch.setattr(codec, "_by_name", dict(codec._by_name))
+    monkeypatch.setattr(codec, "_by_type", dict(codec._by_type))
+    with pytest.raises(UnsupportedStateError, match=r"'a\[0\]' is a .*Point.*register_codec\(Point"):
+        codec.encode({"a": [Point(1, torch.ones(2))]})
+    register_codec(Point, lambda p: (p.x, p.y), lambda v: Point(*v), name="point")
+    back = there_and_back({"p": Point(1, torch.ones(2))})["p"]
+    assert type(back) is Point
+    assert back.x == 1
+    assert torch.equal(back.y, torch.ones(2))
+    with pytest.raises(ValueError, match="taken"):
+        register_codec(Color, name="point")
+    tree, tensors = codec.encode(Point(2, torch.ones(1)))
+    codec._by_name.pop("point")
+    with pytest.raises(CheckpointError, match=r"'point'.*register_codec"):
+        codec.decode(tree, tensors.__getitem__)
+    lenient = codec.decode(tree, tensors.__getitem__, lenient=True)
+    assert lenient["type"] == "point"
+
+
+class Dict(dict):
+    pass
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        print, lambda: 0, object(), Color, Dict(), Pair(1, 2), np.array([object()]), iter([]), 1 .__add__,
+        torch.nn.Linear(1, 1),
+        collections.defaultdict(lambda: 0), torch.Generator(), np.random.default_rng(0),
+        np.zeros(1, [("a", int)]), slice(1),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused_by_its_key(value):
+    with pytest.raises(UnsupportedStateError, match=r"'callbacks\.x\[1\]' is a"):
+        codec.encode({"callbacks": {"x": [0, value]}})
+
+
+def test_cycles_and_depth_are_refused():
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedStateError, match=r"'a\[0\]' contains itself"):
+        codec.encode({"a": loop})
+    deep: list = []
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(UnsupportedStateError, match="nested more than"):
+        codec.encode(deep)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "os.system", "v": "true"}, {"$": "tuple"},
+        {"$": "ndarray", "dtype": "O", "shape": [1], "v": "AAAAAAAAAAA="},
+        {"$": "ndarray", "dtype": "<f4", "shape": [9999999999], "v": ""}, {"$": "torch.dtype", "v": "load"},
+        {"$": "torch.dtype", "v": "__builtins__"}, {"$": "datetime", "v": "x"},
+        {"$": "defaultdict", "v": [], "factory": "eval"},
+        {"$": "bytes", "v": "!"}, {"$": "set", "v": [[1]]}, {"$": "dict", "v": [[1]]}, {"$": ["x"], "v": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_or_hostile_tree_is_an_error_of_ours(tree):
+    with pytest.raises(CorruptCheckpointError):
+        codec.decode(tree, {}.__getitem__)
+
+
+def test_decoding_a_class_name_imports_nothing(monkeypatch):
+    import builtins
+
+    tree = {"$": "enum", "type": "antigravity.Boom", "name": "X", "v": 3}
+    monkeypatch.setattr(builtins, "__import__", lambda *a, **k: pytest.fail("imported"))
+    back = codec.decode(tree, {}.__getitem__)
+    monkeypatch.undo()
+    assert back == 3

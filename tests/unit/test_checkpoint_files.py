@@ -1,0 +1,488 @@
+"""Save, read and load in one process: the bytes of the files, every kind of tensor, slices, aliases, gather, verify."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint import commit, fetch, transfer, writer
+from lightning_shard.checkpoint.header import CARRIERS, DTYPES, build_header, parse_header
+from lightning_shard.checkpoint.manifest import Manifest, digest
+from lightning_shard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+
+
+def raw(tensor):
+    """A tensor's elements as bytes: compares what == can't, such as float8 and nan."""
+    return bytes(transfer.byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous()))
+
+
+def tensor_of(dtype, shape=(3, 5)):
+    count = math.prod(shape) * dtype.itemsize
+    data = torch.arange(count, dtype=torch.int64).remainder(2 if dtype is torch.bool else 120).to(torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 5)], ids=str)
+def test_every_dtype_and_shape_comes_back_byte_for_byte(tmp_path, dtype, shape):
+    tensor = tensor_of(dtype, shape)
+    checkpoint.save({"t": tensor}, tmp_path / "c", fsync=False)
+    back = checkpoint.read(tmp_path / "c")["t"].full()
+    assert back.dtype == dtype
+    assert back.shape == shape
+    assert raw(back) == raw(tensor)
+    into = {"t": torch.zeros_like(tensor)}
+    checkpoint.load(tmp_path / "c", into)
+    assert raw(into["t"]) == raw(tensor)
+    assert checkpoint.verify(tmp_path / "c").ok
+
+
+def test_plain_safetensors_reads_each_file(tmp_path):
+    state = {str(dtype): tensor_of(dtype) for dtype in DTYPES.values()}
+    checkpoint.save(state, tmp_path / "c", optimizer={"m": torch.ones(2)}, rank_state={"g": torch.get_rng_state()})
+    files = list(Path(tmp_path / "c").rglob("*.safetensors"))
+    assert len(files) == 3
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            for key in opened.keys():  # noqa: SIM118
+                assert opened.get_tensor(key) is not None
+    (model,) = [file for file in files if file.parent.name == "model"]
+    loaded = load_file(model)
+    for dtype, name in names.items():
+        assert raw(loaded[str(dtype)]) == raw(state[str(dtype)])
+        if name not in CARRIERS:
+            assert loaded[str(dtype)].dtype == dtype
+    data = model.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert start % 64 == 0
+
+
+STRIDED = {
+    "transposed": torch.randn(300, 200).t(),
+    "columns": torch.randn(50, 40)[:, 3:9],
+    "reversed steps": torch.randn(40)[::3],
+    "expanded": torch.randn(1, 7).expand(5, 7),
+    "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+    "negated": torch.randn(4, dtype=torch.complex64).conj().imag,
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "odd single": torch.randn(3, 5)[:1, :1],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_non_contiguous_tensors_save_and_load(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(transfer, "STAGING_BYTES", 4096)
+    tensor = STRIDED[name]
+    checkpoint.save({"t": tensor}, tmp_path / "c", fsync=False)
+    back = checkpoint.read(tmp_path / "c")["t"].full()
+    assert torch.equal(back, tensor)
+    if name not in ("expanded", "conjugate", "negated"):
+        into = torch.empty_strided(tensor.shape, tensor.stride()).zero_()
+        checkpoint.load(tmp_path / "c", {"t": into})
+        assert torch.equal(into, tensor)
+
+
+def test_tied_tensors_are_saved_once_and_come_back_tied(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embed.weight
+
+    model, path = Tied(), tmp_path / "c"
+    checkpoint.save(model, path)
+    stored = checkpoint.read(path)
+    assert stored.alias_of("head.weight") == "embed.weight"
+    assert stored["head.weight"].shape == (50, 8)
+    assert sum(file.stat().st_size for file in (path / "model").iterdir()) < 1.5 * 50 * 8 * 4
+    whole = stored.full()
+    assert whole["head.weight"] is whole["embed.weight"]
+    other = Tied()
+    checkpoint.load(path, other)
+    assert torch.equal(other.head.weight, model.embed.weight)
+    assert checkpoint.verify(path).ok
+    checkpoint.gather(path, tmp_path / "m.safetensors")
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["head.weight"], model.embed.weight)
+
+
+def test_views_of_one_storage_that_differ_are_not_taken_for_one(tmp_path):
+    base = torch.arange(12.0)
+    state = {"a": base[:6], "b": base[6:], "c": base.view(3, 4), "d": base[:6].view(torch.int32), "e": base[:0]}
+    checkpoint.save(state, tmp_path / "c")
+    stored = checkpoint.read(tmp_path / "c")
+    assert [stored.alias_of(name) for name in state] == [None] * 5
+    for name, tensor in state.items():
+        assert torch.equal(stored[name].full(), tensor)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_slices_read_what_torch_slices(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    path = tmp_path_factory.mktemp("c")
+    checkpoint.save({"t": tensor}, path, fsync=False)
+    stored = checkpoint.read(path)["t"]
+    bound = st.none() | st.integers(-8, 8)
+    piece = st.builds(slice, bound, bound, st.sampled_from([None, 1, 2, 3]))
+    index = tuple(
+        data.draw(st.one_of(piece, st.integers(-n, n - 1)) if n else piece)
+        for n in shape[: data.draw(st.integers(1, len(shape)))]
+    )
+    index = data.draw(st.sampled_from([index, (..., *index) if len(index) == len(shape) else index]))
+    assert torch.equal(stored[index], tensor[index])
+
+
+def test_bad_indices_are_refused(tmp_path):
+    checkpoint.save({"t": torch.ones(3, 4)}, tmp_path / "c")
+    stored = checkpoint.read(tmp_path / "c")["t"]
+    for index in [3, -4, (0, 0, 0), slice(None, None, -1), "a", (..., ...), 1.5]:
+        with pytest.raises(IndexError):
+            stored[index]
+    with pytest.raises(KeyError):
+        checkpoint.read(tmp_path / "c")["other"]
+
+
+def test_a_slice_reads_only_the_blocks_it_touches(tmp_path):
+    tensor = torch.arange(8 * 2**20).view(-1, 2**10)  # 64 MiB of int64, rows of 8 KiB, 16 blocks
+    checkpoint.save({"t": tensor}, tmp_path / "c", fsync=False)
+    stored = checkpoint.read(tmp_path / "c")
+    entry = stored.manifest.model["t"]
+    for rows, verify, expected in [((600, 610), False, 10 * 8192), ((600, 610), True, 2**22), ((0, 513), True, 2**23)]:
+        box = checkpoint.reader.Box((rows[0], 0), (rows[1] - rows[0], 2**10))
+        target = torch.empty(box.sizes, dtype=torch.int64)
+        assert stored.fetch([fetch.Read("t", entry, box, target)], verify=verify) == expected
+        assert torch.equal(target, tensor[slice(*rows)])
+
+
+# -- names, shapes, dtypes --------------------------------------------------------------------------------------------
+
+
+def test_mismatches_are_told_before_anything_is_written(tmp_path):
+    checkpoint.save({f"w{i}": torch.ones(2) for i in range(15)}, tmp_path / "c")
+    into = {f"v{i}": torch.zeros(2) for i in range(3)}
+    with pytest.raises(StateMismatchError, match=r"3 asked for and not in it: v0, v1, v2; 15 in it .* and 5 more"):
+        checkpoint.load(tmp_path / "c", into)
+    partly = {"w0": torch.zeros(2), "new": torch.zeros(2)}
+    missing, unexpected = checkpoint.load(tmp_path / "c", partly, strict=False)
+    assert missing == ["new"]
+    assert sorted(unexpected) == sorted(f"w{i}" for i in range(1, 15))
+    assert torch.equal(partly["w0"], torch.ones(2))
+    for bad, match in [(torch.zeros(3), r"\(2,\) there and \(3,\) here"), (torch.zeros(2).half(), r"cast=True")]:
+        good = torch.zeros(2)
+        with pytest.raises(StateMismatchError, match=match):
+            checkpoint.load(tmp_path / "c", {"w0": good, "w1": bad}, strict=False)
+        assert not good.any()
+    half = {"w0": torch.zeros(2).half()}
+    checkpoint.load(tmp_path / "c", half, strict=False, cast=True)
+    assert half["w0"].sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (torch.ones(2, device="meta"), "meta device"),
+        (torch.ones(2).to_sparse(), "layout"),
+        (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "quantized"),
+        (3, "'a.b' is a int, not a tensor"),
+        (None, "trainer_state"),
+    ],
+    ids=["meta", "sparse", "quantized", "int", "None"],
+)
+def test_what_is_no_plain_tensor_is_refused_at_save(tmp_path, value, match):
+    with pytest.raises(UnsupportedStateError, match=match):
+        checkpoint.save({"a": {"b": value}}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_names_that_meet_when_joined_are_refused(tmp_path):
+    with pytest.raises(UnsupportedStateError, match=r"named 'a\.b'"):
+        checkpoint.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "/abs", "a/b", "", "ünï", "__metadata__x", "a\nb", "x#2"])
+def test_any_name_is_only_a_name(tmp_path, name):
+    checkpoint.save({name: torch.ones(3), "x": torch.zeros(1)}, tmp_path / "c")
+    assert torch.equal(checkpoint.read(tmp_path / "c")[name].full(), torch.ones(3))
+    assert {file.name for file in tmp_path.iterdir()} == {"c"}
+
+
+# -- the trainer's state ----------------------------------------------------------------------------------------------
+
+
+def test_trainer_and_rank_state(tmp_path):
+    state = {"epoch": 3, "loops": {"done": (1, 2)}, "ema": torch.randn(5), "rng": torch.get_rng_state()}
+    checkpoint.save({}, tmp_path / "c", trainer_state=state, rank_state={"generator": torch.get_rng_state()})
+    stored = checkpoint.read(tmp_path / "c")
+    back = stored.trainer_state()
+    assert back["loops"] == {"done": (1, 2)}
+    assert torch.equal(back["ema"], state["ema"])
+    assert torch.equal(stored.rank_state(0)["generator"], state["rng"])
+    assert stored.rank_state(7) == {}
+    assert checkpoint.inspect(tmp_path / "c").epoch == 3
+    checkpoint.save({}, tmp_path / "d")
+    assert checkpoint.read(tmp_path / "d").trainer_state() is None
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+
+
+def test_paths_of_all_kinds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ["plain", "deep/er", Path("as") / "path", "slash/", f"file://{tmp_path}/url", "memory://box/a.ckpt"]:
+        checkpoint.save({"t": torch.arange(5)}, path, trainer_state={"x": 1})
+        checkpoint.save({"t": torch.arange(6)}, path, trainer_state={"x": 2})
+        assert checkpoint.exists(path)
+        manifest = f"{os.fspath(path).rstrip('/')}/manifest.json"
+        for where in (path, manifest):
+            stored = checkpoint.read(where)
+            assert torch.equal(stored["t"].full(), torch.arange(6))
+            assert stored["t"][2:4].tolist() == [2, 3]
+            assert stored.trainer_state() == {"x": 2}
+        assert checkpoint.verify(path).ok
+        assert len(stored.store.names()) == 3
+        checkpoint.gather(path, f"{os.fspath(path).rstrip('/')}.safetensors")
+        checkpoint.remove(path)
+        assert not checkpoint.exists(path)
+        assert stored.store.names() == []
+        checkpoint.remove(path)
+    assert (tmp_path / "url.safetensors").exists()
+    assert not (tmp_path / "url").exists()
+
+
+def test_remove_leaves_what_is_not_ours(tmp_path):
+    checkpoint.save({"t": torch.ones(1)}, tmp_path / "c")
+    (tmp_path / "c" / "model" / "notes.txt").write_text("mine")
+    checkpoint.remove(tmp_path / "c")
+    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.*")] == ["c/model/notes.txt"]
+
+
+# -- gather -----------------------------------------------------------------------------------------------------------
+
+
+def test_gather_in_slabs_smaller_than_a_tensor(tmp_path, monkeypatch):
+    # the module, of which the package's attribute of that name is the function
+    monkeypatch.setattr(sys.modules["lightning_shard.checkpoint.gather"], "BUFFER_BYTES", 1000)
+    state = {"a": torch.randn(70, 9), "b": torch.randn(3).bfloat16(), "c": torch.randn(2, 500), "d": torch.ones(0, 2)}
+    checkpoint.save(state, tmp_path / "c", optimizer={"a.exp_avg": torch.randn(4)})
+    seen = []
+    report = checkpoint.gather(tmp_path / "c", tmp_path / "m.safetensors", progress=lambda *at: seen.append(at))
+    loaded = load_file(tmp_path / "m.safetensors")
+    assert set(loaded) == set(state)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert (report.tensors, report.bytes) == (4, sum(tensor.nbytes for tensor in state.values()))
+    assert seen[-1] == (report.bytes, report.bytes)
+    checkpoint.gather(tmp_path / "c", tmp_path / "m.safetensors", optimizer=True)
+    assert set(load_file(tmp_path / "m.safetensors")) == {*state, "optimizer.a.exp_avg"}
+
+
+def test_gather_to_several_files_with_an_index(tmp_path):
+    state = {f"w{i}": torch.full((10,), float(i)) for i in range(5)}
+    checkpoint.save(state, tmp_path / "c")
+    checkpoint.gather(tmp_path / "c", tmp_path / "hf" / "model.safetensors", max_shard_bytes=80)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 200
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "hf" / file)[name], state[name])
+
+
+# -- the bytes, as docs/format.md says --------------------------------------------------------------------------------
+
+GOLDEN_MANIFEST = """\
+{"format":"lightning_shard",
+"format_version":1,
+"writer":"lightning_shard 0.1.0",
+"attempt":"0123456789ab",
+"world_size":1,
+"layout":{"name":"one"},
+"digest":{"algorithm":"xxh3_128","block_bytes":4194304},
+"files":[
+{"path":"trainer/state-0123456789ab.json","bytes":35,"digest":"%(state)s"},
+{"path":"model/rank-00000-0123456789ab.safetensors","bytes":340,"header_bytes":320,"digest":"%(header)s"}
+],
+"state_file":0,
+"model":{
+"b":{"dtype":"F32","shape":[],"chunks":[{"file":1,"bytes":[320,324],"offsets":[],"sizes":[],"digests":"%(b)s"}]},
+"a":{"dtype":"I16","shape":[2,4],"chunks":[{"file":1,"bytes":[324,340],"offsets":[0,0],"sizes":[2,4],"digests":"%(a)s"}]},
+"tied":{"same_as":"a"}
+},
+"optimizer":{},
+"trainer":{},
+"ranks":{},
+"manifest_digest":"%(self)s"}
+"""
+
+
+def test_golden_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "new_attempt", lambda: "0123456789ab")
+    a = torch.arange(8, dtype=torch.int16).view(2, 4)
+    checkpoint.save(
+        {"a": a, "b": torch.tensor(1.0), "tied": a},
+        tmp_path,
+        trainer_state={"epoch": 2, "t": (1,)},
+        layout={"name": "one"},
+    )
+    state = b'{"epoch":2,"t":{"$":"tuple","v":[1]}}'
+    assert (tmp_path / "trainer/state-0123456789ab.json").read_bytes() == state
+    table = (
+        b'{"__metadata__":{"format":"pt","lightning_shard.attempt":"0123456789ab","lightning_shard.section":"model"},'
+        b'"b":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"a":{"dtype":"I16","shape":[2,4],"data_offsets":[4,20]}}'
+    )
+    length = -(-(8 + len(table)) // 64) * 64
+    header = (length - 8).to_bytes(8, "little") + table.ljust(length - 8)
+    data_b, data_a = bytes.fromhex("0000803f"), b"".join(i.to_bytes(2, "little") for i in range(8))
+    file = (tmp_path / "model/rank-00000-0123456789ab.safetensors").read_bytes()
+    assert file == header + data_b + data_a
+    sums = {
+        "state": digest(state),
+        "header": digest(header),
+        "a": digest(data_a),
+        "b": digest(data_b),
+        "self": "%(self)s",
+    }
+    text = GOLDEN_MANIFEST.replace('"bytes":35', f'"bytes":{len(state)}') % sums
+    text = text.replace("340", str(length + 20)).replace("324", str(length + 4)).replace("320", str(length))
+    body = text[: text.index(',\n"manifest_digest"')]
+    assert (tmp_path / "manifest.json").read_text() == text.replace("%(self)s", digest(body.encode()))
+    # the digest's own reference vector: xxh3_128 of nothing
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_blocks_are_hashed_on_a_fixed_grid(tmp_path, monkeypatch):
+    for module in (transfer, commit):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(transfer, "STEP_BYTES", 24)
+    tensor = torch.arange(50, dtype=torch.int32)
+    checkpoint.save({"t": tensor, "columns": torch.arange(100, dtype=torch.int16).view(10, 10).t()}, tmp_path / "c")
+    manifest = Manifest.from_bytes((tmp_path / "c" / "manifest.json").read_bytes())
+    for name, whole in [("t", tensor), ("columns", torch.arange(100, dtype=torch.int16).view(10, 10).t().contiguous())]:
+        data = raw(whole)
+        (chunk,) = manifest.model[name].chunks
+        assert chunk.digests == "".join(digest(data[at : at + 64]) for at in range(0, len(data), 64))
+
+
+def test_without_digests(tmp_path):
+    checkpoint.save({"t": torch.ones(4)}, tmp_path / "c", digests=False, trainer_state={"a": 1})
+    assert 'digest":"' not in (tmp_path / "c" / "manifest.json").read_text().split("manifest_digest")[0]
+    report = checkpoint.verify(tmp_path / "c")
+    assert report.ok
+    assert not report.digests
+    assert torch.equal(checkpoint.read(tmp_path / "c")["t"].full(), torch.ones(4))
+
+
+def test_headers_there_and_back():
+    header, entries = build_header([("a", "F32", (2, 3)), ("c", "C128", (2,))], {"k": "v"})
+    parsed, metadata = parse_header(header + b"xxxx", "f")
+    assert metadata == {"k": "v"}
+    assert (parsed["a"].begin, parsed["a"].end) == (entries[0].begin, entries[0].end) == (len(header), len(header) + 24)
+    assert (parsed["c"].dtype, parsed["c"].shape) == ("F64", (2, 2))
+    for bad in (b"", b"\xff" * 8, header[:20], (3).to_bytes(8, "little") + b"[1]"):
+        with pytest.raises(CorruptCheckpointError, match="f is not a valid safetensors file"):
+            parse_header(bad, "f")
+
+
+# -- manifests from elsewhere -----------------------------------------------------------------------------------------
+
+
+def edited(path, change):
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+
+
+def test_a_newer_format_is_told_as_such(tmp_path):
+    checkpoint.save({"t": torch.ones(4)}, tmp_path)
+    edited(tmp_path, lambda manifest: manifest.update(format_version=2))
+    for function in (checkpoint.read, checkpoint.verify, checkpoint.inspect):
+        with pytest.raises(FormatVersionError, match=r"format version 2.*upgrade"):
+            function(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../x", "/etc/passwd", "a/../../x", "model\\x", "s3://x/y", "", "a//b", "./a", "manifest.json", "a\0b", "c:x"],
+)
+def test_files_outside_of_the_checkpoint_are_never_followed(tmp_path, path):
+    checkpoint.save({"t": torch.ones(4)}, tmp_path)
+    edited(tmp_path, lambda manifest: manifest["files"][0].update(path=path))
+    with pytest.raises(CorruptCheckpointError, match="not inside"):
+        checkpoint.read(tmp_path)
+
+
+def change_chunk(**fields):
+    return lambda manifest: manifest["model"]["t"]["chunks"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.pop("files"),
+        lambda manifest: manifest.update(files=3),
+        lambda manifest: manifest.update(format="other"),
+        lambda manifest: manifest.update(format_version="1"),
+        lambda manifest: manifest.update(state_file=7),
+        lambda manifest: manifest["digest"].update(block_bytes=7),
+        lambda manifest: manifest["model"]["t"].update(shape=[5]),
+        lambda manifest: manifest["model"]["t"].update(shape=[-4]),
+        lambda manifest: manifest["model"]["t"].update(chunks=[]),
+        lambda manifest: manifest["model"]["t"].update(same_as="nothing"),
+        lambda manifest: manifest["model"]["t"].update(same_as="t"),
+        change_chunk(file=9), change_chunk(file=-1), change_chunk(bytes=[0, 16]), change_chunk(bytes=[192, 10**12]),
+        change_chunk(offsets=[1]), change_chunk(offsets=[]), change_chunk(sizes=[2]), change_chunk(digests="00"),
+        change_chunk(digests="0" * 32),
+    ],
+    ids=range(20),
+)  # fmt: skip
+def test_a_damaged_manifest_is_an_error_of_ours(tmp_path, change):
+    checkpoint.save({"t": torch.ones(4)}, tmp_path)
+    edited(tmp_path, change)
+    with pytest.raises(CorruptCheckpointError):
+        checkpoint.read(tmp_path)["t"].full()
+    assert not checkpoint.verify(tmp_path).ok
+
+
+def test_what_a_path_without_a_manifest_holds_is_said(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "single.ckpt").write_bytes(b"x")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"x")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "torn" / "model").mkdir(parents=True)
+    (tmp_path / "torn" / "model" / "rank-00000-0123456789ab.safetensors").write_bytes(b"x")
+    checkpoint.save({}, tmp_path / "runs" / "step=1.ckpt")
+    for name, what in {
+        "nothing": "Nothing is there",
+        "empty": "folder without files",
+        "single.ckpt": "single file",
+        "dcp": "torch.distributed.checkpoint",
+        "hf": "transformers",
+        "torn": "not completed",
+        "runs": "'step=1.ckpt' below it",
+    }.items():
+        with pytest.raises(CheckpointNotFoundError, match=what):
+            checkpoint.read(tmp_path / name)
+        assert not checkpoint.exists(tmp_path / name)
+    with pytest.raises(CheckpointError, match="empty"):
+        checkpoint.read("")
