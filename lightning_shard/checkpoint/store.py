@@ -107,10 +107,13 @@ class LocalStore:
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)
-        if folder := os.path.dirname(path):
-            os.makedirs(folder, exist_ok=True)
         # the name carries the attempt, so nothing is there; and a link that someone put there isn't followed
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            fd = os.open(path, flags, 0o666)
         try:
             written = 0
             for buffer in buffers:

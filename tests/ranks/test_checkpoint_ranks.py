@@ -200,6 +200,7 @@ def test_stages_save_their_own_tensors_and_load_strictly(tmp_path):
 def test_ranks_of_different_tensors_without_a_mesh_are_told_to_pass_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"pass mesh="):
         checkpoint.save({f"only{dist.get_rank()}": torch.ones(2)}, tmp_path / "a.ckpt")
+    dist.barrier()
     assert not (tmp_path / "a.ckpt").exists()
 
 
