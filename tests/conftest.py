@@ -1,5 +1,7 @@
 """What all tests share: one server of forks, which imports the heavy packages once per session."""
 
+import hypothesis
+
 from lightning_shard.testing import preload
 
 preload(
@@ -9,3 +11,7 @@ preload(
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
+
+# a loaded machine is no failure
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")

@@ -211,10 +211,16 @@ class ShardedSampler(Sampler[Any]):
 
     def begin(self, epoch: int, batches: int) -> None:
         """Start ``epoch``: at the loaded place if it lies in it, else at 0. The loop has counted ``batches`` so far."""
+        is_same = epoch == self.epoch
         self.set_epoch(epoch)
         self._next_start = self._start
-        self._batches_before = batches
+        self._batches_before = batches if is_same else 0
         self._seed_workers()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a place was loaded and not yet begun from."""
+        return self._batches_before is None
 
     @property
     def start(self) -> int:

@@ -1,0 +1,324 @@
+"""The order of samples is one for all layouts, and a place in it means the same on each of them."""
+
+import random
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lightning_shard.errors import StateMismatchError
+from lightning_shard.plugin.order import READ_AHEAD, ShardedSampler
+
+
+class Drawing:
+    """A custom sampler that draws from every generator, and more than once per sample."""
+
+    def __init__(self, length):
+        self.length = length
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for _ in range(self.length):
+            drawn = torch.randint(100, ()).item() + np.random.randint(100) + random.randrange(100)
+            yield drawn % self.length
+
+
+class Endless:
+    def __iter__(self):
+        while True:
+            yield torch.randint(10**6, ()).item()
+
+
+ORDERS = {
+    "sequential": lambda n: SequentialSampler(range(n)),
+    "random": lambda n: RandomSampler(range(n)),
+    "with replacement": lambda n: RandomSampler(range(n), replacement=True, num_samples=2 * n),
+    "several times over": lambda n: RandomSampler(range(n), num_samples=2 * n + n // 2),
+    "with a generator": lambda n: RandomSampler(range(n), generator=torch.Generator().manual_seed(7)),
+    "subset": lambda n: SubsetRandomSampler(range(0, n, 2), generator=torch.Generator()),
+    "weighted": lambda n: WeightedRandomSampler([1.0] * n, n),
+    "custom": Drawing,
+    "list": lambda n: list(range(n))[::-1],
+}
+
+
+def samplers(order, size, **options):
+    return [ShardedSampler(order(), data_rank=rank, data_size=size, **{"seed": 3, **options}) for rank in range(size)]
+
+
+def interleave(parts):
+    """What the ranks read, in the order of the positions."""
+    return list(chain.from_iterable(zip(*parts, strict=True)))
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("length", [24, READ_AHEAD, 2 * READ_AHEAD + 1])
+def test_the_ranks_together_read_what_one_process_reads_in_its_order(kind, length):
+    (alone,) = ([*sampler] for sampler in samplers(lambda: ORDERS[kind](length), 1))
+    for size in (2, 3, 4):
+        ranks = samplers(lambda: ORDERS[kind](length), size)
+        # every rank's process has drawn other numbers
+        for rank, sampler in enumerate(ranks):
+            torch.manual_seed(rank)
+            random.seed(rank)
+            np.random.seed(rank)
+            part = list(sampler)
+            ranks[rank] = part
+            assert len(part) == -(-len(alone) // size)
+        together = interleave(ranks)
+        assert together[: len(alone)] == alone
+        assert together[len(alone) :] == alone[: len(together) - len(alone)]
+
+
+@pytest.mark.parametrize("kind", ["random", "with a generator", "subset", "weighted", "custom"])
+def test_each_epoch_and_seed_has_an_order_of_its_own(kind):
+    (sampler,) = samplers(lambda: ORDERS[kind](60), 1)
+    (other,) = samplers(lambda: ORDERS[kind](60), 1, seed=4)
+    first = list(sampler)
+    assert list(sampler) == first
+    assert list(other) != first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_a_shuffled_epoch_is_a_permutation():
+    for sampler in samplers(lambda: ORDERS["random"](1000), 1):
+        assert sorted(sampler) == list(range(1000))
+        assert list(sampler) != list(range(1000))
+
+
+def test_the_order_of_the_first_release_is_kept():
+    """A resumed run must meet the order that it was begun in: a change of it breaks every checkpoint in mid-epoch."""
+    (sampler,) = samplers(lambda: ORDERS["random"](8), 1, seed=0)
+    assert list(sampler) == [3, 6, 4, 7, 1, 0, 5, 2]
+    sampler.set_epoch(1)
+    assert list(sampler) == [2, 1, 3, 0, 5, 4, 7, 6]
+
+
+def test_generators_outside_are_left_as_they_were():
+    own = torch.Generator().manual_seed(7)
+    sampler = ShardedSampler(RandomSampler(range(600), generator=own), data_rank=0, data_size=2, seed=3)
+    custom = ShardedSampler(Drawing(600), data_rank=0, data_size=2, seed=3)
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = torch.rand(1).item(), np.random.rand(), random.random(), torch.rand(1, generator=own).item()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1), own.manual_seed(7)
+    list(sampler), list(custom)
+    assert (torch.rand(1).item(), np.random.rand(), random.random(), torch.rand(1, generator=own).item()) == expected
+
+
+def test_a_custom_sampler_draws_on_where_it_was_though_training_draws_between():
+    plain = list(samplers(lambda: Drawing(1000), 1)[0])
+    (sampler,) = samplers(lambda: Drawing(1000), 1)
+    seen = []
+    for index in sampler:
+        seen.append(index)
+        torch.rand(3), np.random.rand(3), random.random()
+    assert seen == plain
+
+
+def test_set_epoch_reaches_the_users_sampler():
+    order = Drawing(4)
+    ShardedSampler(order, data_rank=0, data_size=1, seed=3).set_epoch(5)
+    assert order.epochs[-1] == 5
+    inner = Drawing(4)
+    ShardedSampler(BatchSampler(inner, 2, False), data_rank=0, data_size=1, seed=3).set_epoch(6)
+    assert inner.epochs[-1] == 6
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 4))
+def test_with_drop_last_no_sample_is_repeated_and_the_steps_are_those_of_one_process(length, size, batch_size):
+    def batches_of(sampler):
+        return list(BatchSampler(sampler, batch_size, True))
+
+    ranks = samplers(lambda: ORDERS["random"](length or 1), size, batch_size=batch_size, drop_last=True)
+    (alone,) = samplers(lambda: ORDERS["random"](length or 1), 1, batch_size=size * batch_size, drop_last=True)
+    parts = [batches_of(sampler) for sampler in ranks]
+    whole = list(BatchSampler(alone, size * batch_size, True))
+    assert {len(part) for part in parts} == {len(whole)}
+    assert [len(part) for part in parts] == [len(BatchSampler(sampler, batch_size, True)) for sampler in ranks]
+    for step, batch in enumerate(whole):
+        assert sorted(batch) == sorted(chain.from_iterable(part[step] for part in parts))
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4))
+def test_without_it_every_rank_takes_equal_steps_and_less_than_a_round_is_repeated(length, size, batch_size):
+    ranks = samplers(lambda: ORDERS["random"](length), size, batch_size=batch_size)
+    parts = [list(BatchSampler(sampler, batch_size, False)) for sampler in ranks]
+    assert len({tuple(map(len, part)) for part in parts}) == 1
+    seen = sorted(index for part in parts for batch in part for index in batch)
+    assert len(seen) - length < size
+    assert set(seen) == set(range(length))
+
+
+def test_an_order_without_end_is_dealt_without_reading_it_through():
+    ranks = samplers(Endless, 2)
+    first, second = (list(islice(iter(sampler), 1000)) for sampler in ranks)
+    (alone,) = samplers(Endless, 1)
+    assert interleave([first, second]) == list(islice(iter(alone), 2000))
+    with pytest.raises(TypeError):
+        len(ranks[0])
+
+
+def test_whole_batches_of_a_batch_sampler_are_dealt_in_turn():
+    batches = [[0, 1], [2], [3, 4, 5], [6], [7]]
+    ranks = samplers(lambda: batches, 2, unit="batches")
+    assert [list(sampler) for sampler in ranks] == [[[0, 1], [3, 4, 5], [7]], [[2], [6], [0, 1]]]
+    assert [len(sampler) for sampler in ranks] == [3, 3]
+
+
+# The place in an epoch
+
+
+def train(state, length, size, batch_size, steps, *, fetched_ahead=0, kind="random", drop_last=False, batches=None):
+    """Run some steps of an epoch on ``size`` ranks from a state; what was trained on, and the state after it."""
+    seen, states = [], []
+    for sampler in samplers(lambda: ORDERS[kind](length), size, batch_size=batch_size, drop_last=drop_last):
+        sampler.seed = 3
+        before = 0
+        if state is not None:
+            sampler.load_state_dict(state)
+            before = sampler.batches_until(sampler.start) if batches is None else batches
+            sampler.begin(state["epoch"], before)
+        loader = iter(BatchSampler(sampler, batch_size, drop_last))
+        trained = list(islice(loader, steps))
+        list(islice(loader, fetched_ahead))
+        seen.append(trained)
+        states.append(sampler.state_dict(before + len(trained)))
+    assert all(other == states[0] for other in states)
+    return list(
+        chain.from_iterable(chain.from_iterable(zip(*part, strict=True)) for part in zip(*seen, strict=True))
+    ), states[0]
+
+
+@given(
+    layouts=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.integers(0, 4), st.integers(0, 9)),
+        max_size=5,
+    ),
+    kind=st.sampled_from(["random", "sequential", "list"]),
+)
+def test_from_layout_to_smaller_layout_every_sample_is_seen_once_in_the_one_order(layouts, kind):
+    """Each number of ranks divides those before it, so what is left is never to be filled up."""
+    alone = [index for sampler in samplers(lambda: ORDERS[kind](240), 1) for index in sampler]
+    state, seen = None, []
+    for size, batch_size, steps, fetched_ahead in sorted(layouts, reverse=True):
+        part, state = train(state, 240, size, batch_size, steps, fetched_ahead=fetched_ahead, kind=kind)
+        seen += part
+        assert state["position"] == len(seen)
+    part, state = train(state, 240, 1, 1, 240, kind=kind)
+    seen += part
+    assert state["position"] == 240
+    assert seen == alone
+
+
+@given(
+    length=st.integers(1, 100),
+    first=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)),
+    second=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+)
+def test_where_it_does_not_divide_less_than_a_round_is_repeated(length, first, second):
+    part, state = train(None, length, *first)
+    rest, state = train(state, length, *second, 1000)
+    seen = part + rest
+    assert set(seen) == set(range(length))
+    assert len(seen) - length < first[0] + second[0]
+    assert state["position"] == length
+
+
+@given(
+    length=st.integers(1, 100),
+    first=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)),
+    second=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    drop_last=st.booleans(),
+)
+def test_counting_on_from_the_batches_before_ends_at_the_epochs_length(length, first, second, drop_last):
+    size, batch_size = second
+    _, state = train(None, length, *first, drop_last=drop_last)
+    for sampler in samplers(lambda: ORDERS["random"](length), size, batch_size=batch_size, drop_last=drop_last):
+        sampler.load_state_dict(state)
+        before = sampler.batches_until(state["position"])
+        sampler.begin(0, before)
+        batches = BatchSampler(sampler, batch_size, drop_last)
+        assert 0 <= before <= len(batches)
+        assert before + len(list(batches)) == len(batches)
+
+
+def test_on_the_same_layout_the_batches_before_are_those_that_were_trained_on():
+    for length in (64, 61, 7):
+        for steps in range(4):
+            _, state = train(None, length, 2, 3, steps)
+            (sampler, _) = samplers(lambda n=length: ORDERS["random"](n), 2, batch_size=3)
+            assert sampler.batches_until(state["position"]) == min(steps, len(BatchSampler(sampler, 3, False)))
+
+
+def test_a_resumed_epoch_is_followed_by_whole_ones():
+    _, state = train(None, 24, 4, 2, 2)
+    (sampler,) = samplers(lambda: ORDERS["random"](24), 1, batch_size=2)
+    sampler.load_state_dict(state)
+    sampler.begin(0, 8)
+    assert len(list(sampler)) == 8
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 24
+    assert sampler.position(3) == 6
+
+
+def test_a_place_in_another_epoch_is_not_gone_to_but_its_seed_is_kept():
+    _, state = train(None, 24, 4, 2, 2)
+    (sampler,) = samplers(lambda: ORDERS["random"](24), 1, seed=99)
+    sampler.load_state_dict(state)
+    sampler.begin(1, 8)
+    (fresh,) = samplers(lambda: ORDERS["random"](24), 1)
+    fresh.set_epoch(1)
+    assert list(sampler) == list(fresh)
+    assert sampler.position(5) == 5
+
+
+def test_before_it_is_begun_a_loaded_place_is_saved_as_it_was():
+    (sampler,) = samplers(lambda: ORDERS["random"](24), 1)
+    state = {"epoch": 2, "position": 10, "unit": "samples", "seed": 3}
+    sampler.load_state_dict(state)
+    assert sampler.state_dict(7) == state
+
+
+def test_a_loader_that_is_read_several_times_in_an_epoch_resumes_in_its_pass():
+    """Beside a longer loader: 5 batches of 2 × 1 samples per pass; after 12 batches it is 2 batches into its third."""
+    _, state = train(None, 10, 2, 1, 0)
+    (first, _) = samplers(lambda: ORDERS["random"](10), 2)
+    assert first.position(12) == 4
+    _, state = train({**state, "position": 4}, 10, 2, 1, 0, batches=12)
+    (sampler, _) = samplers(lambda: ORDERS["random"](10), 2)
+    sampler.load_state_dict(state)
+    sampler.begin(0, 12)
+    assert [sampler.position(12 + more) for more in range(10)] == [4, 6, 8, 10, 2, 4, 6, 8, 0, 2]
+    assert [len(list(sampler)) for _ in range(3)] == [3, 5, 5]
+
+
+def test_batches_are_not_taken_for_samples():
+    (sampler,) = samplers(lambda: [[0], [1]], 1, unit="batches")
+    with pytest.raises(StateMismatchError, match="counts samples, and this DataLoader deals batches"):
+        sampler.load_state_dict({"epoch": 0, "position": 1, "unit": "samples", "seed": 3})
+
+
+def test_worker_seeds_differ_by_data_rank_epoch_and_place_only():
+    def seed_after(rank, epoch, place):
+        generator = torch.Generator()
+        sampler = ShardedSampler(range(100), data_rank=rank, data_size=2, seed=3, worker_generator=generator)
+        sampler.load_state_dict({"epoch": epoch, "position": place, "unit": "samples", "seed": 3})
+        sampler.begin(epoch, 0)
+        return generator.initial_seed()
+
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 8)]
+    assert len({seed_after(*place) for place in places}) == 4
+    assert [seed_after(*place) for place in places] == [seed_after(*place) for place in places]
