@@ -27,7 +27,8 @@ ROOMS: dict[str, set[str]] = {
     "cli": GROUND | TRADES | {"plugin", "report", "dryrun"},
     "__init__": GROUND | TRADES | {"plugin"},
 }
-KNOWS_LIGHTNING = {"plugin", "dryrun", "cli"}
+# The package itself registers the strategy with Lightning.
+KNOWS_LIGHTNING = {"__init__", "plugin", "dryrun", "cli"}
 KNOWS_HYDRA = {"cli"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}
