@@ -4,25 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_shard.errors import ConfigurationError
 
-def apply_fully_sharded(root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, keep_gathered: bool) -> None:
+
+def apply_fully_sharded(
+    root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, keep_gathered: bool, whole_steps: bool
+) -> None:
     """Shard ``root``'s parameters over ``mesh``, in place.
 
     Args:
-        root: The model; what isn't in a block becomes the root unit, gathered for the whole step.
+        root: The model.
         blocks: Modules that become a unit each, gathered while they run.
         mesh: One axis to shard over, or two: replicate over the first, shard over the second.
         keep_gathered: Keep blocks gathered from a forward to its backward. In a pipeline the same blocks run for every
             microbatch, so to gather once per step is to gather ``2 × microbatches`` times less.
+        whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call. If
+            not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is gathered
+            while it is called itself.
+
+    Raises:
+        ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
-    fully_shard(root, mesh=mesh)
+    if whole_steps:
+        fully_shard(root, mesh=mesh)
+        return
+    bare = [name for name, _ in root.named_parameters(recurse=False)]
+    if bare:
+        raise ConfigurationError(
+            f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into a module"
+            " that is called."
+        )
+    for module in _called(root):
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mesh=mesh)
+
+
+def _called(root: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules below ``root`` that have a forward, and parameters."""
+    for child in root.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def parallelizes_itself(root: nn.Module) -> bool:
@@ -74,7 +105,13 @@ def reduce_gradients(root: nn.Module) -> None:
     for unit in sharded_units(root):
         state = unit._get_fsdp_state()
         for group in state._fsdp_param_groups:
-            if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+            if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
                 group.reduce_grads, group.reshard_after_backward = True, True
                 group.post_backward()
                 group.finalize_backward()
+
+
+def _has_unreduced_gradient(parameter: Any) -> bool:
+    if parameter.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None

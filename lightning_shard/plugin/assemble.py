@@ -97,6 +97,7 @@ def assemble(
         [module.get_submodule(name) for name in units],
         mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
         keep_gathered=stage is not None,
+        whole_steps=module.automatic_optimization,
     )
     materialize(module, units, device, seed)
     module.to(device)

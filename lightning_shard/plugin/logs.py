@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
 
@@ -27,6 +28,14 @@ class Record:
     options: dict[str, Any]
     values: list[Any] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoggedMetric:
+    """A logged torchmetrics Metric: where the module holds it, and its value for the step (the microbatches' mean)."""
+
+    path: str
+    of_step: Tensor | None
 
 
 class HeldLogs:
@@ -57,28 +66,41 @@ class HeldLogs:
         return said
 
     def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
-        """Log what another stage combined."""
+        """Log what the last stage combined."""
         for name, value, options in said:
+            if isinstance(value, LoggedMetric):
+                metric = self._module.get_submodule(value.path)
+                metric._forward_cache = value.of_step  # what Lightning logs for the step; set by Metric.forward
+                value = metric
             self._module.log(name, value, **options)
 
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_POSITIONAL, args)), **kwargs}
-        if not isinstance(value, (int, float, Tensor)):
-            raise StepError(
-                f"self.log({name!r}, …) of a {type(value).__name__} in a pipelined step: with several pipeline stages only"
-                " numbers and tensors can be logged; log the metric's value, or use pipeline_parallel_size=1."
-            )
+        if isinstance(value, Metric):
+            value = LoggedMetric(self._path(name, value), value._forward_cache)
+        elif not isinstance(value, (int, float, Tensor)):
+            raise StepError(f"self.log({name!r}, …) takes a number, a tensor or a Metric, not a {type(value).__name__}.")
         size = options.pop("batch_size", None)
         record = self._records.setdefault(name, Record(name, options))
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
 
+    def _path(self, name: str, metric: Metric) -> str:
+        for path, module in self._module.named_modules():
+            if module is metric:
+                return path
+        raise StepError(f"self.log({name!r}, …) of a Metric that is no attribute of the LightningModule: make it one.")
+
 
 _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
 
 
 def _combine(record: Record) -> Any:
+    last = record.values[-1]
+    if isinstance(last, LoggedMetric):
+        of_step = [value.of_step for value in record.values if value.of_step is not None]
+        return LoggedMetric(last.path, torch.stack([v.cpu().float() for v in of_step]).mean(0) if of_step else None)
     values = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu().reshape(()) for value in record.values])
     reduce = record.options.get("reduce_fx", "mean")
     kind = getattr(reduce, "__name__", reduce)

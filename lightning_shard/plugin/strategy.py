@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -29,7 +30,7 @@ from lightning_shard.parallel.data import no_gradient_sync, reduce_gradients, re
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
-from lightning_shard.plugin import loops, randomness
+from lightning_shard.plugin import loops, metrics, randomness
 from lightning_shard.plugin.assemble import Assembly, Settings, assemble
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.failure import FailureWatch
@@ -267,6 +268,7 @@ class HybridShardStrategy(ModelParallelStrategy):
             self._steps = PipelinedSteps(
                 module, known.stage, self.groups, self.layout, self.root_device, self._microbatches, self._schedule
             )
+        metrics.span_all_axes(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -344,7 +346,8 @@ class HybridShardStrategy(ModelParallelStrategy):
         assert module is not None
         with randomness.preserved(self.root_device):
             randomness.seed_all(randomness.derive(draw, 0, self.layout.data_rank))
-            return call_through(module, lambda: getattr(module, method)(*args, **kwargs))
+            step = partial(getattr(module, method), *args, **kwargs)
+            return call_through(module, step) if module.automatic_optimization else step()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

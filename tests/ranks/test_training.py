@@ -1,0 +1,280 @@
+"""What users of Lightning expect of a Trainer holds on layouts too, compared with one plain process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import (
+    GLOBAL_BATCH,
+    LAYOUTS,
+    LENGTH,
+    QUIET,
+    VOCABULARY,
+    Model,
+    Seen,
+    combine,
+    largest_difference,
+    layout,
+    loader,
+    train,
+    world,
+)
+
+PIPELINE = layout(pipeline=2, data=2)
+SHARDED = layout(data=2, tensor=2)
+
+
+def check(ours: Seen, plain: Seen, parameters: float = 2e-5, loss: float = 2e-6) -> None:
+    assert ours.losses == pytest.approx(plain.losses, rel=loss)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=loss)
+    assert largest_difference(ours.parameters, plain.parameters) < parameters
+
+
+def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
+    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True, timeout_s=100), sizes)
+
+
+# -- accumulation, clipping, schedulers, groups
+
+
+class Scheduled(Model):
+    """Two parameter groups and a scheduler that moves every step."""
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def scheduled() -> L.LightningModule:
+    return Scheduled("gpt")
+
+
+CLIPPED_BY_NORM = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+CLIPPED_BY_VALUE = {"accumulate_grad_batches": 3, "gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
+
+
+def accumulate(sizes: dict[str, int] | None, settings: dict[str, Any]) -> Seen:
+    return train("gpt", sizes, module=scheduled, trainer=settings)
+
+
+@pytest.mark.parametrize("settings", [CLIPPED_BY_NORM, CLIPPED_BY_VALUE], ids=["norm", "value"])
+@pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
+def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], settings: dict[str, Any]) -> None:
+    check(on(sizes, accumulate, settings), accumulate(None, settings))
+
+
+# -- modules of other forms
+
+
+class IsTheNetwork(L.LightningModule):
+    """A LightningModule that is the network itself; blocks hand a pair of tensors to each other, one without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(16, VOCABULARY)  # registered first and run last
+        self.position = nn.Parameter(torch.randn(LENGTH, 16) * 0.1)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(PairBlock() for _ in range(4))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, depth = self.embed(x) + self.position, torch.zeros(len(x), dtype=torch.long)
+        for block in self.blocks:
+            hidden, depth = block(hidden, depth)
+        return self.head(self.norm(hidden)) + 0.1 * depth[:, None, None]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = F.cross_entropy(self(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        self.log_dict({"train_loss": loss, "largest": loss.detach() * 2}, on_step=True, on_epoch=False, sync_dist=True)
+        return {"loss": loss, "extra": batch["x"][:, 0]}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.forward(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        self.log("val_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class PairBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + torch.tanh(self.mix(hidden)), depth + 1
+
+
+def train_pairs(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=IsTheNetwork)
+
+
+def test_a_module_that_is_the_network_and_passes_tuples() -> None:
+    check(on(PIPELINE, train_pairs), train_pairs(None))
+
+
+# -- logs and metrics
+
+
+class Measured(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+        self.count = MeanMetric()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self.model(batch["x"])
+        self.accuracy(logits.flatten(0, 1), batch["y"].flatten())
+        self.count.update(batch["x"].float())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("count", self.count)
+        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), sync_dist=True)
+        self.log("highest", logits.max(), reduce_fx="max", sync_dist=True)
+        self.log("samples", float(len(batch["x"])), reduce_fx="sum", sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.count.compute())
+
+
+def measure(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Measured, steps=2)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
+def test_metrics_and_every_reduction_of_logs(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, measure), measure(None)
+    for steps in (ours, plain):
+        steps.metrics.pop("accuracy_step", None)  # of the data rank's own last batch
+    check(ours, plain, loss=1e-5)
+    assert ours.metrics["samples"] == 32
+
+
+# -- stopping, testing, predicting
+
+
+class Predicting(Model):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"first": batch["x"][:, 0], "logits": self.model(batch["x"])}
+
+
+def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, float, Any]:
+    strategy: Any = HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"}) if sizes else "auto"
+    data = sizes["data_parallel_size"] if sizes else 1
+    L.seed_everything(3)
+    stop = EarlyStopping("val_loss", patience=0, min_delta=10.0)
+    trainer = L.Trainer(
+        strategy=strategy, devices=world(sizes) if sizes else 1, max_steps=20, val_check_interval=2, callbacks=[stop], **QUIET
+    )
+    module = Predicting("gpt")
+    trainer.fit(module, loader(GLOBAL_BATCH // data), loader(GLOBAL_BATCH // data, samples=32))
+    tested = trainer.test(module, loader(GLOBAL_BATCH // data, samples=32), verbose=False)
+    predictions = trainer.predict(module, loader(GLOBAL_BATCH // data, samples=32))
+    assert predictions is not None
+    return trainer.global_step, tested[0]["val_loss"], predictions[0]
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
+def test_all_ranks_stop_at_once_and_evaluate_alike(sizes: dict[str, int]) -> None:
+    steps, loss, predictions = stop_test_predict(None)
+    for rank, (own_steps, own_loss, own) in enumerate(
+        run_ranks(stop_test_predict, world(sizes), sizes, elastic=True, timeout_s=100)
+    ):
+        assert own_steps == steps == 4
+        assert own_loss == pytest.approx(loss, rel=2e-6)
+        data_rank = rank // sizes["tensor_parallel_size"] % 2
+        assert torch.equal(own["first"], predictions["first"][data_rank::2])
+        assert torch.allclose(own["logits"], predictions["logits"][data_rank::2], atol=1e-5)
+
+
+# -- precision, replicas
+
+
+def mixed(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, trainer={"precision": "bf16-mixed"})
+
+
+def test_bf16_mixed_is_as_close_as_bf16_allows() -> None:
+    check(on(PIPELINE, mixed), mixed(None), parameters=3e-3, loss=3e-3)
+
+
+def replicated(sizes: dict[str, int]) -> Seen:
+    return train("gpt", sizes, data_parallel_replicas=2)
+
+
+def test_replicas_of_a_sharded_group_compute_the_same() -> None:
+    check(on(LAYOUTS["dp4"], replicated), train("gpt"))
+
+
+# -- what users look at
+
+
+def look(sizes: dict[str, int]) -> Any:
+    L.seed_everything(3)
+    strategy = HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
+    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=1, **QUIET)
+    data = sizes["data_parallel_size"]
+    trainer.fit(Model("gpt"), loader(GLOBAL_BATCH // data))
+    shard = {name: tensor.clone() for name, tensor in strategy.local_shard().items()}
+    return shard, strategy.gather_full_parameters(), str(strategy.layout), str(strategy.placement)
+
+
+def test_shards_and_the_gathered_whole() -> None:
+    sizes = LAYOUTS["pp2×dp2×tp2"]
+    plain = train("gpt", steps=1).parameters
+    seen = run_ranks(look, 8, sizes, elastic=True, timeout_s=100)
+    shard, gathered, described, table = seen[0]
+    assert largest_difference(gathered, plain) < 2e-5
+    assert all(not other for _, other, _, _ in seen[1:])
+    assert shard["model.blocks.0.mlp.up.weight"].shape == (32, 32)  # [128, 32] over two data and two tensor ranks
+    assert not any("blocks.2" in name for name in shard)
+    assert described == "2 pipeline × 2 data × 2 tensor"
+    assert "0-1 (2)" in table
+
+
+# -- manual optimization on one stage
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        halves = [{key: value[i::2] for key, value in batch.items()} for i in range(2)]
+        if isinstance(self.trainer.strategy, HybridShardStrategy):
+            with self.trainer.strategy.block_backward_sync():
+                for half in halves:
+                    self.manual_backward(self.loss(half) / 2)
+            self.trainer.strategy.synchronize_gradients()
+        else:
+            for half in halves:
+                self.manual_backward(self.loss(half) / 2)
+        optimizer.step()
+        self.log("train_loss", self.loss(batch).detach(), sync_dist=True)
+
+
+def manual(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Manual)
+
+
+def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
+    check(on(layout(data=2), manual), manual(None))
