@@ -52,8 +52,3 @@ def forbid_inference_mode(trainer: pl.Trainer) -> None:
 def batches_started(trainer: pl.Trainer) -> int:
     """Training batches since the very beginning of the run, the current one included; kept over resumes."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
-
-
-def batches_of_epoch(trainer: pl.Trainer) -> int:
-    """Training batches of the current epoch that were begun, the current one included."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready

@@ -95,7 +95,8 @@ def load_module(
                 )
             full = value.full_tensor() if isinstance(value, DTensor) else value
             local_tensor(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
-    ckpt.load_tensors(pairs)
+    with ckpt.all_or_none():
+        ckpt.load_tensors(pairs)
     return missing, unexpected
 
 
@@ -140,7 +141,8 @@ def load_optimizer(
                 state[entry] = target
             if state:
                 optimizer.state[parameter] = state
-    ckpt.load_tensors(pairs)
+    with ckpt.all_or_none():
+        ckpt.load_tensors(pairs)
 
 
 def _like(parameter: Tensor, stored: Any, device: torch.device) -> Tensor:

@@ -39,6 +39,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import span_all_axes
 from lightning_shard.plugin.redirect import call_through
+from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
 from lightning_shard.plugin.state import load_module, load_optimizer, named_optimizer_state
 from lightning_shard.sharding import local_tensor
@@ -205,7 +206,7 @@ class HybridShardStrategy(ModelParallelStrategy):
             data_size=self.layout.data_parallel_size,
             seed=self._seed,
             train=trainer.training,
-            batches_trained=lambda: loops.batches_of_epoch(trainer),
+            batches_trained=partial(batches_trained, trainer),
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -309,6 +310,10 @@ class HybridShardStrategy(ModelParallelStrategy):
                 )
 
     # Steps
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        resume_data(self.lightning_module.trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._steps is not None:

@@ -1,0 +1,160 @@
+"""A checkpoint of any layout goes on in any other: same bytes, same loss curve, every sample once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard.sharding import full_tensor
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, LAYOUTS, QUIET, Model, combine, layout, loader, train, world
+
+SAVED, TRAINED = 2, 4  # the checkpoint is of the second step, in the middle of an epoch of six; the curve has four
+
+
+def save(name: str, folder: str) -> Any:
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1, save_last=True)
+    settings = {"enable_checkpointing": True}
+    return train("gpt", LAYOUTS[name], steps=SAVED, shuffle=True, callbacks=[keep], trainer=settings)
+
+
+class Restored(L.Callback):
+    """The state as it was loaded, whole, before the first step: this stage's parameters and optimizer tensors."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.state = {name: full_tensor(parameter) for name, parameter in module.named_parameters()}
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for parameter, entries in trainer.optimizers[0].state.items():
+            for key, value in entries.items():
+                self.state[f"0/{names[parameter]}/{key}"] = full_tensor(value).clone()
+
+
+def load_all(name: str, folders: list[str]) -> list[tuple[dict[str, bytes], list[float]]]:
+    loaded = []
+    for folder in folders:
+        restored = Restored()
+        seen = train(
+            "gpt", LAYOUTS[name], steps=TRAINED, shuffle=True, callbacks=[restored], resume=str(Path(folder, "last.ckpt"))
+        )
+        loaded.append(({key: _bytes(value) for key, value in restored.state.items()}, seen.losses))
+    return loaded
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folders = {}
+    for name, sizes in LAYOUTS.items():
+        folders[name] = str(tmp_path_factory.mktemp("saved"))
+        run_ranks(save, world(sizes), name, folders[name], elastic=True, timeout_s=100)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def curve() -> list[float]:
+    """The uninterrupted run's losses; on two data ranks, since a shuffled order is drawn by the strategy."""
+    sizes = layout(data=2)
+    seen = run_ranks(train, 2, "gpt", sizes, steps=TRAINED, shuffle=True, elastic=True)
+    return combine(seen, sizes).losses
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_goes_on_from_any_other(name: str, saved: dict[str, str], curve: list[float]) -> None:
+    expected = {}
+    for source, folder in saved.items():
+        stored = checkpoint.read(Path(folder, "last.ckpt"))
+        expected[source] = {key: _bytes(value.full()) for part in (stored, stored.optimizer) for key, value in part.items()}
+        assert checkpoint.verify(Path(folder, "last.ckpt")).ok
+    per_rank = run_ranks(load_all, world(LAYOUTS[name]), name, list(saved.values()), elastic=True, timeout_s=200)
+    for i, source in enumerate(saved):
+        whole: dict[str, bytes] = {}
+        for loaded in per_rank:
+            state, losses = loaded[i]
+            assert all(whole.setdefault(key, value) == value for key, value in state.items()), source
+            assert losses == pytest.approx(curve[SAVED:], rel=2e-6), source
+        assert whole == expected[source], source
+
+
+# -- the place in the data
+
+
+class Samples(Model):
+    """Notes which samples this rank trains on."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.seen: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen += (batch["x"][:, 0] + 64 * batch["x"][:, 1] + 64**2 * batch["x"][:, 2]).tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def read(sizes: dict[str, int], folder: str, steps: int, resume: str | None, shuffle: bool, batch: int) -> tuple[int, list[int]]:
+    L.seed_everything(3)
+    keep = ModelCheckpoint(folder, filename=f"{steps}", every_n_train_steps=1, save_top_k=-1)
+    module = Samples()
+    strategy = HybridShardStrategy(**sizes)
+    trainer = L.Trainer(
+        strategy=strategy, devices=world(sizes), max_steps=steps, max_epochs=1, callbacks=[keep],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    trainer.fit(module, loader(batch, shuffle=shuffle), ckpt_path=resume)
+    return strategy.layout.data_rank, module.seen
+
+
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_every_sample_is_seen_once_on_4_then_2_then_1_data_ranks(shuffle: bool, tmp_path: Path) -> None:
+    # 96 samples in one epoch: 2 × 16, then 3 × 8 (two stages), then 10 × 4
+    parts = [(layout(data=4), 2, 4), (layout(pipeline=2, data=2), 5, 4), (layout(), 100, 4)]
+    seen: list[int] = []
+    resume = None
+    for sizes, steps, batch in parts:
+        folder = str(tmp_path / str(steps))
+        ranks = run_ranks(read, world(sizes), sizes, folder, steps, resume, shuffle, batch, elastic=True)
+        by_data_rank = {data_rank: samples for data_rank, samples in ranks}
+        for data_rank, samples in ranks:
+            assert samples == by_data_rank[data_rank]  # all ranks of a pipeline read the same
+        seen += [sample for samples in zip(*by_data_rank.values()) for sample in samples]
+        resume = str(Path(folder, f"{steps}.ckpt"))
+    data = loader(1).dataset
+    everything = [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in (data[i]["x"] for i in range(len(data)))]
+    assert len(seen) == len(everything)
+    assert Counter(seen) == Counter(everything)
+    assert (seen == everything) is not shuffle
+
+
+def test_a_removed_checkpoint_and_the_best_one(tmp_path: Path) -> None:
+    for _, best, remaining, tested in run_ranks(keep_two, 2, str(tmp_path), elastic=True):
+        assert sorted(remaining) == ["best", "last"]
+        assert best == pytest.approx(tested, rel=1e-6)
+
+
+def keep_two(folder: str) -> tuple[int, float, list[str], float]:
+    L.seed_everything(3)
+    keep = ModelCheckpoint(folder, filename="best", monitor="val_loss", save_top_k=1, save_last=True, enable_version_counter=False)
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(), devices=2, max_steps=4, val_check_interval=1, callbacks=[keep],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    module = Model("gpt")
+    batch = GLOBAL_BATCH // 2
+    trainer.fit(module, loader(batch), loader(batch, samples=32))
+    tested = trainer.test(module, loader(batch, samples=32), ckpt_path="best", verbose=False)
+    trainer.strategy.barrier()
+    names = [path.stem for path in Path(folder).iterdir()]
+    return trainer.global_rank, float(keep.best_model_score), names, tested[0]["val_loss"]
