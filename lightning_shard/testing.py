@@ -80,11 +80,11 @@ def run_ranks(
     """Run ``function(*args, **kwargs)`` on ``world_size`` processes of this machine and return each rank's result.
 
     Every rank starts with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set over this process's
-    environment and working directory, one torch thread, and the same seed of all generators.
+    environment and working directory, one torch thread, and the same seed of all generators. As under torchrun, the
+    rendezvous is for one default process group: a second one in the same run would wait for ever.
 
     Args:
-        function: Importable by module and name; arguments and results must pickle. Results travel as bytes: tensors
-            arrive as copies on the CPU side of the pipe.
+        function: Importable by module and name; arguments and results must pickle.
         timeout_s: After this time the run fails with every rank's stacks; also the process group's timeout.
         init: Initialise the default process group with ``backend``, and destroy it after all ranks have returned.
             Default: yes, unless ``elastic``.

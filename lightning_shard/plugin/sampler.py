@@ -1,8 +1,9 @@
 """The user's DataLoader, reading one data rank's part.
 
-Private parts used here: Lightning 2.6 knows how to make a loader of a user's own class again with another sampler
-(``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``) and wraps batch samplers to know the indices
-of predictions; torch 2.13's ``DataLoader._get_iterator`` is what every iteration in this process passes through.
+Private parts used here: torch 2.13's ``DataLoader`` reads its ``sampler`` and ``batch_sampler`` from its attributes, and
+lets nobody set them; every iteration in this process passes through ``_get_iterator``. Lightning 2.6 knows how to make a
+loader of a user's own class anew (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and wraps
+batch samplers to know the indices of predictions.
 """
 
 from __future__ import annotations
@@ -73,24 +74,18 @@ def shard_dataloader(
         sharded = copy.copy(dataloader)
         sharded._iterator = None
     else:
-        batches = dataloader.batch_sampler
+        batches: Any = dataloader.batch_sampler
         if is_predicting := isinstance(batches, _IndexBatchSamplerWrapper):
-            batches = batches._batch_sampler  # type: ignore[union-attr]
+            batches = batches._batch_sampler
+        dealt: Any = None
         if batches is None:
             sampler = deal(_for_one_rank(dataloader.sampler))
-            sharded = _rebuild(dataloader, sampler=sampler)
+        elif type(batches) is BatchSampler:
+            sampler = deal(_for_one_rank(batches.sampler), batches.batch_size, batches.drop_last)
+            dealt = BatchSampler(sampler, batches.batch_size, batches.drop_last)
         else:
-            if type(batches) is BatchSampler:
-                sampler = deal(_for_one_rank(batches.sampler), batches.batch_size, batches.drop_last)
-                dealt: Any = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-            else:
-                sampler = dealt = deal(batches, unit="batches")
-            if dataloader.batch_size is not None:
-                sharded = _rebuild(dataloader, sampler=sampler)
-            else:
-                sharded = _rebuild(
-                    dataloader, batch_sampler=_IndexBatchSamplerWrapper(dealt) if is_predicting else dealt
-                )
+            sampler = dealt = deal(batches, unit="batches")
+        sharded = _with_samplers(dataloader, sampler, _IndexBatchSamplerWrapper(dealt) if is_predicting else dealt)
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)
     _seed_fetches(sharded, worker_generator, sampler, derive(seed, "fetch", train, data_rank))
@@ -145,16 +140,22 @@ def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) ->
     )
 
 
-def _rebuild(dataloader: DataLoader, *, sampler: Any = None, batch_sampler: Any = None) -> Any:
-    """A loader of the same class and arguments with another sampler or batch sampler."""
+def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sampler: Any) -> Any:
+    """A loader of the same class with other samplers."""
+    kind = type(dataloader)
+    if all(getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "__len__", "_get_iterator")):
+        twin = copy.copy(dataloader)
+        vars(twin).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+        return twin
+    # a class that iterates in its own way may hold on to its sampler elsewhere, so it is made anew
     hidden = vars(dataloader).get("batch_sampler")
-    # Lightning would rebuild the user's batch sampler around the sampler; here it is dealt as it is
+    # else Lightning would rebuild the user's batch sampler around the sampler
     vars(dataloader)["batch_sampler"] = None
     try:
         arguments, named = _get_dataloader_init_args_and_kwargs(dataloader, sampler)
     finally:
         vars(dataloader)["batch_sampler"] = hidden
-    if batch_sampler is not None:
+    if batch_sampler is not None and dataloader.batch_size is None:
         named |= {"sampler": None, "batch_sampler": batch_sampler, "batch_size": 1, "drop_last": False}
     return _reinstantiate_wrapped_cls(dataloader, *arguments, **named)
 

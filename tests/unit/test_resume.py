@@ -84,6 +84,8 @@ class SaveAndStop(Callback):
     def save(self, trainer, *_):
         if trainer.global_step >= self.steps and not trainer.sanity_checking:
             trainer.save_checkpoint(self.path)
+            # the exception leaves a cycle behind, in which torch takes 5 s to end each worker
+            trainer.fit_loop._combined_loader._iterator.iterators.clear()
             raise Stop
 
 
@@ -178,14 +180,20 @@ def test_validation_comes_when_its_share_of_the_epoch_is_done(tmp_path, interval
     assert module.validated == [(0, 5, 2), (0, 11, 2), (1, 5, 2), (1, 11, 2)]
 
 
-@pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 30}])
 @pytest.mark.parametrize(
-    "hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_epoch_start"]
+    ("hook", "validate"),
+    [
+        ("on_train_batch_end", True),
+        ("on_train_batch_end", False),
+        ("on_validation_end", True),
+        ("on_train_epoch_end", True),
+        ("on_train_epoch_end", False),
+        ("on_train_epoch_start", True),
+        ("on_train_epoch_start", False),
+    ],
 )
 def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one(tmp_path, uninterrupted, hook, limits, validate):
-    if hook == "on_validation_end" and not validate:
-        pytest.skip("there is none")
     first, _, path = fit(4, tmp_path, stop=(hook, 6), validate=validate, **limits)
     assert samples_of(first, 0) == uninterrupted[0]
     for size in (4, 2):
