@@ -1,9 +1,9 @@
 """The user's DataLoader, reading one data rank's part.
 
-Private parts used here: torch 2.13's ``DataLoader`` reads its ``sampler`` and ``batch_sampler`` from its attributes, and
-lets nobody set them; every iteration in this process passes through ``_get_iterator``. Lightning 2.6 knows how to make a
-loader of a user's own class anew (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and wraps
-batch samplers to know the indices of predictions.
+Private parts used here: torch 2.13's ``DataLoader`` reads its ``sampler`` and ``batch_sampler`` from its attributes,
+and lets nobody set them; every iteration in this process passes through ``_get_iterator``. Lightning 2.6 knows how to
+make a loader of a user's own class anew (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and
+wraps batch samplers to know the indices of predictions.
 """
 
 from __future__ import annotations
