@@ -36,6 +36,7 @@ class Passage:
     """One microbatch's way through this stage: what came in, how far the step got, what goes out."""
 
     received: Any = None
+    calls: int = 0
     entered: bool = False
     output: Any = None
     active: bool = False
@@ -111,7 +112,7 @@ class Stage:
     def microbatch(self, received: Any) -> Iterator[Passage]:
         """Run one microbatch's forward inside; yields its :class:`Passage`."""
         passage = self.passage
-        passage.received, passage.entered, passage.output, passage.active = received, False, None, True
+        passage.received, passage.calls, passage.entered, passage.output, passage.active = received, 0, False, None, True
         try:
             yield passage
         finally:
@@ -123,6 +124,7 @@ def cut(
     blocks: Iterable[str],
     owned: range,
     *,
+    network: str,
     index: int,
     count: int,
     before: Iterable[str],
@@ -135,6 +137,7 @@ def cut(
         root: The LightningModule.
         blocks: Names of all blocks.
         owned: Which of them this stage holds.
+        network: The name of the module that a step calls; ``""`` where it is ``root`` itself.
         before: Names of modules and parameters that run before the blocks: the first stage's.
         after: Names of those that run after them: the last stage's.
         device: Where stand-ins live.
@@ -152,6 +155,8 @@ def cut(
             for name in foreign:
                 _hollow(root, name, side, holder, stage, device)
     _join(root.get_submodule(stage.owned[0]), root.get_submodule(stage.owned[-1]), stage)
+    # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
+    _count_calls(root.get_submodule(network), stage.passage, allowed=1 if network else 2)
     return stage
 
 
@@ -208,6 +213,19 @@ def _hollow_parameter(
     module.__dict__[key] = Hollow.of(parameter, device, refuse)
 
 
+def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
+    def count(*_: Any) -> None:
+        if passage.active:
+            passage.calls += 1
+            if passage.calls > allowed:
+                raise StepError(
+                    "The network was called a second time within one step, and a pipeline runs it once: call it once on the"
+                    " concatenated inputs, or use pipeline_parallel_size=1."
+                )
+
+    network.register_forward_pre_hook(count, prepend=True)
+
+
 def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
     """Hooks on the first and last owned block: note that the blocks were reached, and what comes out of them.
 
@@ -216,14 +234,8 @@ def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
     passage = stage.passage
 
     def enter(*_: Any) -> None:
-        if not passage.active:
-            return
-        if passage.output is not None:
-            raise StepError(
-                "The network was called a second time within one step, and a pipeline runs it once: call it once on the"
-                " concatenated inputs, or use pipeline_parallel_size=1."
-            )
-        passage.entered = True
+        if passage.active:
+            passage.entered = True
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if passage.active:

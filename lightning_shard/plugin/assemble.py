@@ -177,6 +177,7 @@ def _cut(module: pl.LightningModule, blocks: Blocks, placement: Placement, layou
         module,
         blocks.names,
         range(owned.start, owned.stop),
+        network=blocks.network,
         index=index,
         count=layout.pipeline_parallel_size,
         before=blocks.before,

@@ -34,14 +34,15 @@ class FailureWatch:
     def report(self, exception: BaseException) -> None:
         """Say that this rank failed; where another was first, add its cause to the exception as a note."""
         self._stopped.set()
-        mine = f"rank {self._rank}: {''.join(traceback.format_exception_only(exception)).strip()}"
+        cause = "".join(traceback.format_exception_only(exception)).strip()
+        mine = f"rank {self._rank}: {cause}"
         try:
             first = self._store.compare_set(_KEY, "", mine).decode()
         except (RuntimeError, dist.DistError):
             return  # the store went away with the rank that held it
-        if first != mine:
+        if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
-        elif self._rank == 0:
+        elif first == mine and self._rank == 0:
             time.sleep(2 * _POLL_S)  # the store may live in this process: let the others read it
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.sharding import local_part, local_tensor
+from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -78,26 +78,31 @@ def load_module(
     own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     missing = sorted(own.keys() - stored.keys())
     unexpected = sorted(stored.keys() - own.keys() - set(elsewhere))
-    if strict and (missing or unexpected):
-        raise StateMismatchError(
-            f"The checkpoint doesn't hold the tensors of {type(module).__name__}: {_some('missing', missing)};"
-            f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they share."
-        )
-    pairs = []
-    for name, target in own.items():
-        value = stored.get(name)
-        if isinstance(value, ckpt.StoredTensor):
-            pairs.append((value, target.detach()))
-        elif isinstance(value, Tensor):
-            if value.shape != target.shape:
-                raise StateMismatchError(
-                    f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
-                )
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            local_tensor(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
-    with ckpt.all_or_none():
+    with ckpt.all_or_none():  # a stage may lack what the others have
+        if strict and (missing or unexpected):
+            raise StateMismatchError(
+                f"The checkpoint's tensors aren't the module's: {_some('missing', missing)}; {_some('unexpected', unexpected)}."
+                " Set strict_loading = False on the module to load those they share."
+            )
+        pairs = []
+        for name, target in own.items():
+            value = stored.get(name)
+            if isinstance(value, ckpt.StoredTensor):
+                pairs.append((value, target.detach()))
+            elif isinstance(value, Tensor):
+                _fill(name, target, value)
         ckpt.load_tensors(pairs)
     return missing, unexpected
+
+
+def _fill(name: str, target: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of a whole tensor that a hook put into the checkpoint."""
+    if value.shape != target.shape:
+        raise StateMismatchError(
+            f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
+        )
+    full = full_tensor(value)
+    local_tensor(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
 
 
 def load_optimizer(

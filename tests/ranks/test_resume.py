@@ -33,7 +33,7 @@ class Restored(L.Callback):
         self.state: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.state = {name: full_tensor(parameter) for name, parameter in module.named_parameters()}
+        self.state = {name: full_tensor(parameter).clone() for name, parameter in module.named_parameters()}
         names = {parameter: name for name, parameter in module.named_parameters()}
         for parameter, entries in trainer.optimizers[0].state.items():
             for key, value in entries.items():

@@ -1,0 +1,384 @@
+"""Bad input is refused with value, constraint and remedy, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard.errors import (
+    BatchError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    LayoutError,
+    PlacementError,
+    PlanError,
+    StateMismatchError,
+)
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import QUIET, Model, layout, loader, world
+
+PIPELINE = layout(pipeline=2)
+TENSOR = layout(tensor=2)
+PLAN = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
+def refused(
+    make: Callable[[], L.LightningModule], sizes: dict[str, int], error: type[Exception], *,
+    batch: int = 16, ranks: int | None = None, trainer: dict[str, Any] | None = None, resume: str | None = None, **options: Any,
+) -> str:
+    """Fit on this rank; returns the message of the error it must raise."""
+    L.seed_everything(3)
+    with pytest.raises(error) as caught:
+        made = L.Trainer(
+            strategy=HybridShardStrategy(**sizes, **options), devices=ranks or world(sizes), max_steps=2, **{**QUIET, **(trainer or {})}
+        )
+        made.fit(make(), loader(batch), loader(batch, samples=32), ckpt_path=resume)
+    return str(caught.value)
+
+
+def on_every_rank(sizes: dict[str, int], make: Callable[[], L.LightningModule], error: type[Exception], says: str, **options: Any) -> None:
+    ranks = options.get("ranks") or world(sizes)
+    messages = run_ranks(refused, ranks, make, sizes, error, elastic=True, timeout_s=50, **options)
+    assert len(messages) == ranks
+    for message in messages:
+        assert re.search(says, message), message
+
+
+def gpt() -> L.LightningModule:
+    return Model("gpt")
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (layout(pipeline=3), r"\(3\).* must divide the number of processes \(2\).*\[1, 2\]"),
+        (layout(data=4), r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2"),
+    ],
+)
+def test_sizes_that_dont_divide(sizes: dict[str, Any], says: str) -> None:
+    if sizes["data_parallel_size"] == 1:
+        sizes = {**sizes, "data_parallel_size": "auto"}
+    on_every_rank(sizes, gpt, LayoutError, says, ranks=2)
+
+
+def test_more_stages_than_blocks() -> None:
+    on_every_rank(PIPELINE, OneBlock, PlacementError, r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1", pipeline_blocks="layers")
+
+
+def test_no_blocks() -> None:
+    on_every_rank(PIPELINE, NoBlocks, PlacementError, r"no list of repeated blocks.*pipeline_blocks")
+
+
+def test_blocks_of_another_name() -> None:
+    on_every_rank(PIPELINE, gpt, PlacementError, r"pipeline_blocks='model.layers' is not a list.*model\.blocks", pipeline_blocks="model.layers")
+
+
+def test_a_pattern_without_a_match() -> None:
+    plan = {**PLAN, "blocks.*.attention.q": "colwise"}
+    on_every_rank(TENSOR, gpt, PlanError, r"'blocks\.\*\.attention\.q' matches no module", tensor_parallel_plan=plan)
+
+
+def test_an_unknown_style_and_no_plan() -> None:
+    on_every_rank(TENSOR, gpt, PlanError, r"style 'columns'; known are \['colwise'", tensor_parallel_plan={"mlp.up": "columns"})
+    on_every_rank(TENSOR, gpt, PlanError, r"needs a plan and Model brings none: pass tensor_parallel_plan")
+
+
+def test_a_size_that_a_plan_cant_split() -> None:
+    on_every_rank(TENSOR, OddWidth, PlanError, r"3 out features, which tensor_parallel_size \(2\) must divide", tensor_parallel_plan={"0.mix": "colwise"})
+
+
+def test_mixed_precision_with_a_loss_scaler() -> None:
+    on_every_rank(PIPELINE, gpt, ValueError, r"16-mixed.*bf16-mixed", trainer={"precision": "16-mixed"})
+
+
+def test_manual_optimization_with_stages() -> None:
+    on_every_rank(PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1")
+
+
+def test_parameters_outside_the_network() -> None:
+    on_every_rank(PIPELINE, Outside, PlacementError, r"trains parameters outside the network 'model'.*temperature")
+
+
+def test_tied_weights_over_stages() -> None:
+    on_every_rank(PIPELINE, Tied, PlacementError, r"model\.embed\.weight and model\.head\.weight are one tied parameter on stages \[0, 1\]")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"schedule": "2F2B"}, "'2F2B' isn't one of"),
+        ({"pipeline_parallel_size": 4, "microbatches": 2}, r"microbatches \(2\) must be at least pipeline_parallel_size \(4\)"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size \(0\) must be an integer of at least 1"),
+        ({"data_parallel_size": 4, "data_parallel_replicas": 3}, r"replicas \(3\) must divide data_parallel_size \(4\): use one of \[1, 2, 4\]"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size.*can't be used in this version"),
+    ],
+)
+def test_settings_are_refused_before_any_process_starts(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        HybridShardStrategy(**options)
+
+
+@pytest.mark.parametrize(("counts", "says"), [([1, 2], "4"), ([4, 0], "block"), ([4], "2")])
+def test_block_counts_that_dont_fit(counts: list[int], says: str) -> None:
+    on_every_rank(PIPELINE, gpt, PlacementError, says, placement=counts)
+
+
+# -- steps
+
+
+def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
+    """A fit that ends as a script does: an error ends the process, and with it its connections."""
+    L.seed_everything(3)
+    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
+    try:
+        trainer.fit(make(), loader(16))
+    except Exception:
+        Path(accounts, f"{trainer.global_rank}").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "fails", "says"),
+    [
+        ("CallsTwice", 1, "The network was called a second time within one step"),
+        ("NeverCalls", 0, "The step returned without calling the network"),
+        ("FailsOnLastStage", 1, "ZeroDivisionError"),
+        ("UsesTheEmbeddingAgain", 1, "embed.weight is held by stage 0, .* but stage 1 uses it after them"),
+        ("PassesTheEmbeddingAlong", 1, "turned a finite hidden state into NaN"),
+    ],
+)
+def test_a_step_that_one_stage_cant_run_stops_all_with_the_first_cause(
+    make: str, fails: int, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed):
+        run_ranks(fit_and_die, 2, globals()[make], str(tmp_path), elastic=True, timeout_s=50)
+    accounts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert re.search(says, accounts[fails])
+    assert re.search(f"(?s)The first failure was on rank {fails}: .*{says}", accounts[1 - fails]), accounts[1 - fails]
+
+
+def test_microbatches_that_dont_divide_the_batch() -> None:
+    on_every_rank(PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", batch=6)
+
+
+
+# -- checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("saved") / "one.ckpt")
+    run_ranks(save, 2, path, elastic=True)
+    return path
+
+
+def save(path: str) -> None:
+    L.seed_everything(3)
+    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=1, **QUIET)
+    trainer.fit(gpt(), loader(16))
+    trainer.save_checkpoint(path)
+
+
+def copied(saved: str, folder: Path) -> Path:
+    return Path(shutil.copytree(saved, folder / "copy.ckpt"))
+
+
+def test_a_path_without_a_manifest(tmp_path: Path) -> None:
+    (tmp_path / "empty.ckpt").mkdir()
+    on_every_rank(PIPELINE, gpt, CheckpointNotFoundError, "manifest", resume=str(tmp_path / "empty.ckpt"))
+
+
+def test_a_manifest_of_a_newer_version(saved: str, tmp_path: Path) -> None:
+    path = copied(saved, tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    key = next(key for key in manifest if "version" in key)
+    manifest[key] = 99
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    on_every_rank(PIPELINE, gpt, FormatVersionError, "99", resume=str(path))
+
+
+@pytest.mark.parametrize("fault", ["missing", "truncated", "changed"])
+def test_a_damaged_file(saved: str, tmp_path: Path, fault: str) -> None:
+    path = copied(saved, tmp_path)
+    file = sorted((path / "model").iterdir())[0]
+    data = file.read_bytes()
+    if fault == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-100] if fault == "truncated" else data[:-100] + bytes(100))
+    assert not checkpoint.verify(path).ok
+    on_every_rank(PIPELINE, gpt, CorruptCheckpointError, file.name, resume=str(path))
+
+
+def test_a_missing_tensor_and_one_of_another_shape(saved: str) -> None:
+    on_every_rank(PIPELINE, Extra, StateMismatchError, r"2 missing \(model\.blocks\.3\.added", resume=saved)
+    on_every_rank(PIPELINE, Wider, StateMismatchError, "shape", resume=saved)
+
+
+def test_a_missing_tensor_where_loading_isnt_strict(saved: str) -> None:
+    loaded = run_ranks(fit_lenient, 2, saved, elastic=True)
+    assert loaded == [2, 2]
+
+
+def fit_lenient(path: str) -> int:
+    L.seed_everything(3)
+    module = Extra()
+    module.strict_loading = False
+    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
+    trainer.fit(module, loader(16), ckpt_path=path)
+    return trainer.global_step
+
+
+# -- modules
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+class Plain(L.LightningModule):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.model: nn.Module = Net(layers)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class OneBlock(Plain):
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+class NoBlocks(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+
+
+class OddWidth(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.layers = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(16, 3)}) for _ in range(2))
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Outside(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.weight = self.model.embed.weight  # type: ignore[union-attr]
+
+
+class CallsTwice(Plain):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.model(batch["x"])
+        return super().training_step(batch, batch_idx)
+
+
+class NeverCalls(Plain):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return torch.zeros((), requires_grad=True)
+
+
+class FailsOnLastStage(Plain):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss / (1 // 0)
+
+
+class ReusesEmbedding(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden) + F.linear(hidden, self.embed.weight)
+
+
+class UsesTheEmbeddingAgain(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ReusesEmbedding()
+
+
+class TakesTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.mix(hidden)) * first
+
+
+class EmbeddingEverywhere(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TakesTwo() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden, first)
+        return self.head(hidden)
+
+
+class PassesTheEmbeddingAlong(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = EmbeddingEverywhere()
+
+
+class Extra(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.model.blocks[3].added = nn.Linear(32, 32)  # type: ignore[union-attr, index]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch)
+
+
+class Wider(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.model.head = nn.Linear(32, 65, bias=False)  # type: ignore[union-attr]
