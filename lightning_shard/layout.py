@@ -81,6 +81,16 @@ class Layout:
         return cls(pipeline, data, replicas, tensor, rank)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The axes by their setting's name: what a layout is, without a rank's place in it."""
+        return {
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "data_parallel_size": self.data_parallel_size,
+            "data_parallel_replicas": self.data_parallel_replicas,
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
+
+    @property
     def world_size(self) -> int:
         return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class ShardedCheckpointIO(CheckpointIO):
             trainer_state=rest,
             rank_state=randomness.capture(site.device) if site else None,
             mesh=site.mesh if site else None,
-            layout=asdict(site.layout) if site else None,
+            layout=site.layout.sizes if site else None,
             storage_options={**self._storage_options, **(storage_options or {})},
             fsync=self._fsync,
             digests=self._digests,
@@ -100,12 +100,14 @@ class ShardedCheckpointIO(CheckpointIO):
         """Lightning's checkpoint with its tensors still in the store.
 
         ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
-        ``"optimizer_states"``.
+        ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
         """
         stored = ckpt.read(str(path), storage_options=self._storage_options)
         loaded: dict[str, Any] = dict(stored.trainer_state())
         loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
         loaded["optimizer_tensors"] = dict(stored.optimizer)
+        if self._site is not None and stored.manifest.layout == self._site.layout.sizes:
+            loaded["rank_state"] = stored.rank_state(self._site.layout.rank)
         return loaded
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

@@ -47,11 +47,16 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
     """Whatever is drawn or seeded inside leaves no trace."""
-    state = capture(device)
+    python, numpy_, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
-        restore(state, device)
+        random.setstate(python)
+        np.random.set_state(numpy_)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:

@@ -129,6 +129,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._steps: PipelinedSteps | None = None
         self._names: dict[int, str] = {}
         self._seed = 0
+        self._generators: dict[str, Tensor] | None = None
         self._samples: bool | None = None
         self._watch: FailureWatch | None = None
 
@@ -314,6 +315,9 @@ class HybridShardStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
+        if self._generators is not None:
+            randomness.restore(self._generators, self.root_device)
+            self._generators = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._steps is not None:
@@ -421,6 +425,7 @@ class HybridShardStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         loaded = self.checkpoint_io.open_checkpoint(self.broadcast(checkpoint_path))
         self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
+        self._generators = loaded.pop("rank_state", None)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

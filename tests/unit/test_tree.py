@@ -1,0 +1,79 @@
+"""Batches of any nesting are cut into microbatches and results put together again."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import BatchError
+from lightning_shard.pipeline import tree
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    image: Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+def test_any_nesting_is_cut_alike_and_keeps_its_types() -> None:
+    x = torch.arange(12).reshape(6, 2)
+    batch = {
+        "pair": Pair(x, [x * 2, (x * 3,)]),
+        "sample": Sample(x, [f"s{i}" for i in range(6)]),
+        "mapping": UserDict(ids=x[:, 0]),
+        "constant": torch.tensor(5.0),
+        "label": "train",
+    }
+    first, second, third = tree.split(batch, 3)
+    assert isinstance(second["pair"], Pair)
+    assert torch.equal(second["pair"].y[1][0], x[2:4] * 3)
+    assert isinstance(second["sample"], Sample)
+    assert second["sample"].names == ["s2", "s3"]
+    assert second["sample"].scale == 2.0
+    assert isinstance(third["mapping"], UserDict)
+    assert torch.equal(third["mapping"]["ids"], x[4:, 0])
+    assert first["constant"] == 5
+    assert first["label"] == "train"
+
+
+def test_a_bare_tensor_and_a_tuple() -> None:
+    x = torch.arange(4)
+    assert [part.tolist() for part in tree.split(x, 2)] == [[0, 1], [2, 3]]
+    assert [part[1].tolist() for part in tree.split((x, x + 1), 2)] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "says"),
+    [
+        (torch.zeros(6), 4, r"batch of 6 samples can't be cut into 4.*divisor of 6"),
+        ({"x": torch.zeros(4), "y": torch.zeros(3)}, 2, r"first dimension \(x: 4, y: 3\)"),
+        ({"x": torch.tensor(1.0), "names": ["a"]}, 1, "without tensors"),
+    ],
+)
+def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
+    with pytest.raises(BatchError, match=says):
+        tree.split(batch, parts)
+
+
+def test_results_are_merged_by_kind() -> None:
+    parts = [{"loss": torch.tensor(float(i)), "logits": torch.full((2, 3), i), "who": f"part {i}", "none": None} for i in range(2)]
+    merged = tree.merge(parts, 2)
+    assert merged["loss"] == 0.5
+    assert merged["logits"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
+    assert merged["who"] == ["part 0", "part 1"]
+    assert merged["none"] is None
+
+
+def test_leaves_are_mapped_and_listed_in_order() -> None:
+    nested = [torch.tensor(1), {"a": (torch.tensor(2), "text")}]
+    doubled = tree.map_leaves(lambda leaf: leaf * 2, nested)
+    assert [int(t) for t in tree.tensors(doubled)] == [2, 4]
+    assert doubled[1]["a"][1] == "texttext"
