@@ -30,7 +30,7 @@ SAVED = OUTPUT / "checkpoints" / "last.ckpt"
 GATHERED = OUTPUT / "model.safetensors"
 FIRST = ["trainer.devices=4", "strategy.pipeline_parallel_size=2"]
 SECOND = ["trainer.devices=4", "strategy.tensor_parallel_size=2", "checkpoint.resume=last"]
-KILL_AFTER_STEP = 170
+KILL_AFTER_STEP = 120
 # Nats. The same sums in another order in fp32, through some twenty optimizer steps.
 SAME_CURVE = 1e-4
 # Nats. The same weights on the same text.
@@ -66,7 +66,7 @@ def main() -> None:
     loss, entropy = held_out_loss(model, data), data.byte_entropy()
     last_validation = second[max(second)]["val_loss"]
     check(abs(loss - last_validation) < SAME_MODEL, f"its held-out loss is the last validation's, to {SAME_MODEL} nats")
-    check(loss < 0.7 * entropy, "which is clearly below the entropy of single bytes")
+    check(loss < 0.75 * entropy, "which is clearly below the entropy of single bytes")
 
     table = Table("what the demo did", "figures")
     table.add_row("text: Python's standard library", f"{len(data.train_text) / 1e6:.1f} MB")
