@@ -278,3 +278,121 @@ def manual(sizes: dict[str, int] | None) -> Seen:
 
 def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
     check(on(layout(data=2), manual), manual(None))
+
+
+# -- batches
+
+
+def smaller_last(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, steps=-1, samples=40, trainer={"max_epochs": 2, "val_check_interval": 1.0})
+
+
+def test_a_last_smaller_batch() -> None:
+    ours, plain = on(PIPELINE, smaller_last), smaller_last(None)
+    assert len(ours.losses) == 6  # 16 + 16 + 8, twice
+    check(ours, plain, parameters=1e-4)
+
+
+# -- gradients are reduced once per optimizer step
+
+
+def count_reductions(sizes: dict[str, int], accumulate: int) -> list[int]:
+    """How many reduce-scatters ran until each optimizer step."""
+    import torch.distributed as dist
+
+    reductions = 0
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch ≥ 2.13
+    real = getattr(dist, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reductions
+        reductions += 1
+        return real(*args, **kwargs)
+
+    class Count(L.Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            counts.append(reductions)
+
+    counts: list[int] = []
+    setattr(dist, name, counted)
+    try:
+        train("gpt", sizes, steps=2, callbacks=[Count()], trainer={"accumulate_grad_batches": accumulate})
+    finally:
+        setattr(dist, name, real)
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2×dp2", "dp2"])
+def test_gradients_are_reduced_once_per_optimizer_step(sizes: dict[str, int]) -> None:
+    units = 4 // sizes["pipeline_parallel_size"] + 1  # the stage's blocks, and the rest
+    for counts in run_ranks(count_reductions, world(sizes), sizes, 2, elastic=True):
+        assert counts == [units, 2 * units]
+
+
+# -- modules that bring their own sharding
+
+
+class ShardsItself(Model):
+    """As Lightning's documentation of ModelParallelStrategy has it."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.device_mesh is None:
+            return
+        for block in self.model.blocks:
+            plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def shards_itself(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=ShardsItself)
+
+
+def test_a_module_written_for_lightnings_own_strategy_runs_unchanged() -> None:
+    check(on(SHARDED, shards_itself), shards_itself(None))
+
+
+# -- memory
+
+
+class Large(L.LightningModule):
+    """512 MiB on meta, in eight blocks and a head."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                blocks = [nn.Linear(4096, 4096, bias=False) for _ in range(8)]
+                self.model = nn.Sequential(*blocks)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(torch.ones(len(batch["x"]), 4096)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def peak_of_setup(sizes: dict[str, int]) -> float:
+    """MiB that this process grew by at most until training began, the freed included."""
+    import resource
+
+    class Stop(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+            trainer.should_stop = True
+
+    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=world(sizes), max_steps=1, callbacks=[Stop()], **QUIET)
+    trainer.fit(Large(), loader(8))
+    return peaks[1] - peaks[0]
+
+
+def test_no_rank_ever_holds_the_whole_of_a_model_built_on_meta() -> None:
+    for peak in run_ranks(peak_of_setup, 4, layout(pipeline=2, data=2), elastic=True):
+        assert 128 < peak < 128 + 3 * 64  # its own quarter of 512 MiB, and a block of 64 MiB (with its random numbers)
