@@ -202,7 +202,8 @@ def check_sizes(
 def _check_replicas(data: int, replicas: int) -> None:
     if data % replicas:
         raise LayoutError(
-            f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of {_divisors(data)}."
+            f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of"
+            f" {_divisors(data)}."
         )
 
 

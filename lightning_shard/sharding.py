@@ -45,5 +45,3 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """The local part of a DTensor, or the tensor itself; shares memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-

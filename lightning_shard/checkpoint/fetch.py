@@ -177,7 +177,7 @@ def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
     return first, first + sum((size - 1) * stride for size, stride in zip(region.sizes, strides)) + 1
 
 
-def _scratch_job(  # noqa: PLR0917
+def _scratch_job(
     read: Read,
     chunk: Chunk,
     elements: tuple[int, int],

@@ -123,7 +123,7 @@ def _shards(order: list[str], tensors: dict[str, StoredTensor], limit_bytes: int
     return shards
 
 
-def _write(  # noqa: PLR0917
+def _write(
     store: Store,
     file: str,
     tensors: dict[str, StoredTensor],

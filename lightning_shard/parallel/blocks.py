@@ -76,8 +76,9 @@ def find_blocks(root: nn.Module, path: str | None = None) -> Blocks:
     if path is None:
         if not lists:
             raise PlacementError(
-                f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of"
-                " at least two modules of one class): name it by pipeline_blocks, or use pipeline_parallel_size=1."
+                f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or"
+                " nn.ModuleDict of at least two modules of one class): name it by pipeline_blocks, or use"
+                " pipeline_parallel_size=1."
             )
         path = max(lists, key=lambda name: (len(lists[name]), _size(root.get_submodule(name))))
     else:
@@ -108,7 +109,8 @@ def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
         return (exact or matches)[0]
     problem = f"fits {matches}" if matches else "is not a list of modules"
     raise PlacementError(
-        f"pipeline_blocks={path!r} {problem} in {type(root).__name__}: name one of {sorted(lists) or 'its lists'} in full."
+        f"pipeline_blocks={path!r} {problem} in {type(root).__name__}: name one of {sorted(lists) or 'its lists'} in"
+        " full."
     )
 
 
@@ -123,7 +125,9 @@ def _surroundings(root: nn.Module, path: str, network: str) -> tuple[list[str], 
     prefix = network
     for step in path.removeprefix(f"{network}." if network else "").split("."):
         level = root.get_submodule(prefix)
-        held = [name for name, _ in level.named_children()] + [name for name, _ in level.named_parameters(recurse=False)]
+        held = [name for name, _ in level.named_children()] + [
+            name for name, _ in level.named_parameters(recurse=False)
+        ]
         earlier = _runs_before(level, step, held)
         for name in held:
             if name != step:
@@ -136,7 +140,8 @@ def _runs_before(level: nn.Module, blocks: str, held: list[str]) -> set[str]:
     """The names that ``forward`` reads before it reads ``blocks``; registration order for names that it doesn't read.
 
     The order in which the code names its parts is only a first guess of the order in which they run. A wrong one can't
-    pass unseen: what a stage doesn't hold raises when it's used on the wrong side of the blocks (``pipeline/stage.py``).
+    pass unseen: what a stage doesn't hold raises when it's used on the wrong side of the blocks
+    (``pipeline/stage.py``).
     """
     used: list[str] = []
     for method in ("forward", "training_step"):

@@ -17,8 +17,8 @@ from lightning_shard.sharding import local_tensor
 def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
     """Whether this rank is the one that counts its local part of ``tensor``.
 
-    Of ranks that hold equal parts (replicated placements, or axes of the stage that the tensor doesn't lie on) the first
-    counts it, so that a sum over all ranks counts every element once.
+    Of ranks that hold equal parts (replicated placements, or axes of the stage that the tensor doesn't lie on) the
+    first counts it, so that a sum over all ranks counts every element once.
     """
     coordinate = stage_mesh.get_coordinate()
     names = stage_mesh.mesh_dim_names
@@ -60,7 +60,8 @@ def gradient_norm(
 def clip_by_norm(
     parameters: Iterable[Tensor], max_norm: float, stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """Scale all gradients so that their common norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Scale all gradients so that their common norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_``
+    does.
 
     Returns:
         The norm before clipping.

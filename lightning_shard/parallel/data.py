@@ -24,9 +24,9 @@ def apply_fully_sharded(
         mesh: One axis to shard over, or two: replicate over the first, shard over the second.
         keep_gathered: Keep blocks gathered from a forward to its backward. In a pipeline the same blocks run for every
             microbatch, so to gather once per step is to gather ``2 × microbatches`` times less.
-        whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call. If
-            not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is gathered
-            while it is called itself.
+        whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call.
+            If not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is
+            gathered while it is called itself.
 
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
@@ -39,8 +39,8 @@ def apply_fully_sharded(
     bare = [name for name, _ in root.named_parameters(recurse=False)]
     if bare:
         raise ConfigurationError(
-            f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into a module"
-            " that is called."
+            f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into"
+            " a module that is called."
         )
     for module in _called(root):
         if not isinstance(module, FSDPModule):
@@ -99,8 +99,8 @@ def no_gradient_sync(root: nn.Module) -> Iterator[None]:
 def reduce_gradients(root: nn.Module) -> None:
     """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none.
 
-    torch 2.13 has no public way to do it without another backward; its own pipeline stages (``pipelining/stage.py``) end
-    their last backward in these same steps.
+    torch 2.13 has no public way to do it without another backward; its own pipeline stages (``pipelining/stage.py``)
+    end their last backward in these same steps.
     """
     for unit in sharded_units(root):
         state = unit._get_fsdp_state()

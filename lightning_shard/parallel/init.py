@@ -33,7 +33,7 @@ def agree_on_weights(root: nn.Module) -> bool:
     state = [t.detach() for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
     digest = xxhash.xxh3_128()
     for tensor in state:
-        digest.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b"")
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     if len(set(digests)) == 1:
@@ -141,7 +141,9 @@ def _keep(full: Tensor, like: Tensor) -> Tensor:
 def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1)
+        torch.manual_seed(
+            int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
+        )
         yield
 
 
@@ -176,6 +178,6 @@ def _check_initialized(part: str, modules: list[nn.Module], originals: dict[int,
             tensor = _own(module)[key]
             if (tensor.is_floating_point() or tensor.is_complex()) and tensor.isnan().any():
                 raise ConfigurationError(
-                    f"{key!r} of the {type(module).__name__} in {part!r} was built on meta and nothing initialises it: give"
-                    " the module a reset_parameters(), or the network an _init_weights(module), that sets it."
+                    f"{key!r} of the {type(module).__name__} in {part!r} was built on meta and nothing initialises it:"
+                    " give the module a reset_parameters(), or the network an _init_weights(module), that sets it."
                 )

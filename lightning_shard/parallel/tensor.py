@@ -40,7 +40,8 @@ class Split(ParallelStyle):
     """How one module's parameters, input and output lie on the tensor axis.
 
     Attributes:
-        features: ``"out"``, ``"in"`` (of a linear layer), ``"rows"`` (of an embedding's table) or ``None`` (replicated).
+        features: ``"out"``, ``"in"`` (of a linear layer), ``"rows"`` (of an embedding's table), or ``None`` for
+            replicated parameters.
         given: How the input is handed to the module, a plain tensor on every rank.
         wanted: How the module computes with it.
         produced: How the output is handed on, again as a plain tensor.
@@ -84,7 +85,9 @@ class Split(ParallelStyle):
 
     def _take(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if not inputs:
-            raise PlanError(f"A {type(module).__name__} of the tensor-parallel plan was called without positional input.")
+            raise PlanError(
+                f"A {type(module).__name__} of the tensor-parallel plan was called without positional input."
+            )
         first = inputs[0]
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, mesh, [self._on(self.given, first)], run_check=False)
@@ -138,7 +141,9 @@ def own_plan(root: nn.Module) -> dict[str, str]:
     return plan
 
 
-def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, plan: Plan | None, *, present: Mapping[str, bool]) -> list[str]:
+def apply_tensor_parallel(
+    root: nn.Module, mesh: DeviceMesh, plan: Plan | None, *, present: Mapping[str, bool]
+) -> list[str]:
     """Split the modules of ``root`` that ``plan`` names over ``mesh``, in place.
 
     Args:
@@ -199,6 +204,6 @@ def _check_still_tied(root: nn.Module, tied: list[tuple[str, ...]]) -> None:
         owners = {id(root.get_parameter(name)) for name in group}
         if len(owners) > 1:
             raise PlanError(
-                f"tensor_parallel_plan splits only some of the tied parameters {list(group)}: leave their modules out of"
-                " the plan, or untie them."
+                f"tensor_parallel_plan splits only some of the tied parameters {list(group)}: leave their modules out"
+                " of the plan, or untie them."
             )

@@ -66,9 +66,9 @@ class Channel:
             self._outgoing[key] = slots
         elif self._outgoing[key] != slots:
             raise StepError(
-                f"Stage {self.stage} hands on {slots}, and handed on {self._outgoing[key]} for an earlier microbatch of the same"
-                " shapes: a hidden state's shapes may depend on those of the batch, not on its values. Pad them, or use"
-                " pipeline_parallel_size=1."
+                f"Stage {self.stage} hands on {slots}, and handed on {self._outgoing[key]} for an earlier microbatch"
+                " of the same shapes: a hidden state's shapes may depend on those of the batch, not on its values. Pad"
+                " them, or use pipeline_parallel_size=1."
             )
         for tensor in tree.tensors(state):
             self._send(tensor.detach(), self.forward_group, self.stage + 1)

@@ -56,6 +56,6 @@ def check_schedule(name: str, stages: int, microbatches: int) -> None:
         raise ConfigurationError(f"microbatches ({microbatches!r}) must be an integer of at least 1.")
     if microbatches < stages:
         raise ConfigurationError(
-            f"microbatches ({microbatches}) must be at least pipeline_parallel_size ({stages}), or stages would only wait:"
-            f" use {2 * stages} or more."
+            f"microbatches ({microbatches}) must be at least pipeline_parallel_size ({stages}), or stages would only"
+            f" wait: use {2 * stages} or more."
         )

@@ -67,6 +67,8 @@ class Hollow(torch.Tensor):
 class _StandIn(nn.Module):
     """In a foreign block's place, with its plain attributes (models ask blocks for their kind of attention, say)."""
 
+    passage: Passage
+
     def __init__(self, passage: Passage, block: nn.Module) -> None:
         super().__init__()
         plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and isinstance(v, (str, int, float))}
@@ -112,7 +114,8 @@ class Stage:
     def microbatch(self, received: Any) -> Iterator[Passage]:
         """Run one microbatch's forward inside; yields its :class:`Passage`."""
         passage = self.passage
-        passage.received, passage.calls, passage.entered, passage.output, passage.active = received, 0, False, None, True
+        passage.received, passage.output = received, None
+        passage.calls, passage.entered, passage.active = 0, False, True
         try:
             yield passage
         finally:
@@ -202,9 +205,10 @@ def _hollow_parameter(
             return None
         wrong = "after" if side == "before" else "before"
         return (
-            f"{name} is held by stage {holder}, because it seems to run {side} the blocks, but stage {stage.index} uses it"
-            f" {wrong} them. A part that runs on both sides (tied or shared weights) can't be split over stages: untie it or"
-            f" use pipeline_parallel_size=1. If it only runs {wrong} the blocks, register it {wrong} them in __init__."
+            f"{name} is held by stage {holder}, because it seems to run {side} the blocks, but stage {stage.index}"
+            f" uses it {wrong} them. A part that runs on both sides (tied or shared weights) can't be split over"
+            f" stages: untie it or use pipeline_parallel_size=1. If it only runs {wrong} the blocks, register it"
+            f" {wrong} them in __init__."
         )
 
     parameter = module._parameters.pop(key)
@@ -219,8 +223,8 @@ def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
             passage.calls += 1
             if passage.calls > allowed:
                 raise StepError(
-                    "The network was called a second time within one step, and a pipeline runs it once: call it once on the"
-                    " concatenated inputs, or use pipeline_parallel_size=1."
+                    "The network was called a second time within one step, and a pipeline runs it once: call it once"
+                    " on the concatenated inputs, or use pipeline_parallel_size=1."
                 )
 
     network.register_forward_pre_hook(count, prepend=True)
@@ -229,7 +233,8 @@ def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
 def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
     """Hooks on the first and last owned block: note that the blocks were reached, and what comes out of them.
 
-    Outside a microbatch's forward the hooks do nothing: recomputation under activation checkpointing calls blocks again.
+    Outside a microbatch's forward the hooks do nothing: recomputation under activation checkpointing calls blocks
+    again.
     """
     passage = stage.passage
 

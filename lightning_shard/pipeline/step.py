@@ -94,8 +94,8 @@ class PipelinedStep:
             ended, result = run(i)
             if passage.output is None:
                 raise StepError(
-                    "The step returned without calling the network, or the network skipped its blocks; with several pipeline"
-                    " stages every step calls it exactly once. Call it, or use pipeline_parallel_size=1."
+                    "The step returned without calling the network, or the network skipped its blocks; with several"
+                    " pipeline stages every step calls it exactly once. Call it, or use pipeline_parallel_size=1."
                 )
             assert ended != self.stage.is_last, "a stage ends exactly where its last block does"
             output = result if self.stage.is_last else passage.output
@@ -122,9 +122,9 @@ class PipelinedStep:
         self._checked.add(key)
         if _has_nan(state) and not _has_nan(received):
             raise StepError(
-                f"Stage {self.stage.index}'s blocks turned a finite hidden state into NaN. If a plain run doesn't, they take a"
-                " value besides the hidden state that is computed from parameters which only the first stage holds: return it"
-                " from the blocks as part of the hidden state, or use pipeline_parallel_size=1."
+                f"Stage {self.stage.index}'s blocks turned a finite hidden state into NaN. If a plain run doesn't,"
+                " they take a value besides the hidden state that is computed from parameters which only the first"
+                " stage holds: return it from the blocks as part of the hidden state, or use pipeline_parallel_size=1."
             )
 
 

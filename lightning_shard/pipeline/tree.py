@@ -54,8 +54,9 @@ def split(batch: Any, parts: int) -> list[Any]:
     size = batch_size(batch)
     if size % parts:
         raise BatchError(
-            f"A batch of {size} samples can't be cut into {parts} equal microbatches: use a batch_size that is a multiple of"
-            f" {parts} (with drop_last=True if it is the last, smaller batch), or set microbatches to a divisor of {size}."
+            f"A batch of {size} samples can't be cut into {parts} equal microbatches: use a batch_size that is a"
+            f" multiple of {parts} (with drop_last=True if it is the last, smaller batch), or set microbatches to a"
+            f" divisor of {size}."
         )
     step = size // parts
     return [_slice(batch, size, start, start + step) for start in range(0, size, step)]
@@ -71,13 +72,13 @@ def batch_size(batch: Any) -> int:
         return next(iter(sizes))
     if not sizes:
         raise BatchError(
-            "A batch without tensors of at least one dimension can't be cut into microbatches: put the samples into tensors,"
-            " or use pipeline_parallel_size=1."
+            "A batch without tensors of at least one dimension can't be cut into microbatches: put the samples into"
+            " tensors, or use pipeline_parallel_size=1."
         )
     seen = ", ".join(f"{'.'.join(path) or 'the batch'}: {size}" for size, path in sizes.items())
     raise BatchError(
-        f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into microbatches:"
-        " put the sample dimension first in all of them, or make constants 0-dimensional."
+        f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into"
+        " microbatches: put the sample dimension first in all of them, or make constants 0-dimensional."
     )
 
 

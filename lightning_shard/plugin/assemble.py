@@ -67,8 +67,9 @@ def assemble(
     if parallelizes_itself(module):
         if layout.pipeline_parallel_size > 1:
             raise LayoutError(
-                f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline stage:"
-                f" use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding to the strategy."
+                f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline"
+                f" stage: use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding"
+                " to the strategy."
             )
         materialize(module, (), device, seed)
         module.to(device)
@@ -115,7 +116,9 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
     return find_blocks(module, settings.pipeline_blocks)
 
 
-def _place(module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings, device: torch.device) -> Placement:
+def _place(
+    module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings, device: torch.device
+) -> Placement:
     policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
     cost = measure(
         blocks.modules(module),
@@ -154,13 +157,15 @@ def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
     return part
 
 
-def _cut(module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout, device: torch.device) -> Stage:
+def _cut(
+    module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout, device: torch.device
+) -> Stage:
     outside = [n for n, p in module.named_parameters() if p.requires_grad and not n.startswith(_prefix(blocks.network))]
     if outside:
         raise PlacementError(
             f"{type(module).__name__} trains parameters outside the network {blocks.network!r} that is cut into stages"
-            f" ({', '.join(outside[:4])}{', …' if len(outside) > 4 else ''}): move them into the network, freeze them, or use"
-            " pipeline_parallel_size=1."
+            f" ({', '.join(outside[:4])}{', …' if len(outside) > 4 else ''}): move them into the network, freeze them,"
+            " or use pipeline_parallel_size=1."
         )
     last = layout.pipeline_parallel_size - 1
 
@@ -189,4 +194,3 @@ def _cut(module: pl.LightningModule, blocks: Blocks, placement: Placement, layou
 def _is_held(module: nn.Module) -> bool:
     """Whether a module still has parameters of its own, or never had (a container is held where its parts are)."""
     return not any(isinstance(value, Hollow) for value in vars(module).values())
-

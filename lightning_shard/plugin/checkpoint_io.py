@@ -113,7 +113,8 @@ class ShardedCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """The whole checkpoint in memory, as strategies that load on one process expect it.
 
-        Optimizer states written by the strategy are named by parameter, which such strategies can't place: they are left out.
+        Optimizer states written by the strategy are named by parameter, which such strategies can't place: they are
+        left out.
         """
         loaded = self.open_checkpoint(path)
         loaded["state_dict"] = {

@@ -1,8 +1,8 @@
 """If one rank fails, all stop, with the first cause.
 
-The rank that fails first says so in the process group's store. The others either run into a broken connection, and their
-error is given a note with the first cause, or wait in a collective that will never end: a thread on every rank watches
-the store, and ends the process where its main thread doesn't end by itself.
+The rank that fails first says so in the process group's store. The others either run into a broken connection, and
+their error is given a note with the first cause, or wait in a collective that will never end: a thread on every rank
+watches the store, and ends the process where its main thread doesn't end by itself.
 """
 
 from __future__ import annotations

@@ -68,23 +68,26 @@ class HeldLogs:
     def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
         """Log what the last stage combined."""
         for name, value, options in said:
-            if isinstance(value, LoggedMetric):
-                metric = self._module.get_submodule(value.path)
-                metric._forward_cache = value.of_step  # what Lightning logs for the step; set by Metric.forward
-                value = metric
-            self._module.log(name, value, **options)
+            self._module.log(name, self._own(value) if isinstance(value, LoggedMetric) else value, **options)
 
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_POSITIONAL, args)), **kwargs}
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (int, float, Tensor)):
-            raise StepError(f"self.log({name!r}, …) takes a number, a tensor or a Metric, not a {type(value).__name__}.")
+            raise StepError(
+                f"self.log({name!r}, …) takes a number, a tensor or a Metric, not a {type(value).__name__}."
+            )
         size = options.pop("batch_size", None)
         record = self._records.setdefault(name, Record(name, options))
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
+
+    def _own(self, logged: LoggedMetric) -> Metric:
+        metric: Any = self._module.get_submodule(logged.path)
+        metric._forward_cache = logged.of_step  # what Lightning logs for the step; set by Metric.forward
+        return metric
 
     def _path(self, name: str, metric: Metric) -> str:
         for path, module in self._module.named_modules():

@@ -1,8 +1,8 @@
 """The private parts of Lightning's Trainer that the strategy has to touch, in one place (lightning 2.6).
 
 * ``fit_loop._skip_backward`` (also used by Lightning's own weight averaging): the closure runs ``training_step``, then
-  ``zero_grad``, then ``backward``. A pipelined ``training_step`` has run its backwards already, so both must be left out
-  and gradients be zeroed before.
+  ``zero_grad``, then ``backward``. A pipelined ``training_step`` has run its backwards already, so both must be left
+  out and gradients be zeroed before.
 * ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
   deals it by global rank; ours replaces it, and there is no other switch before the data is asked for.
 * ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.

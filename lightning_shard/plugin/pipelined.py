@@ -118,12 +118,11 @@ def _loss(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(
-            f"training_step returned {type(result).__name__}: with several pipeline stages it must return the loss, a tensor of"
-            " one element, or a dict that holds it as 'loss'."
+            f"training_step returned {type(result).__name__}: with several pipeline stages it must return the loss, a"
+            " tensor of one element, or a dict that holds it as 'loss'."
         )
     return loss.reshape(())
 
 
 def _to_host(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-

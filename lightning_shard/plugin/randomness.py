@@ -1,8 +1,8 @@
 """Random numbers that don't depend on the layout.
 
-In a step, the generators are seeded by the run's seed, the step, the microbatch and the data rank: every stage and every
-tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would have.
-After the step the outer generators are as they were.
+In a step, the generators are seeded by the run's seed, the step, the microbatch and the data rank: every stage and
+every tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would
+have. After the step the outer generators are as they were.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 def agree(broadcast: Callable[[int], int]) -> int:
     """The run's seed, the same on every rank: that of ``seed_everything``, else what rank 0's generator started from.
 
-    Without ``seed_everything`` the processes' outer generators differ; all are seeded alike, since ranks that read the same
-    batch must also draw the same augmentations.
+    Without ``seed_everything`` the processes' outer generators differ; all are seeded alike, since ranks that read the
+    same batch must also draw the same augmentations.
     """
     chosen = os.environ.get("PL_GLOBAL_SEED")
     seed = broadcast(int(chosen) if chosen is not None else torch.initial_seed() % 2**63)
@@ -62,7 +63,8 @@ def preserved(device: torch.device) -> Iterator[None]:
 def capture(device: torch.device) -> dict[str, Tensor]:
     """The generators' states as tensors, so that a checkpoint can hold them without pickle."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     assert name == "MT19937"
     state = {
         "torch": torch.get_rng_state(),

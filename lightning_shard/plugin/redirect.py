@@ -11,8 +11,8 @@ from torch import nn
 def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
     """``function()`` between the module's forward hooks.
 
-    Steps are methods beside ``forward``, but the fully sharded root gathers its parameters in hooks around ``forward``. The
-    step itself may call ``module(x)``: the real ``forward`` is back in place before it begins.
+    Steps are methods beside ``forward``, but the fully sharded root gathers its parameters in hooks around ``forward``.
+    The step itself may call ``module(x)``: the real ``forward`` is back in place before it begins.
     """
     own = module.__dict__.get("forward")
 

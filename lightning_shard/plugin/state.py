@@ -30,7 +30,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, 
 
 
 def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups and per-parameter values that aren't tensors."""
+    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups, and values that aren't tensors."""
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
     for index, state in enumerate(states):
@@ -46,7 +46,7 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
 
 
 def merge_stages(rests: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One description of the optimizers out of those of all stages: every stage has the same groups of its own names."""
+    """One description of the optimizers for all stages, each of which has the same groups of its own names."""
     merged: list[dict[str, Any]] = []
     for rest in rests:
         for index, own in enumerate(rest):
@@ -81,8 +81,9 @@ def load_module(
     with ckpt.all_or_none():  # a stage may lack what the others have
         if strict and (missing or unexpected):
             raise StateMismatchError(
-                f"The checkpoint's tensors aren't the module's: {_some('missing', missing)}; {_some('unexpected', unexpected)}."
-                " Set strict_loading = False on the module to load those they share."
+                f"The checkpoint's tensors aren't the module's: {_some('missing', missing)};"
+                f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
+                " share."
             )
         pairs = []
         for name, target in own.items():
@@ -106,7 +107,11 @@ def _fill(name: str, target: Tensor, value: Tensor) -> None:
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, index: int, names: Mapping[int, str], stored: Mapping[str, Any], rest: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    names: Mapping[int, str],
+    stored: Mapping[str, Any],
+    rest: dict[str, Any],
 ) -> None:
     """Fill an optimizer's state, in place, its tensors sharded like their parameters.
 

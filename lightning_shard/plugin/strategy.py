@@ -61,8 +61,8 @@ class HybridShardStrategy(ModelParallelStrategy):
         schedule: ``"1F1B"`` or ``"GPipe"``.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``. Default: found.
-        tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default: the
-            model's own, where it is a transformers model.
+        tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
+            the model's own, where it is a transformers model.
         activation_checkpointing: Not in this version.
         cpu_offload: Not in this version.
         compile_blocks: Not in this version.
@@ -115,7 +115,9 @@ class HybridShardStrategy(ModelParallelStrategy):
             "compile_blocks": compile_blocks,
         }
         if any(later.values()):
-            raise ConfigurationError(f"{[name for name, used in later.items() if used]} can't be used in this version: leave out.")
+            raise ConfigurationError(
+                f"{[name for name, used in later.items() if used]} can't be used in this version: leave out."
+            )
         self._microbatches = 2 * pipeline_parallel_size if microbatches is None else microbatches
         self._schedule = schedule
         if pipeline_parallel_size > 1 or schedule != "1F1B":
@@ -144,7 +146,7 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     @property
     def placement(self) -> Placement | None:
-        """Blocks to stages with their bytes and costs; ``str()`` is a table. Known once a fit or an evaluation began."""
+        """Blocks to stages with their bytes and costs; ``str()`` is a table. Known once a fit or evaluation began."""
         return self._assembly.placement if self._assembly else None
 
     def local_shard(self) -> dict[str, Tensor]:
@@ -154,7 +156,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         return {name: local_tensor(parameter) for name, parameter in self.lightning_module.named_parameters()}
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All whole parameters by name, on the CPU of rank 0; empty on other ranks. A collective call over all ranks."""
+        """All whole parameters by name, on the CPU of rank 0; empty elsewhere. A collective call over all ranks."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         return gather_parameters(self.lightning_module, self.layout, self._groups)
@@ -253,15 +255,20 @@ class HybridShardStrategy(ModelParallelStrategy):
         if known is None:
             self.precision_plugin.convert_module(module)
             known = assemble(
-                module, self.layout, self.device_mesh, self.root_device, randomness.derive(self._seed, "init"), self._settings
+                module,
+                self.layout,
+                self.device_mesh,
+                self.root_device,
+                randomness.derive(self._seed, "init"),
+                self._settings,
             )
             module.__dict__[_ASSEMBLY] = known
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         elif known.layout != self.layout:
             raise ConfigurationError(
-                f"This {type(module).__name__} was laid out as {known.layout} by an earlier Trainer and can't be laid out anew as"
-                f" {self.layout}: build a new module."
+                f"This {type(module).__name__} was laid out as {known.layout} by an earlier Trainer and can't be laid"
+                f" out anew as {self.layout}: build a new module."
             )
         self._assembly = known
         self.model = module
@@ -293,17 +300,18 @@ class HybridShardStrategy(ModelParallelStrategy):
         if self.layout.pipeline_parallel_size == 1:
             return
         precision: Precision = self.precision_plugin
-        reasons = {
-            "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed": isinstance(precision, MixedPrecision)
-            and precision.scaler is not None,
-            "manual optimization: let the Trainer optimize (automatic_optimization=True)": trainer.state.fn == TrainerFn.FITTING
-            and not module.automatic_optimization,
-            "a LightningModule.backward of its own: remove it": is_overridden("backward", module),
-            "a training_step that takes dataloader_iter: take batch": is_param_in_hook_signature(
-                module.training_step, "dataloader_iter", explicit=True
+        fits = trainer.state.fn == TrainerFn.FITTING
+        scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        for applies, reason in (
+            (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
+            (
+                fits and not module.automatic_optimization,
+                "manual optimization: let the Trainer optimize (automatic_optimization=True)",
             ),
-        }
-        for reason, applies in reasons.items():
+            (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
+            (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
+        ):
             if applies:
                 raise ConfigurationError(
                     f"pipeline_parallel_size={self.layout.pipeline_parallel_size} doesn't go with {reason}, or use"
@@ -395,8 +403,8 @@ class HybridShardStrategy(ModelParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if not isinstance(io, ShardedCheckpointIO):
             raise ConfigurationError(
-                f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is written by"
-                " every rank."
+                f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is"
+                " written by every rank."
             )
         self._checkpoint_io = io
 
@@ -419,7 +427,9 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self.checkpoint_io.save_checkpoint(
-            {**checkpoint, "lightning_shard": {"seed": self._seed}}, self.broadcast(filepath), storage_options=storage_options
+            {**checkpoint, "lightning_shard": {"seed": self._seed}},
+            self.broadcast(filepath),
+            storage_options=storage_options,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -431,9 +441,7 @@ class HybridShardStrategy(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         reshard(self.lightning_module)
-        load_module(
-            self.lightning_module, checkpoint["state_dict"], self._names_of_other_stages(), strict=strict
-        )
+        load_module(self.lightning_module, checkpoint["state_dict"], self._names_of_other_stages(), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, optimizer in enumerate(self.optimizers):
@@ -459,5 +467,3 @@ class HybridShardStrategy(ModelParallelStrategy):
                 gather_over_stages=self.groups.gather_over_stages,
             )
         )
-
-

@@ -38,20 +38,36 @@ PLAN = {"mlp.up": "colwise", "mlp.down": "rowwise"}
 
 
 def refused(
-    make: Callable[[], L.LightningModule], sizes: dict[str, int], error: type[Exception], *,
-    batch: int = 16, ranks: int | None = None, trainer: dict[str, Any] | None = None, resume: str | None = None, **options: Any,
+    make: Callable[[], L.LightningModule],
+    sizes: dict[str, int],
+    error: type[Exception],
+    *,
+    batch: int = 16,
+    ranks: int | None = None,
+    trainer: dict[str, Any] | None = None,
+    resume: str | None = None,
+    **options: Any,
 ) -> str:
     """Fit on this rank; returns the message of the error it must raise."""
     L.seed_everything(3)
-    with pytest.raises(error) as caught:
+
+    def fit() -> None:
         made = L.Trainer(
-            strategy=HybridShardStrategy(**sizes, **options), devices=ranks or world(sizes), max_steps=2, **{**QUIET, **(trainer or {})}
+            strategy=HybridShardStrategy(**sizes, **options),
+            devices=ranks or world(sizes),
+            max_steps=2,
+            **{**QUIET, **(trainer or {})},
         )
         made.fit(make(), loader(batch), loader(batch, samples=32), ckpt_path=resume)
+
+    with pytest.raises(error) as caught:
+        fit()
     return str(caught.value)
 
 
-def on_every_rank(sizes: dict[str, int], make: Callable[[], L.LightningModule], error: type[Exception], says: str, **options: Any) -> None:
+def on_every_rank(
+    sizes: dict[str, int], make: Callable[[], L.LightningModule], error: type[Exception], says: str, **options: Any
+) -> None:
     ranks = options.get("ranks") or world(sizes)
     messages = run_ranks(refused, ranks, make, sizes, error, elastic=True, timeout_s=50, **options)
     assert len(messages) == ranks
@@ -70,7 +86,10 @@ def gpt() -> L.LightningModule:
     ("sizes", "says"),
     [
         (layout(pipeline=3), r"\(3\).* must divide the number of processes \(2\).*\[1, 2\]"),
-        (layout(data=4), r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2"),
+        (
+            layout(data=4),
+            r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2",
+        ),
     ],
 )
 def test_sizes_that_dont_divide(sizes: dict[str, Any], says: str) -> None:
@@ -80,7 +99,13 @@ def test_sizes_that_dont_divide(sizes: dict[str, Any], says: str) -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    on_every_rank(PIPELINE, OneBlock, PlacementError, r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1", pipeline_blocks="layers")
+    on_every_rank(
+        PIPELINE,
+        OneBlock,
+        PlacementError,
+        r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1",
+        pipeline_blocks="layers",
+    )
 
 
 def test_no_blocks() -> None:
@@ -88,7 +113,13 @@ def test_no_blocks() -> None:
 
 
 def test_blocks_of_another_name() -> None:
-    on_every_rank(PIPELINE, gpt, PlacementError, r"pipeline_blocks='model.layers' is not a list.*model\.blocks", pipeline_blocks="model.layers")
+    on_every_rank(
+        PIPELINE,
+        gpt,
+        PlacementError,
+        r"pipeline_blocks='model.layers' is not a list.*model\.blocks",
+        pipeline_blocks="model.layers",
+    )
 
 
 def test_a_pattern_without_a_match() -> None:
@@ -97,12 +128,20 @@ def test_a_pattern_without_a_match() -> None:
 
 
 def test_an_unknown_style_and_no_plan() -> None:
-    on_every_rank(TENSOR, gpt, PlanError, r"style 'columns'; known are \['colwise'", tensor_parallel_plan={"mlp.up": "columns"})
+    on_every_rank(
+        TENSOR, gpt, PlanError, r"style 'columns'; known are \['colwise'", tensor_parallel_plan={"mlp.up": "columns"}
+    )
     on_every_rank(TENSOR, gpt, PlanError, r"needs a plan and Model brings none: pass tensor_parallel_plan")
 
 
 def test_a_size_that_a_plan_cant_split() -> None:
-    on_every_rank(TENSOR, OddWidth, PlanError, r"3 out features, which tensor_parallel_size \(2\) must divide", tensor_parallel_plan={"0.mix": "colwise"})
+    on_every_rank(
+        TENSOR,
+        OddWidth,
+        PlanError,
+        r"3 out features, which tensor_parallel_size \(2\) must divide",
+        tensor_parallel_plan={"0.mix": "colwise"},
+    )
 
 
 def test_mixed_precision_with_a_loss_scaler() -> None:
@@ -118,16 +157,27 @@ def test_parameters_outside_the_network() -> None:
 
 
 def test_tied_weights_over_stages() -> None:
-    on_every_rank(PIPELINE, Tied, PlacementError, r"model\.embed\.weight and model\.head\.weight are one tied parameter on stages \[0, 1\]")
+    on_every_rank(
+        PIPELINE,
+        Tied,
+        PlacementError,
+        r"model\.embed\.weight and model\.head\.weight are one tied parameter on stages \[0, 1\]",
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"schedule": "2F2B"}, "'2F2B' isn't one of"),
-        ({"pipeline_parallel_size": 4, "microbatches": 2}, r"microbatches \(2\) must be at least pipeline_parallel_size \(4\)"),
+        (
+            {"pipeline_parallel_size": 4, "microbatches": 2},
+            r"microbatches \(2\) must be at least pipeline_parallel_size \(4\)",
+        ),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size \(0\) must be an integer of at least 1"),
-        ({"data_parallel_size": 4, "data_parallel_replicas": 3}, r"replicas \(3\) must divide data_parallel_size \(4\): use one of \[1, 2, 4\]"),
+        (
+            {"data_parallel_size": 4, "data_parallel_replicas": 3},
+            r"replicas \(3\) must divide data_parallel_size \(4\): use one of \[1, 2, 4\]",
+        ),
         ({"expert_parallel_size": 2}, "expert_parallel_size.*can't be used in this version"),
     ],
 )
@@ -176,8 +226,9 @@ def test_a_step_that_one_stage_cant_run_stops_all_with_the_first_cause(
 
 
 def test_microbatches_that_dont_divide_the_batch() -> None:
-    on_every_rank(PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", batch=6)
-
+    on_every_rank(
+        PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", batch=6
+    )
 
 
 # -- checkpoints

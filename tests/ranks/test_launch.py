@@ -26,7 +26,8 @@ strategy = "hybrid_shard" if sys.argv[1] == "by name" else HybridShardStrategy(p
 trainer = L.Trainer(strategy=strategy, devices=2, max_steps=2, **QUIET)
 batch = GLOBAL_BATCH // trainer.strategy.layout.data_parallel_size
 trainer.fit(Model("gpt"), loader(batch))
-print(f"rank {trainer.global_rank} of {trainer.world_size}, {trainer.strategy.layout}, loss {trainer.callback_metrics['train_loss']:.5f}")
+loss = trainer.callback_metrics["train_loss"]
+print(f"rank {trainer.global_rank} of {trainer.world_size}, {trainer.strategy.layout}, loss {loss:.5f}")
 """
 
 
@@ -55,7 +56,8 @@ def loss_of_one_process() -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout"), [("by name", "1 pipeline × 2 data × 1 tensor"), ("pipeline", "2 pipeline × 1 data × 1 tensor")]
+    ("strategy", "layout"),
+    [("by name", "1 pipeline × 2 data × 1 tensor"), ("pipeline", "2 pipeline × 1 data × 1 tensor")],
 )
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_script_on_two_processes(launcher: str, strategy: str, layout: str, script: str) -> None:
@@ -73,14 +75,26 @@ def under_slurm() -> tuple[str, str, str]:
     rank = os.environ["RANK"]
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     os.environ.update(
-        SLURM_NTASKS="2", SLURM_JOB_NAME="train", SLURM_JOB_ID="1", SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0",
-        SLURM_NODELIST=address, SLURM_NTASKS_PER_NODE="2", MASTER_ADDR=address, MASTER_PORT=port,
+        SLURM_NTASKS="2",
+        SLURM_JOB_NAME="train",
+        SLURM_JOB_ID="1",
+        SLURM_PROCID=rank,
+        SLURM_LOCALID=rank,
+        SLURM_NODEID="0",
+        SLURM_NODELIST=address,
+        SLURM_NTASKS_PER_NODE="2",
+        MASTER_ADDR=address,
+        MASTER_PORT=port,
     )
     L.seed_everything(3)
     trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
     trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
     environment = type(trainer.strategy.cluster_environment).__name__
-    return environment, f"{trainer.global_rank} of {trainer.world_size}", f"loss {trainer.callback_metrics['train_loss']:.5f}"
+    return (
+        environment,
+        f"{trainer.global_rank} of {trainer.world_size}",
+        f"loss {trainer.callback_metrics['train_loss']:.5f}",
+    )
 
 
 def test_slurm() -> None:

@@ -2,8 +2,8 @@
 
 Tolerances. All is in fp32; a layout changes only the order in which numbers are added (microbatches, ranks' partial
 sums), which moves a loss of about 4 by a few units in its last place (2⁻²² ≈ 2.4e-7 relative) and gradients of up to
-0.05 by less than 1e-7. AdamW divides a gradient by its own size, so where a gradient is near zero its rounding moves the
-parameter by a visible part of the learning rate (1e-3): 2e-5 after three steps is 2 % of one.
+0.05 by less than 1e-7. AdamW divides a gradient by its own size, so where a gradient is near zero its rounding moves
+the parameter by a visible part of the learning rate (1e-3): 2e-5 after three steps is 2 % of one.
 """
 
 from __future__ import annotations

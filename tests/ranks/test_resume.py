@@ -45,7 +45,12 @@ def load_all(name: str, folders: list[str]) -> list[tuple[dict[str, bytes], list
     for folder in folders:
         restored = Restored()
         seen = train(
-            "gpt", LAYOUTS[name], steps=TRAINED, shuffle=True, callbacks=[restored], resume=str(Path(folder, "last.ckpt"))
+            "gpt",
+            LAYOUTS[name],
+            steps=TRAINED,
+            shuffle=True,
+            callbacks=[restored],
+            resume=str(Path(folder, "last.ckpt")),
         )
         loaded.append(({key: _bytes(value) for key, value in restored.state.items()}, seen.losses))
     return loaded
@@ -77,7 +82,9 @@ def test_any_layout_goes_on_from_any_other(name: str, saved: dict[str, str], cur
     expected = {}
     for source, folder in saved.items():
         stored = checkpoint.read(Path(folder, "last.ckpt"))
-        expected[source] = {key: _bytes(value.full()) for part in (stored, stored.optimizer) for key, value in part.items()}
+        expected[source] = {
+            key: _bytes(value.full()) for part in (stored, stored.optimizer) for key, value in part.items()
+        }
         assert checkpoint.verify(Path(folder, "last.ckpt")).ok
     per_rank = run_ranks(load_all, world(LAYOUTS[name]), name, list(saved.values()), elastic=True, timeout_s=200)
     for i, source in enumerate(saved):
@@ -104,13 +111,19 @@ class Samples(Model):
         return super().training_step(batch, batch_idx)
 
 
-def read(sizes: dict[str, int], folder: str, steps: int, resume: str | None, shuffle: bool, batch: int) -> tuple[int, list[int]]:
+def read(
+    sizes: dict[str, int], folder: str, steps: int, resume: str | None, shuffle: bool, batch: int
+) -> tuple[int, list[int]]:
     L.seed_everything(3)
     keep = ModelCheckpoint(folder, filename=f"{steps}", every_n_train_steps=1, save_top_k=-1)
     module = Samples()
     strategy = HybridShardStrategy(**sizes)
     trainer = L.Trainer(
-        strategy=strategy, devices=world(sizes), max_steps=steps, max_epochs=1, callbacks=[keep],
+        strategy=strategy,
+        devices=world(sizes),
+        max_steps=steps,
+        max_epochs=1,
+        callbacks=[keep],
         **{**QUIET, "enable_checkpointing": True},
     )
     trainer.fit(module, loader(batch, shuffle=shuffle), ckpt_path=resume)
@@ -126,7 +139,7 @@ def test_every_sample_is_seen_once_on_4_then_2_then_1_data_ranks(shuffle: bool, 
     for sizes, steps, batch in parts:
         folder = str(tmp_path / str(steps))
         ranks = run_ranks(read, world(sizes), sizes, folder, steps, resume, shuffle, batch, elastic=True)
-        by_data_rank = {data_rank: samples for data_rank, samples in ranks}
+        by_data_rank = dict(ranks)
         for data_rank, samples in ranks:
             assert samples == by_data_rank[data_rank]  # all ranks of a pipeline read the same
         seen += [sample for samples in zip(*by_data_rank.values()) for sample in samples]
@@ -146,9 +159,15 @@ def test_a_removed_checkpoint_and_the_best_one(tmp_path: Path) -> None:
 
 def keep_two(folder: str) -> tuple[int, float, list[str], float]:
     L.seed_everything(3)
-    keep = ModelCheckpoint(folder, filename="best", monitor="val_loss", save_top_k=1, save_last=True, enable_version_counter=False)
+    keep = ModelCheckpoint(
+        folder, filename="best", monitor="val_loss", save_top_k=1, save_last=True, enable_version_counter=False
+    )
     trainer = L.Trainer(
-        strategy=HybridShardStrategy(), devices=2, max_steps=4, val_check_interval=1, callbacks=[keep],
+        strategy=HybridShardStrategy(),
+        devices=2,
+        max_steps=4,
+        val_check_interval=1,
+        callbacks=[keep],
         **{**QUIET, "enable_checkpointing": True},
     )
     module = Model("gpt")

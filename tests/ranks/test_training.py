@@ -82,7 +82,7 @@ def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], sett
 
 
 class IsTheNetwork(L.LightningModule):
-    """A LightningModule that is the network itself; blocks hand a pair of tensors to each other, one without gradient."""
+    """A LightningModule that is the network itself; its blocks hand on a pair of tensors, one without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,12 +175,21 @@ class Predicting(Model):
 
 
 def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, float, Any]:
-    strategy: Any = HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"}) if sizes else "auto"
+    strategy: Any = (
+        HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
+        if sizes
+        else "auto"
+    )
     data = sizes["data_parallel_size"] if sizes else 1
     L.seed_everything(3)
     stop = EarlyStopping("val_loss", patience=0, min_delta=10.0)
     trainer = L.Trainer(
-        strategy=strategy, devices=world(sizes) if sizes else 1, max_steps=20, val_check_interval=2, callbacks=[stop], **QUIET
+        strategy=strategy,
+        devices=world(sizes) if sizes else 1,
+        max_steps=20,
+        val_check_interval=2,
+        callbacks=[stop],
+        **QUIET,
     )
     module = Predicting("gpt")
     trainer.fit(module, loader(GLOBAL_BATCH // data), loader(GLOBAL_BATCH // data, samples=32))
@@ -301,7 +310,9 @@ def count_reductions(sizes: dict[str, int], accumulate: int) -> list[int]:
     import torch.distributed as dist
 
     reductions = 0
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch ≥ 2.13
+    name = (
+        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    )  # torch ≥ 2.13
     real = getattr(dist, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -388,7 +399,9 @@ def peak_of_setup(sizes: dict[str, int]) -> float:
             trainer.should_stop = True
 
     peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=world(sizes), max_steps=1, callbacks=[Stop()], **QUIET)
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**sizes), devices=world(sizes), max_steps=1, callbacks=[Stop()], **QUIET
+    )
     trainer.fit(Large(), loader(8))
     return peaks[1] - peaks[0]
 

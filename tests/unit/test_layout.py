@@ -36,7 +36,9 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, data: int, replicas: i
         assert {(layouts[r].data_rank, layouts[r].tensor_rank) for r in own} == {(at.data_rank, at.tensor_rank)}
         group = next(ranks for ranks in at.data_groups() if at.rank in ranks)
         assert group.index(at.rank) == at.data_rank
-        assert {(layouts[r].pipeline_rank, layouts[r].tensor_rank) for r in group} == {(at.pipeline_rank, at.tensor_rank)}
+        assert {(layouts[r].pipeline_rank, layouts[r].tensor_rank) for r in group} == {
+            (at.pipeline_rank, at.tensor_rank)
+        }
     for groups in (layouts[0].pipelines(), layouts[0].data_groups()):
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(world))
 

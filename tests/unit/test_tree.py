@@ -64,7 +64,10 @@ def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
 
 
 def test_results_are_merged_by_kind() -> None:
-    parts = [{"loss": torch.tensor(float(i)), "logits": torch.full((2, 3), i), "who": f"part {i}", "none": None} for i in range(2)]
+    parts = [
+        {"loss": torch.tensor(float(i)), "logits": torch.full((2, 3), i), "who": f"part {i}", "none": None}
+        for i in range(2)
+    ]
     merged = tree.merge(parts, 2)
     assert merged["loss"] == 0.5
     assert merged["logits"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
