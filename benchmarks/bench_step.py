@@ -1,8 +1,8 @@
 """What does the strategy cost a training step? The same fully sharded step three ways, side by side.
 
-By hand in plain torch, under Lightning's own ModelParallelStrategy, and under ours; 2 data-parallel CPU processes, FSDP2
-with a unit per block. Rounds of the three are interleaved in the same processes, so that whatever else the machine does
-hits all alike; each round's first steps are left out. The figure is the ratio of medians over all rounds.
+By hand in plain torch, under Lightning's own ModelParallelStrategy, and under ours; 2 data-parallel CPU processes,
+FSDP2 with a unit per block. Rounds of the three are interleaved in the same processes, so that whatever else the
+machine does hits all alike; each round's first steps are left out. The figure is the ratio of medians over all rounds.
 
     python benchmarks/bench_step.py        # writes benchmarks/results/step-<date>.json
 """

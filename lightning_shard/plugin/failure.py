@@ -21,9 +21,14 @@ _GRACE_S = 10.0
 
 
 class FailureWatch:
-    """Says and watches for a first failure among the ranks of one job."""
+    """Says and watches for a first failure among the ranks of one fit or evaluation; made by all ranks alike."""
+
+    _made = 0
 
     def __init__(self, rank: int, address: str, port: int) -> None:
+        # Ranks run the same fits in the same order; an earlier one's failure, caught and survived, isn't this one's.
+        FailureWatch._made += 1
+        self._key = f"{_KEY}/{FailureWatch._made}"
         self._rank = rank
         # A connection of its own: the process group's may be held by a call that waits.
         self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
@@ -37,7 +42,7 @@ class FailureWatch:
         cause = "".join(traceback.format_exception_only(exception)).strip()
         mine = f"rank {self._rank}: {cause}"
         try:
-            first = self._store.compare_set(_KEY, "", mine).decode()
+            first = self._store.compare_set(self._key, "", mine).decode()
         except (RuntimeError, dist.DistError):
             return  # the store went away with the rank that held it
         if not first.endswith(f": {cause}"):
@@ -52,9 +57,9 @@ class FailureWatch:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_S):
             try:
-                if not self._store.check([_KEY]):
+                if not self._store.check([self._key]):
                     continue
-                first = self._store.get(_KEY).decode()
+                first = self._store.get(self._key).decode()
             except (RuntimeError, dist.DistError):
                 return
             if self._stopped.wait(_GRACE_S):

@@ -185,10 +185,10 @@ class HybridShardStrategy(ModelParallelStrategy):
             self._device_mesh = self.layout.mesh(self.root_device.type)
             self._groups = Groups.make(self.layout, self._device_mesh)
             self._seed = randomness.agree(self.broadcast)
-            if self.world_size > 1:
-                self._watch = FailureWatch(
-                    self.global_rank, self.cluster_environment.main_address, self.cluster_environment.main_port
-                )
+        if self.world_size > 1 and self._watch is None:
+            self._watch = FailureWatch(
+                self.global_rank, self.cluster_environment.main_address, self.cluster_environment.main_port
+            )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         if self._samples is None:
@@ -241,6 +241,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self.checkpoint_io.teardown()
         if self._watch is not None:
             self._watch.stop()
+            self._watch = None
 
     # The model
 

@@ -1,0 +1,104 @@
+"""Unmodified transformers models of many kinds, cut into two stages, compute what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET
+
+LIKE_LLAMA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+LIKE_BERT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+UNTIED: dict[str, Any] = {"vocab_size": 64, "tie_word_embeddings": False}
+
+
+def recomputing(model: nn.Module) -> nn.Module:
+    model.gradient_checkpointing_enable()
+    return model
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**LIKE_BERT, **UNTIED)),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(hidden_size=32, n_layer=4, n_head=4, **UNTIED)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**LIKE_LLAMA, head_dim=8)),
+    "llama that recomputes": lambda: recomputing(hf.LlamaForCausalLM(hf.LlamaConfig(**LIKE_LLAMA))),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**LIKE_LLAMA)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LIKE_LLAMA, num_local_experts=4)),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LIKE_LLAMA)),
+    "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**LIKE_BERT, image_size=8, patch_size=4, num_labels=64)),
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind = kind
+        self.model = NETWORKS[kind]()
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        if self.kind == "vit":
+            pixels = tokens.float().reshape(len(tokens), 3, 8, 8) / 64
+            loss = self.model(pixel_values=pixels, labels=tokens[:, 0]).loss
+        else:
+            text = tokens[:, :12].contiguous()
+            loss = self.model(input_ids=text, labels=text).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def train_all(stages: int) -> dict[str, list[float]]:
+    losses = {}
+    for kind in NETWORKS:
+        L.seed_everything(3)
+        strategy: Any = HybridShardStrategy(pipeline_parallel_size=stages) if stages > 1 else "auto"
+        recorder = Losses()
+        trainer = L.Trainer(strategy=strategy, devices=stages, max_steps=3, callbacks=[recorder], **QUIET)
+        tokens = torch.randint(1, 64, (48, 192), generator=torch.Generator().manual_seed(2))
+        trainer.fit(Module(kind), DataLoader(tokens, batch_size=16))
+        losses[kind] = recorder.seen
+    return losses
+
+
+def test_two_stages_of_every_kind_compute_what_one_process_computes() -> None:
+    plain = train_all(1)
+    assert all(losses[2] != losses[0] for losses in plain.values())  # they train
+    for losses in run_ranks(train_all, 2, 2, elastic=True, timeout_s=150):
+        for kind, expected in plain.items():
+            assert losses[kind] == pytest.approx(expected, rel=1e-5), kind
