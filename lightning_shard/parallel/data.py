@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.blocks import tied_parameters
 
 
 def apply_fully_sharded(
@@ -42,7 +43,15 @@ def apply_fully_sharded(
             f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into"
             " a module that is called."
         )
-    for module in _called(root):
+    called = list(_called(root))
+    for group in tied_parameters(root):
+        tied = root.get_parameter(group[0])
+        if sum(any(parameter is tied for parameter in module.parameters()) for module in called) > 1:
+            raise ConfigurationError(
+                f"With manual optimization, {' and '.join(group)} can't be one tied parameter of two modules: put both"
+                " modules into one, or untie them."
+            )
+    for module in called:
         if not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh)
 
@@ -109,6 +118,16 @@ def reduce_gradients(root: nn.Module) -> None:
                 group.reduce_grads, group.reshard_after_backward = True, True
                 group.post_backward()
                 group.finalize_backward()
+
+
+def forget_gradients(root: nn.Module) -> None:
+    """Drop gradients that were not reduced, as of an accumulation that was broken off: ``zero_grad`` doesn't."""
+    for unit in sharded_units(root):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
 
 
 def _has_unreduced_gradient(parameter: Any) -> bool:

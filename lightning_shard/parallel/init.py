@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.sharding import local_part
 
+_FILLED = 1
+"""The version of a new tensor after its one fill."""
+
 
 def agree_on_weights(root: nn.Module) -> bool:
     """Make every rank's real parameters and buffers those of rank 0; a collective call over all ranks.
@@ -176,7 +179,13 @@ def _check_initialized(part: str, modules: list[nn.Module], originals: dict[int,
     for module in modules:
         for key in originals.get(id(module), {}):
             tensor = _own(module)[key]
-            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.isnan().any():
+            # Floating-point tensors were filled with NaN, others with zeros: those must have been written to, or
+            # replaced.
+            if tensor.is_floating_point() or tensor.is_complex():
+                untouched = bool(tensor.isnan().any())
+            else:
+                untouched = tensor._version == _FILLED and not tensor.any()
+            if untouched:
                 raise ConfigurationError(
                     f"{key!r} of the {type(module).__name__} in {part!r} was built on meta and nothing initialises it:"
                     " give the module a reset_parameters(), or the network an _init_weights(module), that sets it."

@@ -57,12 +57,17 @@ class Split(ParallelStyle):
 
     def _split(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
-            placement = self._placement(module, name, key, parameter, mesh.size())
+            placement = self.placement(module, f"{name}.{key}", parameter, mesh.size())
             # Every rank holds the same full values here, so each takes its own part and nothing is sent.
             part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
-    def _placement(self, module: nn.Module, name: str, key: str, parameter: nn.Parameter, parts: int) -> Placement:
+    def placement(self, module: nn.Module, name: str, parameter: nn.Parameter, parts: int) -> Placement:
+        """Where one of a module's parameters goes.
+
+        Raises:
+            PlanError: Its size doesn't divide.
+        """
         if self.features is None:
             return _REPLICATED
         if self.features == "rows":
@@ -78,7 +83,7 @@ class Split(ParallelStyle):
                 dim = out_dim if self.features == "out" else 1 - out_dim
         if parameter.size(dim) % parts:
             raise PlanError(
-                f"{key} of a {type(module).__name__} has {parameter.size(dim)} {self.features} features, which"
+                f"{name} of a {type(module).__name__} has {parameter.size(dim)} {self.features} features, which"
                 f" tensor_parallel_size ({parts}) must divide: choose another size, or leave it out of the plan."
             )
         return Shard(dim)
@@ -141,20 +146,13 @@ def own_plan(root: nn.Module) -> dict[str, str]:
     return plan
 
 
-def apply_tensor_parallel(
-    root: nn.Module, mesh: DeviceMesh, plan: Plan | None, *, present: Mapping[str, bool]
-) -> list[str]:
-    """Split the modules of ``root`` that ``plan`` names over ``mesh``, in place.
+def resolve_plan(root: nn.Module, plan: Plan | None, parts: int) -> dict[str, ParallelStyle]:
+    """Every module that a plan splits, by its name in the whole model ``root``; nothing is changed.
 
     Args:
-        root: The model; its parameters hold the same values on every rank of ``mesh``, or are on meta.
-        mesh: The one-dimensional tensor axis.
         plan: Patterns of module names, ``*`` for any one part of a name (``"layers.*.attn.q"``), to a style's name or a
             ``ParallelStyle``; a pattern may leave out leading parts of the name. ``None``: the model's own.
-        present: Every module name of the whole model to whether this stage holds it.
-
-    Returns:
-        The names of the modules that were split.
+        parts: Over how many ranks they are to be split.
 
     Raises:
         PlanError: A pattern that matches nothing, an unknown style, sizes that don't divide, or no plan at all.
@@ -163,23 +161,41 @@ def apply_tensor_parallel(
         plan = own_plan(root)
         if not plan:
             raise PlanError(
-                f"tensor_parallel_size={mesh.size()} needs a plan and {type(root).__name__} brings none: pass"
+                f"tensor_parallel_size={parts} needs a plan and {type(root).__name__} brings none: pass"
                 ' tensor_parallel_plan, such as {"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}.'
             )
-    tied = tied_parameters(root)
-    split: list[str] = []
-    for pattern, style in plan.items():
-        names = [name for name in present if matches(name, pattern)]
+    modules = dict(root.named_modules())
+    resolved: dict[str, ParallelStyle] = {}
+    for pattern, chosen in plan.items():
+        style = _style(pattern, chosen)
+        names = [name for name in modules if matches(name, pattern)]
         if not names:
-            near = [name for name in present if name and name.rsplit(".", 1)[-1] == pattern.rsplit(".", 1)[-1]]
+            near = [name for name in modules if name and name.rsplit(".", 1)[-1] == pattern.rsplit(".", 1)[-1]]
             hint = f"; modules with that last name: {near[:4]}" if near else ""
             raise PlanError(f"tensor_parallel_plan: {pattern!r} matches no module{hint}. Correct it or leave it out.")
         for name in names:
-            if present[name]:
-                _style(pattern, style)._apply(root.get_submodule(name), mesh)
-                split.append(name)
+            if isinstance(style, Split):
+                for key, parameter in modules[name].named_parameters(recurse=False):
+                    style.placement(modules[name], f"{name}.{key}", parameter, parts)
+            resolved[name] = style
+    return resolved
+
+
+def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
+    """Split modules of ``root`` over ``mesh``, in place.
+
+    Args:
+        root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
+        meta. mesh: The one-dimensional tensor axis.
+        styles: As :func:`resolve_plan` gave them, for the modules that are here.
+
+    Raises:
+        PlanError: Only some of several tied parameters are split.
+    """
+    tied = tied_parameters(root)
+    for name, style in styles.items():
+        style._apply(root.get_submodule(name), mesh)
     _check_still_tied(root, tied)
-    return split
 
 
 def matches(name: str, pattern: str) -> bool:

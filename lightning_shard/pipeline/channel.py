@@ -67,8 +67,9 @@ class Channel:
         elif self._outgoing[key] != slots:
             raise StepError(
                 f"Stage {self.stage} hands on {slots}, and handed on {self._outgoing[key]} for an earlier microbatch"
-                " of the same shapes: a hidden state's shapes may depend on those of the batch, not on its values. Pad"
-                " them, or use pipeline_parallel_size=1."
+                " of the same shapes: a hidden state's shapes may depend on those of the batch, not on its values (pad"
+                " them), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
+                " pipeline_parallel_size=1."
             )
         for tensor in tree.tensors(state):
             self._send(tensor.detach(), self.forward_group, self.stage + 1)

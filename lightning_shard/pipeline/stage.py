@@ -6,8 +6,10 @@ parameters never change. What the stage doesn't hold is stood in for, so that th
 * Code **before the blocks** runs on every stage (masks, rotary tables and other arguments are recomputed from the same
   batch). Parameters that another stage holds are :class:`Hollow` there: right shape and dtype, no memory, NaN in every
   place.
-* A **block of an earlier stage** hands out what the previous stage's last block returned, in the same nesting, so
-  whatever the model does between blocks is done to the received state as it would be to the block's own output.
+* The last **block of the earlier stages** hands out what the previous stage's last block returned, in the same nesting,
+  so whatever the model does between blocks is done to the received state as it would be to the block's own output. The
+  blocks before it hand out NaN of the same shapes: their output isn't known here, and a model that uses it must not go
+  on.
 * The first **block of a later stage** ends the stage's part: it leaves the user's step by :class:`StageEnd`.
 
 A value that the blocks take besides the hidden state and that is computed from another stage's parameters would be NaN;
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError, StepError
+from lightning_shard.pipeline import tree
 
 
 class StageEnd(BaseException):
@@ -40,6 +43,8 @@ class Passage:
     entered: bool = False
     output: Any = None
     active: bool = False
+    differentiates: bool = False
+    on_enter: Callable[[], None] | None = None
 
 
 class Hollow(torch.Tensor):
@@ -74,16 +79,35 @@ class _StandIn(nn.Module):
         plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and isinstance(v, (str, int, float))}
         self.__dict__.update(plain, passage=passage, training=block.training)
 
+    def check(self) -> Passage:
+        if not self.passage.active:
+            raise StepError(
+                "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
+                " it in training_step, validation_step, test_step or predict_step, or use pipeline_parallel_size=1."
+            )
+        return _check_differentiates(self.passage)
+
 
 class EarlierBlock(_StandIn):
+    hands_on = False
+
     def forward(self, *_: Any, **__: Any) -> Any:
-        self.passage.entered = True
-        return self.passage.received
+        passage = self.check()
+        passage.entered = True
+        return passage.received if self.hands_on else tree.map_leaves(_unknown, passage.received)
 
 
 class LaterBlock(_StandIn):
     def forward(self, *_: Any, **__: Any) -> Any:
+        self.check()
         raise StageEnd
+
+
+def _unknown(leaf: Any) -> Any:
+    """In place of a value that isn't known on this stage; of its own memory, since models may write into it."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.full_like(leaf, torch.nan) if leaf.is_floating_point() or leaf.is_complex() else leaf.clone()
 
 
 @dataclass
@@ -116,10 +140,11 @@ class Stage:
         passage = self.passage
         passage.received, passage.output = received, None
         passage.calls, passage.entered, passage.active = 0, False, True
+        passage.differentiates = torch.is_grad_enabled()
         try:
             yield passage
         finally:
-            passage.received, passage.output, passage.active = None, None, False
+            passage.received, passage.output, passage.active, passage.on_enter = None, None, False, None
 
 
 def cut(
@@ -153,6 +178,8 @@ def cut(
             parent, _, key = name.rpartition(".")
             stand_in = EarlierBlock if i < owned.start else LaterBlock
             root.get_submodule(parent)._modules[key] = stand_in(stage.passage, block)
+            if i == owned.start - 1:
+                root.get_submodule(name).__dict__["hands_on"] = True
     for foreign, side, holder in ((before, "before", 0), (after, "after", count - 1)):
         if index != holder:
             for name in foreign:
@@ -217,6 +244,15 @@ def _hollow_parameter(
     module.__dict__[key] = Hollow.of(parameter, device, refuse)
 
 
+def _check_differentiates(passage: Passage) -> Passage:
+    if torch.is_grad_enabled() != passage.differentiates:
+        raise StepError(
+            "The blocks run with gradients switched off within a step that needs them, so no gradient would cross the"
+            " stages: with activation checkpointing, use use_reentrant=False."
+        )
+    return passage
+
+
 def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
     def count(*_: Any) -> None:
         if passage.active:
@@ -240,10 +276,18 @@ def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
 
     def enter(*_: Any) -> None:
         if passage.active:
+            if passage.output is not None:
+                raise StepError(
+                    "The network's blocks ran a second time within one step, and a pipeline runs them once: use"
+                    " pipeline_parallel_size=1."
+                )
             passage.entered = True
+            if passage.on_enter is not None:
+                passage.on_enter()
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if passage.active:
+            _check_differentiates(passage)
             passage.output = output
 
     first.register_forward_pre_hook(enter, prepend=True)

@@ -72,8 +72,8 @@ class PipelinedStep:
                 received, output = self._forward(run, i, signature(microbatches[i], "train"))
                 loss = None
                 if self.stage.is_last:
-                    results[i] = output
-                    loss, output = loss_of(output), None
+                    loss = loss_of(output)
+                    results[i], output = tree.map_leaves(_detached, output), None  # keep no graph alive
                 in_flight[i] = _InFlight(received, output, loss)
             else:
                 before_backward(i == last_backward)
@@ -100,7 +100,7 @@ class PipelinedStep:
             assert ended != self.stage.is_last, "a stage ends exactly where its last block does"
             output = result if self.stage.is_last else passage.output
             state = passage.output
-        self._check_complete(key, received, state)
+        self._check_complete(key, received, (state, result))
         if not self.stage.is_last:
             self.channel.send_state(output, key)
         return received, output
@@ -122,10 +122,15 @@ class PipelinedStep:
         self._checked.add(key)
         if _has_nan(state) and not _has_nan(received):
             raise StepError(
-                f"Stage {self.stage.index}'s blocks turned a finite hidden state into NaN. If a plain run doesn't,"
-                " they take a value besides the hidden state that is computed from parameters which only the first"
-                " stage holds: return it from the blocks as part of the hidden state, or use pipeline_parallel_size=1."
+                f"Stage {self.stage.index} turned a finite hidden state into NaN. If a plain run doesn't, its blocks or"
+                " what follows them use a value besides the hidden state that only an earlier stage has (computed from"
+                " its parameters, or one of its blocks' outputs): return it from the blocks as part of the hidden"
+                " state, or use pipeline_parallel_size=1."
             )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_nan(state: Any) -> bool:

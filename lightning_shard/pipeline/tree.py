@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,11 +109,20 @@ def merge(parts: Sequence[Any], size: int) -> Any:
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim else tree
-    if isinstance(tree, (list, tuple)) and len(tree) == size and not tensors(tree) and not hasattr(tree, "_fields"):
+    if isinstance(tree, np.ndarray):
+        return tree[start:stop] if tree.ndim and len(tree) == size else tree
+    if _is_a_column(tree, size):
         return tree[start:stop]
     if not _is_node(tree):
         return tree
     return _rebuild(tree, [_slice(child, size, start, stop) for _, child in _children(tree)])
+
+
+def _is_a_column(tree: Any, size: int) -> bool:
+    """Whether a sequence without tensors has an entry per sample: a list of anything, or a tuple of texts."""
+    if not isinstance(tree, (list, tuple)) or len(tree) != size or tensors(tree):
+        return False
+    return isinstance(tree, list) or (type(tree) is tuple and all(isinstance(entry, str) for entry in tree))
 
 
 def _is_node(tree: Any) -> bool:

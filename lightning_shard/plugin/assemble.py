@@ -10,13 +10,14 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import LayoutError, PlacementError
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
 from lightning_shard.parallel.init import agree_on_weights, materialize
-from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel
+from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import Hollow, Stage, check_ties, cut
@@ -39,12 +40,14 @@ class Assembly:
 
     Attributes:
         layout: The layout it was assembled for.
+        settings: What else the user chose then.
         stage: This rank's stage; ``None`` with a single one.
         placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
         shared_names: State-dict names that every stage holds, such as a frozen module outside the network.
     """
 
     layout: Layout
+    settings: Settings
     stage: Stage | None
     placement: Placement | None
     shared_names: frozenset[str]
@@ -73,11 +76,13 @@ def assemble(
             )
         materialize(module, (), device, seed)
         module.to(device)
-        return Assembly(layout, None, None, frozenset())
+        return Assembly(layout, settings, None, None, frozenset())
 
     blocks = _blocks(module, layout, settings)
-    units = blocks.names if blocks else tuple(name for names in block_lists(module).values() for name in names)
-    present = dict.fromkeys((name for name, _ in module.named_modules()), True)
+    units = [name for names in block_lists(module).values() for name in names]
+    styles: dict[str, ParallelStyle] = {}
+    if layout.tensor_parallel_size > 1:
+        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size)
     placement = _place(module, blocks, layout, settings, device) if blocks else None
     agree_on_weights(module)
 
@@ -88,11 +93,11 @@ def assemble(
         assert placement is not None
         shared = frozenset(n for n in module.state_dict(keep_vars=True) if not n.startswith(_prefix(blocks.network)))
         stage = _cut(module, blocks, placement, layout, device)
-        units = tuple(stage.owned)
         held = {name for name, part in module.named_modules() if _is_held(part)}
-        present = {name: name in held for name in present}
+        units = [*stage.owned, *(n for n in units if not n.startswith(_prefix(blocks.network)))]
+        styles = {name: style for name, style in styles.items() if name in held}
     if layout.tensor_parallel_size > 1:
-        apply_tensor_parallel(module, mesh[TENSOR_AXIS], settings.tensor_parallel_plan, present=present)
+        apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     apply_fully_sharded(
         module,
         [module.get_submodule(name) for name in units],
@@ -102,7 +107,7 @@ def assemble(
     )
     materialize(module, units, device, seed)
     module.to(device)
-    return Assembly(layout, stage, placement, shared)
+    return Assembly(layout, settings, stage, placement, shared)
 
 
 def _prefix(network: str) -> str:
@@ -124,8 +129,10 @@ def _place(
         blocks.modules(module),
         {name: _part(module, name) for name in blocks.before},
         {name: _part(module, name) for name in blocks.after},
-        run=_example(module, blocks) if policy == "auto" else None,
+        run=_leaving_no_trace(module, _example(module, blocks)) if policy == "auto" else None,
     )
+    if layout.pipeline_parallel_size > 1:
+        module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
     return place(cost, layout.pipeline_parallel_size, policy, devices=_devices(layout, device))
 
 
@@ -148,6 +155,25 @@ def _example(module: pl.LightningModule, blocks: Blocks) -> Callable[[], Any] | 
     if any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before):
         return lambda: network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
     return None
+
+
+def _leaving_no_trace(module: nn.Module, call: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    """The call, and after it every module's attributes as they were: a cache made in it would hold fake tensors."""
+    if call is None:
+        return None
+
+    def run() -> None:
+        before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+        try:
+            call()
+        finally:
+            for part, attributes, buffers in before:
+                vars(part).clear()
+                vars(part).update(attributes)
+                part._buffers.clear()
+                part._buffers.update(buffers)
+
+    return run
 
 
 def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:

@@ -28,7 +28,8 @@ class FailureWatch:
     def __init__(self, rank: int, address: str, port: int) -> None:
         # Ranks run the same fits in the same order; an earlier one's failure, caught and survived, isn't this one's.
         FailureWatch._made += 1
-        self._key = f"{_KEY}/{FailureWatch._made}"
+        # torchrun keeps its store over restarts.
+        self._key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{FailureWatch._made}"
         self._rank = rank
         # A connection of its own: the process group's may be held by a call that waits.
         self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
@@ -61,7 +62,7 @@ class FailureWatch:
                     continue
                 first = self._store.get(self._key).decode()
             except (RuntimeError, dist.DistError):
-                return
+                first = "The process that held the process group's store is gone."
             if self._stopped.wait(_GRACE_S):
                 return
             print(

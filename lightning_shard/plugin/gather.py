@@ -12,7 +12,10 @@ from lightning_shard.sharding import full_tensor
 
 
 def gather_parameters(module: nn.Module, layout: Layout, groups: Groups | None) -> dict[str, Tensor]:
-    """Whole parameters by name on the CPU of rank 0, one at a time; empty elsewhere. Collective over all ranks."""
+    """Whole parameters by name on the CPU of rank 0; empty elsewhere. Collective over all ranks.
+
+    The first data and tensor rank of each stage holds its stage's whole parameters on its CPU meanwhile.
+    """
     gathered: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         full = full_tensor(parameter)

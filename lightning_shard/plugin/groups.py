@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,16 +28,17 @@ class Groups:
     data: dist.ProcessGroup
 
     @classmethod
-    def make(cls, layout: Layout, mesh: DeviceMesh) -> Groups:
+    def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
         """A collective call over all ranks."""
         pipeline = mesh[PIPELINE_AXIS].get_group()
         backward = pipeline
         if layout.pipeline_parallel_size > 1:
-            backward, _ = dist.new_subgroups_by_enumeration(layout.pipelines())
+            pipeline, _ = dist.new_subgroups_by_enumeration(layout.pipelines(), timeout=timeout)
+            backward, _ = dist.new_subgroups_by_enumeration(layout.pipelines(), timeout=timeout)
         if len(layout.data_axes) == 1:
             data = mesh[layout.data_axes[0]].get_group()
         else:
-            data, _ = dist.new_subgroups_by_enumeration(layout.data_groups())
+            data, _ = dist.new_subgroups_by_enumeration(layout.data_groups(), timeout=timeout)
         return cls(pipeline, backward, data)
 
     def gather_over_stages(self, value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,7 +75,7 @@ class HeldLogs:
         options = {**dict(zip(_POSITIONAL, args)), **kwargs}
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
-        elif not isinstance(value, (int, float, Tensor)):
+        elif not isinstance(value, (Number, Tensor)):
             raise StepError(
                 f"self.log({name!r}, …) takes a number, a tensor or a Metric, not a {type(value).__name__}."
             )

@@ -13,26 +13,43 @@ from lightning_shard.pipeline.stage import Stage
 from lightning_shard.plugin.groups import Groups
 
 
-def span_all_axes(module: nn.Module, groups: Groups, device: torch.device, stage: Stage | None) -> None:
+def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stage: Stage | None) -> None:
     """Have the metrics of a module reduce over data-parallel ranks, and the other stages get the last one's values.
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
     stage of a pipeline updates metrics; ``compute`` becomes a collective call over the pipeline, as it is one over the
     data ranks.
     """
+    sharing = _Sharing(groups, device, stage)
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
             metric.process_group = groups.data
             if stage is not None:
-                metric.__dict__["compute"] = _from_last_stage(metric.compute, groups, device, stage)
+                metric.__dict__["compute"] = sharing.of(metric.compute)
 
 
-def _from_last_stage(
-    compute: Callable[[], Any], groups: Groups, device: torch.device, stage: Stage
-) -> Callable[[], Any]:
-    def spanning() -> Any:
-        if stage.passage.active:  # in a step, where Metric.forward computes the batch's value: the last stage alone
-            return compute()
-        return groups.broadcast_from_last_stage(compute() if stage.is_last else None, device)
+class _Sharing:
+    """Metrics may compute other metrics; only the outermost call is shared."""
 
-    return spanning
+    def __init__(self, groups: Groups, device: torch.device, stage: Stage | None) -> None:
+        self._groups = groups
+        self._device = device
+        self._stage = stage
+        self._inside = False
+
+    def of(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        stage = self._stage
+        assert stage is not None
+
+        def shared() -> Any:
+            # In a step, where Metric.forward computes the batch's value, the last stage is alone.
+            if stage.passage.active or self._inside:
+                return compute()
+            self._inside = True
+            try:
+                value = compute() if stage.is_last else None
+            finally:
+                self._inside = False
+            return self._groups.broadcast_from_last_stage(value, self._device)
+
+        return shared

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
@@ -42,7 +45,8 @@ class PipelinedSteps:
         self._layout = layout
         self._device = device
         self._microbatches = microbatches
-        self._order = order(schedule, stage.index, stage.count, microbatches)
+        self._schedule = schedule
+        self._whole_batch: int | None = None
         self._step = PipelinedStep(stage, Channel(groups.pipeline, groups.backward, stage.index, device))
         self._logs = HeldLogs(module)
 
@@ -52,8 +56,8 @@ class PipelinedSteps:
         trainer = module.trainer
         accumulating = loops.is_accumulating(trainer)
         loops.zero_gradients(trainer, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
-        parts = tree.split(batch, self._microbatches)
-        scale = 1.0 / (self._microbatches * trainer.accumulate_grad_batches)
+        parts = self._split(batch)
+        scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
 
         def run(i: int) -> Any:
             with precision.train_step_context():
@@ -66,37 +70,52 @@ class PipelinedSteps:
             results = self._step.train(
                 run,
                 parts,
-                self._order,
+                order(self._schedule, self._stage.index, self._stage.count, len(parts)),
                 loss_of=lambda result: _loss(result) * scale,
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
         result = self._share(results, tree.batch_size(parts[0]))
-        loss = _loss(result)
+        loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
         return result
 
     def evaluate(self, method: str, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The forwards of a batch; returns on every stage what the step would have returned for it."""
-        size = tree.batch_size(batch)
-        count = max(n for n in range(1, self._microbatches + 1) if size % n == 0)
-        parts = tree.split(batch, count)
+        parts = tree.split(batch, self._most_parts(batch))
 
         def run(i: int) -> Any:
             return self._run(method, draw, i, parts[i], args, kwargs)
 
         with self._logs.holding(), randomness.preserved(self._device):
             results = self._step.evaluate(run, parts, method)
-        return self._share(results, size // count)
+        return self._share(results, tree.batch_size(parts[0]))
+
+    def _split(self, batch: Any) -> list[Any]:
+        """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
+
+        Raises:
+            BatchError: The microbatches don't divide the batch.
+        """
+        size = tree.batch_size(batch)
+        self._whole_batch = self._whole_batch or size
+        return tree.split(batch, self._microbatches if size >= self._whole_batch else self._most_parts(batch))
+
+    def _most_parts(self, batch: Any) -> int:
+        size = tree.batch_size(batch)
+        return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
     def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        randomness.seed_all(randomness.derive(draw, i, self._layout.data_rank))
+        seed = randomness.derive(draw, i, self._layout.data_rank)
+        randomness.seed_all(seed)  # the same on every stage, for what runs before the blocks
         passage = self._stage.passage
+        passage.on_enter = lambda: randomness.seed_all(randomness.derive(seed, self._stage.index))
 
         def step() -> Any:
             try:
-                return False, getattr(self._module, method)(part, *args, **kwargs)
+                with refusing_all_parameters(self._module):
+                    return False, getattr(self._module, method)(part, *args, **kwargs)
             except StageEnd:
                 # Out of the user's step, but still inside the sharded root's hooks, which see the hidden state leave.
                 return True, passage.output
@@ -112,6 +131,25 @@ class PipelinedSteps:
         result, logs = self._groups.broadcast_from_last_stage(said, self._device)
         self._logs.say(logs)
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
+
+
+@contextmanager
+def refusing_all_parameters(module: nn.Module) -> Iterator[None]:
+    """Within a step, ``parameters()`` of the module gives its first and then raises: a stage has only its own."""
+    whole = module.named_parameters
+
+    def first_only(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from islice(whole(*args, **kwargs), 1)
+        raise StepError(
+            "The step goes over all parameters of the LightningModule, and with several pipeline stages no process has"
+            " all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
+        )
+
+    module.__dict__["named_parameters"] = first_only
+    try:
+        yield
+    finally:
+        del module.__dict__["named_parameters"]
 
 
 def _loss(result: Any) -> Tensor:

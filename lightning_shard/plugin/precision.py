@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_shard.parallel.clip import clip_by_norm, clip_by_value
 
 
-def span_all_axes(plugin: Precision, stage_mesh: DeviceMesh, device: torch.device) -> None:
+def clip_over_all_axes(plugin: Precision, stage_mesh: DeviceMesh, device: torch.device) -> None:
     """Have a precision plugin clip by the norm of the whole model's gradients, not of this rank's.
 
     Lightning picks the plugin, and each clips its own parameters by ``torch.nn.utils``; only these two methods differ

@@ -14,8 +14,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.errors import StateMismatchError
+from lightning_shard.errors import ConfigurationError, StateMismatchError
+from lightning_shard.pipeline.stage import Hollow
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
+    """Leave out of each group what another stage holds; refuse what isn't the module's.
+
+    Args:
+        names: ``id(parameter)`` to name, of this rank's parameters.
+
+    Raises:
+        ConfigurationError: An optimizer over parameters that the module hasn't, as of before it was sharded.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, Hollow)]
+            if any(id(parameter) not in names for parameter in group["params"]):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds parameters that aren't the module's, since it was made before"
+                    " the module was sharded: make it in configure_optimizers, from self.parameters()."
+                )
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -59,7 +79,12 @@ def merge_stages(rests: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def load_module(
-    module: nn.Module, stored: Mapping[str, Any], elsewhere: Iterable[str], *, strict: bool
+    module: nn.Module,
+    stored: Mapping[str, Any],
+    elsewhere: Iterable[str],
+    *,
+    strict: bool,
+    also: Iterable[str] = (),
 ) -> tuple[list[str], list[str]]:
     """Fill a module's parameters and buffers, in place.
 
@@ -68,6 +93,7 @@ def load_module(
         stored: Names to stored tensors (a checkpoint's, or plain ones that a hook put in their place).
         elsewhere: Names that other stages fill.
         strict: Refuse missing and unexpected names.
+        also: Buffers that are filled too, though they are another stage's state.
 
     Returns:
         Missing and unexpected names.
@@ -75,9 +101,16 @@ def load_module(
     Raises:
         StateMismatchError: Shapes that differ; with ``strict``, names.
     """
-    own = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    missing = sorted(own.keys() - stored.keys())
-    unexpected = sorted(stored.keys() - own.keys() - set(elsewhere))
+    state = module.state_dict(keep_vars=True)
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    live = {name for name, _ in (*parameters, *buffers)}
+    own = {name: state[name] for name in state if name in live}
+    own |= {name: module.get_buffer(name) for name in also if name in stored}
+    # What a module keeps in other ways (extra state, a metric's state) goes in as it would come from a plain
+    # checkpoint.
+    others = {name: stored[name] for name in state if name in stored and name not in live}
+    missing = sorted(state.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - state.keys() - set(elsewhere))
     with ckpt.all_or_none():  # a stage may lack what the others have
         if strict and (missing or unexpected):
             raise StateMismatchError(
@@ -93,6 +126,9 @@ def load_module(
             elif isinstance(value, Tensor):
                 _fill(name, target, value)
         ckpt.load_tensors(pairs)
+        if others:
+            whole = {n: v.full() if isinstance(v, ckpt.StoredTensor) else v for n, v in others.items()}
+            module.load_state_dict(whole, strict=False)
     return missing, unexpected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,34 +15,36 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
 from lightning_shard.layout import Layout, check_sizes
-from lightning_shard.parallel.data import no_gradient_sync, reduce_gradients, reshard
+from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
-from lightning_shard.plugin import loops, metrics, randomness
+from lightning_shard.plugin import loops, randomness
 from lightning_shard.plugin.assemble import Assembly, Settings, assemble
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.failure import FailureWatch
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.pipelined import PipelinedSteps
-from lightning_shard.plugin.precision import span_all_axes
+from lightning_shard.plugin.precision import clip_over_all_axes
 from lightning_shard.plugin.redirect import call_through
 from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
-from lightning_shard.plugin.state import load_module, load_optimizer, named_optimizer_state
+from lightning_shard.plugin.state import check_optimizers, load_module, load_optimizer, named_optimizer_state
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -131,6 +134,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._steps: PipelinedSteps | None = None
         self._names: dict[int, str] = {}
         self._seed = 0
+        self._accumulating = False
         self._generators: dict[str, Tensor] | None = None
         self._samples: bool | None = None
         self._watch: FailureWatch | None = None
@@ -183,7 +187,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._setup_distributed()
         if self._groups is None:
             self._device_mesh = self.layout.mesh(self.root_device.type)
-            self._groups = Groups.make(self.layout, self._device_mesh)
+            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
             self._watch = FailureWatch(
@@ -225,7 +229,9 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
-        return super().all_gather(tensor, group or self.groups.data, sync_grads)
+        # LightningModule.all_gather passes the world where its user passes nothing.
+        group = self.groups.data if group in (None, dist.group.WORLD) else group
+        return super().all_gather(tensor, group, sync_grads)
 
     @property
     def groups(self) -> Groups:
@@ -233,6 +239,12 @@ class HybridShardStrategy(ModelParallelStrategy):
         return self._groups
 
     def on_exception(self, exception: BaseException) -> None:
+        stage = self._assembly.stage if self._assembly else None
+        if stage is not None and not stage.is_last and not isinstance(exception, ShardError):
+            exception.add_note(
+                "With several pipeline stages, what a step does after calling the network runs on the last stage only:"
+                " self.log reaches all stages, other state that a step keeps doesn't."
+            )
         if self._watch is not None:
             self._watch.report(exception)
 
@@ -266,10 +278,10 @@ class HybridShardStrategy(ModelParallelStrategy):
             module.__dict__[_ASSEMBLY] = known
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
-        elif known.layout != self.layout:
+        elif (known.layout, known.settings) != (self.layout, self._settings):
             raise ConfigurationError(
-                f"This {type(module).__name__} was laid out as {known.layout} by an earlier Trainer and can't be laid"
-                f" out anew as {self.layout}: build a new module."
+                f"This module was laid out as {known.layout} with {known.settings} by an earlier Trainer and can't be"
+                f" laid out anew as {self.layout} with {self._settings}: build a new module."
             )
         self._assembly = known
         self.model = module
@@ -278,7 +290,7 @@ class HybridShardStrategy(ModelParallelStrategy):
             self._steps = PipelinedSteps(
                 module, known.stage, self.groups, self.layout, self.root_device, self._microbatches, self._schedule
             )
-        metrics.span_all_axes(module, self.groups, self.root_device, known.stage)
+        share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -289,15 +301,34 @@ class HybridShardStrategy(ModelParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         reshard(self.lightning_module)
-        self._names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        parameters = dict(self.lightning_module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        trains = self.groups.gather_over_stages(any(p.requires_grad for p in parameters.values()))
+        if not all(trains):
+            raise PlacementError(
+                f"Stage {trains.index(False)} would have nothing to train: unfreeze some of its parameters, place the"
+                " blocks otherwise, or use pipeline_parallel_size=1."
+            )
         super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self._names)
+        if self.layout.pipeline_parallel_size > 1 and any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
+            raise ConfigurationError(
+                "LBFGS doesn't go with several pipeline stages, each of which would search for a step of its own: use"
+                " another optimizer, or pipeline_parallel_size=1."
+            )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        span_all_axes(self.precision_plugin, self.device_mesh[self.layout.stage_axes], self.root_device)
+        clip_over_all_axes(self.precision_plugin, self.device_mesh[self.layout.stage_axes], self.root_device)
 
     def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """What can't be right with several stages, before anything is changed."""
+        """What can't be right, before anything is changed."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} keeps a copy of the module from before it is sharded, and can't"
+                    " average what is sharded since: leave it out."
+                )
         if self.layout.pipeline_parallel_size == 1:
             return
         precision: Precision = self.precision_plugin
@@ -335,7 +366,11 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        draw = randomness.derive(self._seed, "train", loops.batches_started(self.lightning_module.trainer))
+        trainer = self.lightning_module.trainer
+        draw = randomness.derive(self._seed, "train", loops.batches_started(trainer))
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0 and self._accumulating:
+            forget_gradients(self.lightning_module)
+        self._accumulating = loops.is_accumulating(trainer)
         if self._steps is not None:
             return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
         with self.precision_plugin.train_step_context():
@@ -416,6 +451,11 @@ class HybridShardStrategy(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part: DTensors for what is sharded, under the module's own names."""
         assert self.lightning_module is not None
+        failing = sys.exc_info()[1]
+        if isinstance(failing, Exception) and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            # A callback that saves on an exception, before the strategy is told: the other ranks won't come to this
+            # save.
+            self.on_exception(failing)
         state = self.lightning_module.state_dict()
         if self.layout.pipeline_rank == 0 or self._assembly is None:
             return state
@@ -442,7 +482,14 @@ class HybridShardStrategy(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         reshard(self.lightning_module)
-        load_module(self.lightning_module, checkpoint["state_dict"], self._names_of_other_stages(), strict=strict)
+        stage = self._assembly.stage if self._assembly else None
+        load_module(
+            self.lightning_module,
+            checkpoint["state_dict"],
+            self._names_of_other_stages(),
+            strict=strict,
+            also=stage.foreign_buffers if stage else (),
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, optimizer in enumerate(self.optimizers):

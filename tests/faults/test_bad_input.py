@@ -213,6 +213,10 @@ def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
         ("FailsOnLastStage", 1, "ZeroDivisionError"),
         ("UsesTheEmbeddingAgain", 1, "embed.weight is held by stage 0, .* but stage 1 uses it after them"),
         ("PassesTheEmbeddingAlong", 1, "turned a finite hidden state into NaN"),
+        ("UsesEveryBlocksOutput", 1, "turned a finite hidden state into NaN"),
+        ("LoopsOverItsBlocks", 1, "blocks ran a second time within one step"),
+        ("PenalizesItsParameters", 1, "goes over all parameters"),
+        ("RecomputesReentrantly", 0, "use_reentrant=False"),
     ],
 )
 def test_a_step_that_one_stage_cant_run_stops_all_with_the_first_cause(
@@ -296,6 +300,34 @@ def fit_lenient(path: str) -> int:
     trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
     trainer.fit(module, loader(16), ckpt_path=path)
     return trainer.global_step
+
+
+# -- modules that only look fine
+
+
+def test_an_optimizer_made_before_the_module_was_sharded() -> None:
+    says = "made before the module was sharded: make it in configure_optimizers"
+    on_every_rank(PIPELINE, MakesItsOptimizerEarly, ConfigurationError, says)
+    on_every_rank(layout(data=2), MakesItsOptimizerEarly, ConfigurationError, says)
+
+
+def test_a_stage_with_nothing_to_train() -> None:
+    on_every_rank(PIPELINE, TrainsOnlyItsHead, PlacementError, "Stage 0 would have nothing to train")
+
+
+def test_a_plan_that_only_one_stage_could_see_to_be_wrong() -> None:
+    sizes = layout(pipeline=2, tensor=2)
+    on_every_rank(
+        sizes, OddHead, PlanError, "head.weight .* has 63 out features", tensor_parallel_plan={"head": "colwise"}
+    )
+
+
+def test_numbers_on_meta_that_nothing_sets() -> None:
+    on_every_rank(layout(data=2), CountsOnMeta, ConfigurationError, "'places' of the .* nothing initialises it")
+
+
+def test_a_tie_over_two_modules_with_manual_optimization() -> None:
+    on_every_rank(layout(data=2), TiedByHand, ConfigurationError, "can't be one tied parameter of two modules")
 
 
 # -- modules
@@ -418,6 +450,97 @@ class PassesTheEmbeddingAlong(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.model = EmbeddingEverywhere()
+
+
+class KeepsAll(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, seen = self.embed(x), []
+        for layer in self.layers:
+            hidden = layer(hidden)
+            seen.append(hidden)
+        return self.head(hidden + seen[0])
+
+
+class UsesEveryBlocksOutput(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = KeepsAll()
+
+
+class Loops(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in [*self.layers, *self.layers]:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class LoopsOverItsBlocks(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Loops()
+
+
+class PenalizesItsParameters(Plain):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
+
+
+class Recomputes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint as recompute
+
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = recompute(layer, hidden, use_reentrant=True)
+        return self.head(hidden)
+
+
+class RecomputesReentrantly(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Recomputes()
+
+
+class MakesItsOptimizerEarly(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.AdamW(self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.made
+
+
+class TrainsOnlyItsHead(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.requires_grad_(False)
+        self.model.head.requires_grad_(True)  # type: ignore[union-attr]
+
+
+class OddHead(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = nn.Linear(16, 63)
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.arange(8))
+
+
+class CountsOnMeta(Plain):
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model.places = Places()
+
+
+class TiedByHand(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 64, bias=False)
+        self.other.weight = self.model.embed.weight  # type: ignore[union-attr]
 
 
 class Extra(Model):

@@ -1,0 +1,232 @@
+"""Less common things that users of Lightning do, on layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchmetrics import MeanMetric, MinMaxMetric
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, layout, loader, train, world
+
+PIPELINE = layout(pipeline=2)
+
+
+def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
+    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
+
+
+class GroupsOfOneStage(Model):
+    """Each parameter group lies on one stage as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": [self.model.token_embedding.weight], "lr": 1e-2}, {"params": [self.model.head.weight]}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def groups_of_one_stage(sizes: dict[str, int] | None, folder: str) -> Seen:
+    seen = train("gpt", sizes, module=GroupsOfOneStage, callbacks=[SaveAtEnd(folder)] if sizes else [])
+    return seen
+
+
+class SaveAtEnd(L.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(str(Path(self.folder, "end.ckpt")))
+
+
+def test_parameter_groups_that_lie_on_one_stage(tmp_path: Path) -> None:
+    ours = on(PIPELINE, groups_of_one_stage, str(tmp_path))
+    assert ours.losses == pytest.approx(groups_of_one_stage(None, "").losses, rel=2e-6)
+    assert (tmp_path / "end.ckpt" / "manifest.json").exists()
+
+
+class Counting(Model):
+    """State in other forms than parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.steps = 0
+        self.mean = MeanMetric()
+        self.mean.persistent(True)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def count(path: str, resume: bool) -> tuple[int, float]:
+    L.seed_everything(3)
+    module = Counting()
+    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=2 if resume else 1, **QUIET)
+    if resume:
+        trainer.fit(module, loader(8), ckpt_path=path)
+        return module.steps, float(module.mean.mean_value)
+    module.steps = 3
+    module.mean.update(5.0)
+    trainer.fit(module, loader(8))
+    trainer.save_checkpoint(path)
+    return 0, 0.0
+
+
+def test_extra_state_and_metrics_come_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    run_ranks(count, 2, path, False, elastic=True)
+    assert run_ranks(count, 2, path, True, elastic=True) == [(3, 5.0)] * 2
+
+
+class Gathering(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.gathered: Tensor | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.gathered = self.all_gather(batch["x"][:, 0])
+        return loss
+
+
+def gather(sizes: dict[str, int]) -> list[Any]:
+    L.seed_everything(3)
+    module = Gathering()
+    plan = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**sizes, tensor_parallel_plan=plan), devices=world(sizes), max_steps=1, **QUIET
+    )
+    trainer.fit(module, loader(GLOBAL_BATCH // sizes["data_parallel_size"]))
+    return [] if module.gathered is None else module.gathered.tolist()
+
+
+def test_all_gather_is_over_the_data_ranks() -> None:
+    data: Any = loader(1).dataset
+    expected = [[int(data[i]["x"][0]) for i in range(rank, GLOBAL_BATCH, 2)] for rank in range(2)]
+    assert run_ranks(gather, 4, layout(data=2, tensor=2), elastic=True) == [expected] * 4
+    # the last stage alone gets to the end of a step, with each microbatch: it gathers from the data ranks of its own
+    stages = run_ranks(gather, 4, layout(pipeline=2, data=2), elastic=True)
+    assert stages[2:] == [[row[-2:] for row in expected]] * 2
+
+
+class Extremes(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.extremes = MinMaxMetric(MeanMetric())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.extremes.update(batch["x"].float())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.extremes.compute())
+
+
+def extremes(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Extremes, steps=2)
+
+
+def test_metrics_that_hold_metrics() -> None:
+    assert on(PIPELINE, extremes).metrics == pytest.approx(extremes(None).metrics, rel=1e-5)
+
+
+class Summarized(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.example_input_array = torch.zeros(2, 16, dtype=torch.long)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def summarized(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Summarized, trainer={"enable_model_summary": True})
+
+
+def test_an_example_input_and_the_summary() -> None:
+    assert on(PIPELINE, summarized).losses == pytest.approx(summarized(None).losses, rel=2e-6)
+
+
+class BreaksOff(L.Callback):
+    """Leaves the first epoch in the middle of an accumulation."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> int | None:
+        batch_idx = args[-1]
+        return -1 if trainer.current_epoch == 0 and batch_idx == 1 else None
+
+
+def break_off(sizes: dict[str, int] | None) -> Seen:
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 1.0}
+    return train("gpt", sizes, callbacks=[BreaksOff()], trainer=settings, steps=2)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
+def test_an_accumulation_that_is_broken_off_leaves_nothing(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, break_off), break_off(None)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+
+
+def odd_last_batch(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, steps=-1, samples=38, trainer={"max_epochs": 1, "val_check_interval": 1.0})
+
+
+def test_a_last_batch_that_the_microbatches_dont_divide() -> None:
+    assert on(PIPELINE, odd_last_batch).losses == pytest.approx(odd_last_batch(None).losses, rel=2e-6)  # 16, 16, 6
+
+
+class Drops(L.LightningModule):
+    """Every block notes the mask that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(NotesMask() for _ in range(4))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch["x"])
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NotesMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+        self.masks.append(mask)
+        return self.mix(x) * mask
+
+
+def drop() -> list[Tensor]:
+    L.seed_everything(3)
+    module = Drops()
+    strategy = HybridShardStrategy(pipeline_parallel_size=2)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+    trainer.fit(module, loader(16))
+    assert sum(isinstance(part, FSDPModule) for part in module.modules()) == 3
+    return [mask for layer in module.layers if isinstance(layer, NotesMask) for mask in layer.masks]
+
+
+def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
+    masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
+    assert len(masks) == 4 * 4
+    assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
