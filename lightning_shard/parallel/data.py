@@ -106,28 +106,33 @@ def no_gradient_sync(root: nn.Module) -> Iterator[None]:
 
 
 def reduce_gradients(root: nn.Module) -> None:
-    """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none.
-
-    torch 2.13 has no public way to do it without another backward; its own pipeline stages (``pipelining/stage.py``)
-    end their last backward in these same steps.
-    """
-    for unit in sharded_units(root):
-        state = unit._get_fsdp_state()
-        for group in state._fsdp_param_groups:
-            if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
-                group.reduce_grads, group.reshard_after_backward = True, True
-                group.post_backward()
-                group.finalize_backward()
+    """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none."""
+    for group in _private_groups(root):
+        if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
+            group.reduce_grads, group.reshard_after_backward = True, True
+            group.post_backward()
+            group.finalize_backward()
 
 
 def forget_gradients(root: nn.Module) -> None:
     """Drop gradients that were not reduced, as of an accumulation that was broken off: ``zero_grad`` doesn't."""
+    for group in _private_groups(root):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
+
+
+def _private_groups(root: nn.Module) -> Iterator[Any]:
+    """FSDP2's parameter groups, whose unreduced gradients have no public access (torch 2.11 to 2.13).
+
+    torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) end their last backward as
+    :func:`reduce_gradients` does. Before torch 2.13 a unit had at most one group.
+    """
     for unit in sharded_units(root):
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_param.grad = None
+        state: Any = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 def _has_unreduced_gradient(parameter: Any) -> bool:
