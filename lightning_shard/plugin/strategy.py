@@ -15,15 +15,11 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
@@ -38,6 +34,7 @@ from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.failure import FailureWatch
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.limits import refuse, refuse_optimizers
 from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import clip_over_all_axes
@@ -263,7 +260,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         loops.forbid_inference_mode(trainer)
-        self._refuse(trainer, module)
+        refuse(trainer, module, self.layout, self.precision_plugin)
         known = module.__dict__.get(_ASSEMBLY)
         if known is None:
             self.precision_plugin.convert_module(module)
@@ -311,44 +308,11 @@ class HybridShardStrategy(ModelParallelStrategy):
             )
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self._names)
-        if self.layout.pipeline_parallel_size > 1 and any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
-            raise ConfigurationError(
-                "LBFGS doesn't go with several pipeline stages, each of which would search for a step of its own: use"
-                " another optimizer, or pipeline_parallel_size=1."
-            )
+        refuse_optimizers(self.optimizers, self.layout)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         clip_over_all_axes(self.precision_plugin, self.device_mesh[self.layout.stage_axes], self.root_device)
-
-    def _refuse(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """What can't be right, before anything is changed."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} keeps a copy of the module from before it is sharded, and can't"
-                    " average what is sharded since: leave it out."
-                )
-        if self.layout.pipeline_parallel_size == 1:
-            return
-        precision: Precision = self.precision_plugin
-        fits = trainer.state.fn == TrainerFn.FITTING
-        scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
-        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        for applies, reason in (
-            (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
-            (
-                fits and not module.automatic_optimization,
-                "manual optimization: let the Trainer optimize (automatic_optimization=True)",
-            ),
-            (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
-            (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
-        ):
-            if applies:
-                raise ConfigurationError(
-                    f"pipeline_parallel_size={self.layout.pipeline_parallel_size} doesn't go with {reason}, or use"
-                    " pipeline_parallel_size=1."
-                )
 
     # Steps
 

@@ -1,0 +1,62 @@
+"""What of Lightning can't be right on a layout: refused at setup, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.layout import Layout
+
+
+def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, precision: Precision) -> None:
+    """Check a module and a Trainer's settings.
+
+    Raises:
+        ConfigurationError: The first that doesn't go with the layout, and the way out.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} keeps a copy of the module from before it is sharded, and can't average"
+                " what is sharded since: leave it out."
+            )
+    if layout.pipeline_parallel_size == 1:
+        return
+    fits = trainer.state.fn == TrainerFn.FITTING
+    scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    for applies, reason in (
+        (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
+        (
+            fits and not module.automatic_optimization,
+            "manual optimization: let the Trainer optimize (automatic_optimization=True)",
+        ),
+        (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
+        (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
+    ):
+        if applies:
+            raise ConfigurationError(
+                f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
+                " pipeline_parallel_size=1."
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layout) -> None:
+    """Check what ``configure_optimizers`` made.
+
+    Raises:
+        ConfigurationError: An optimizer that decides by itself how often a step runs.
+    """
+    if layout.pipeline_parallel_size > 1 and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
+        raise ConfigurationError(
+            "LBFGS doesn't go with several pipeline stages, each of which would search for a step of its own: use"
+            " another optimizer, or pipeline_parallel_size=1."
+        )
