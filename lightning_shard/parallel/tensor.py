@@ -108,8 +108,20 @@ class Split(ParallelStyle):
         return Shard(placement.dim % tensor.ndim) if isinstance(placement, Shard) else placement
 
 
+class ScatterSequence(ParallelStyle):
+    """Cut a module's input ``[batch, sequence, …]`` by sequence: from here on each rank has its own part of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def scatter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole = DTensor.from_local(inputs[0], device_mesh, [_REPLICATED], run_check=False)
+            return (whole.redistribute(device_mesh, [_SEQUENCE]).to_local(), *inputs[1:])
+
+        module.register_forward_pre_hook(scatter)
+        return module
+
+
 #: The styles by name. Names shared with transformers' plans mean the same.
-STYLES: dict[str, Split] = {
+STYLES: dict[str, ParallelStyle] = {
     "colwise": Split("out", _REPLICATED, _REPLICATED, _LAST),
     "colwise_gather_output": Split("out", _REPLICATED, _REPLICATED, _REPLICATED),
     "rowwise": Split("in", _LAST, _LAST, _REPLICATED),
@@ -117,11 +129,12 @@ STYLES: dict[str, Split] = {
     "embedding_rowwise": Split("rows", _REPLICATED, _REPLICATED, _REPLICATED),
     # A norm over each head of [batch, sequence, heads, head_size]: heads are local, the weight is everyone's.
     "replicated_with_grad_allreduce": Split(None, Shard(2), Shard(2), Shard(2)),
-    # Sequence parallelism: [batch, sequence, …] is split by sequence between the layers.
+    # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is split by sequence. It begins
+    # with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
+    "scatter_sequence": ScatterSequence(),
     "sequence": Split(None, _SEQUENCE, _SEQUENCE, _SEQUENCE),
     "colwise_sequence": Split("out", _SEQUENCE, _REPLICATED, _LAST),
     "rowwise_sequence": Split("in", _LAST, _LAST, _SEQUENCE),
-    "scatter_sequence": Split(None, _REPLICATED, _REPLICATED, _SEQUENCE),
     "gather_sequence": Split(None, _SEQUENCE, _REPLICATED, _REPLICATED),
 }
 

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, MinMaxMetric
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, layout, loader, train, world
+from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
 
 PIPELINE = layout(pipeline=2)
 
@@ -230,3 +230,32 @@ def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
     masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
     assert len(masks) == 4 * 4
     assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
+
+
+BY_SEQUENCE = {
+    "blocks.0": "scatter_sequence",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention.query": "colwise_sequence",
+    "blocks.*.attention.key": "colwise_sequence",
+    "blocks.*.attention.value": "colwise_sequence",
+    "blocks.*.attention.output": "rowwise_sequence",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp.up": "colwise_sequence",
+    "blocks.*.mlp.down": "rowwise_sequence",
+    "model.norm": "gather_sequence",
+    "model.head": "colwise_gather_output",
+    "token_embedding": "embedding_rowwise",
+}
+
+
+def by_sequence(sizes: dict[str, int]) -> Seen:
+    return train("gpt", sizes, tensor_parallel_plan=BY_SEQUENCE)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
+    ours, plain = on(layout(pipeline=pipeline, tensor=2), by_sequence), train("gpt")
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
