@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -31,8 +32,8 @@ class FailureWatch:
         # torchrun keeps its store over restarts.
         self._key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{FailureWatch._made}"
         self._rank = rank
-        # A connection of its own: the process group's may be held by a call that waits.
-        self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        self._where = address, port
+        self._store = self._connect()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
@@ -55,14 +56,16 @@ class FailureWatch:
         """Watch no longer: the job ended well."""
         self._stopped.set()
 
+    def _connect(self) -> dist.TCPStore:
+        # A connection of its own: the process group's may be held by a call that waits.
+        wait = timedelta(seconds=_GRACE_S)
+        return dist.TCPStore(*self._where, is_master=False, wait_for_workers=False, timeout=wait)
+
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_S):
-            try:
-                if not self._store.check([self._key]):
-                    continue
-                first = self._store.get(self._key).decode()
-            except (RuntimeError, dist.DistError):
-                first = "The process that held the process group's store is gone."
+            first = self._look()
+            if first is None:
+                continue
             if self._stopped.wait(_GRACE_S):
                 return
             print(
@@ -71,3 +74,15 @@ class FailureWatch:
                 flush=True,
             )
             os._exit(1)
+
+    def _look(self) -> str | None:
+        """The first failure, if there was one; a lost connection is one only where no new one can be made."""
+        try:
+            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+        except (RuntimeError, dist.DistError):
+            pass
+        try:
+            self._store = self._connect()
+            return None
+        except (RuntimeError, dist.DistError):
+            return "The process that held the process group's store is gone."
