@@ -10,7 +10,7 @@ apart (they talk once per microbatch).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from lightning_shard.errors import LayoutError
@@ -123,6 +123,10 @@ class Layout:
         """The ranks that hold this rank's stage."""
         first = self.pipeline_rank * self.stage_size
         return range(first, first + self.stage_size)
+
+    def at(self, rank: int) -> Layout:
+        """The same layout, seen from another rank."""
+        return replace(self, rank=rank)
 
     def pipelines(self) -> list[list[int]]:
         """Every pipeline's ranks in stage order."""

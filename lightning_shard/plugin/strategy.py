@@ -29,6 +29,7 @@ from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
 from lightning_shard.plugin import loops, randomness
+from lightning_shard.plugin.agreement import check_same_batch
 from lightning_shard.plugin.assemble import Assembly, Settings, assemble
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.failure import FailureWatch
@@ -132,6 +133,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._names: dict[int, str] = {}
         self._seed = 0
         self._accumulating = False
+        self._checked: set[str] = set()
         self._generators: dict[str, Tensor] | None = None
         self._samples: bool | None = None
         self._watch: FailureWatch | None = None
@@ -281,6 +283,7 @@ class HybridShardStrategy(ModelParallelStrategy):
                 f" laid out anew as {self.layout} with {self._settings}: build a new module."
             )
         self._assembly = known
+        self._checked.clear()
         self.model = module
         self._connect_checkpoint_io()
         if known.stage is not None:
@@ -330,6 +333,7 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._check_batch("training_step", args)
         trainer = self.lightning_module.trainer
         draw = randomness.derive(self._seed, "train", loops.batches_started(trainer))
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0 and self._accumulating:
@@ -353,10 +357,17 @@ class HybridShardStrategy(ModelParallelStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_batch(method, args)
         draw = randomness.derive(self._seed, method, *args[1:])
         if self._steps is not None:
             return self._steps.evaluate(method, draw, *args, **kwargs)
         return self._whole_step(method, draw, args, kwargs)
+
+    def _check_batch(self, method: str, args: tuple[Any, ...]) -> None:
+        """Once for each kind of step of a run."""
+        if method not in self._checked:
+            self._checked.add(method)
+            check_same_batch(args[0] if args else None, self.layout)
 
     def _whole_step(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module

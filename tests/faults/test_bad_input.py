@@ -14,8 +14,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import (
@@ -233,6 +235,29 @@ def test_microbatches_that_dont_divide_the_batch() -> None:
     on_every_rank(
         PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", batch=6
     )
+
+
+class DealsByGlobalRank(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        data: Any = loader(1).dataset
+        rank = dist.get_rank()
+        return (data[i] for i in range(rank * 32, rank * 32 + 32))
+
+
+def fit_on_a_stream(sizes: dict[str, int]) -> str:
+    L.seed_everything(3)
+    plan = {"0": "colwise_gather_output"}
+    strategy = HybridShardStrategy(**sizes, tensor_parallel_plan=plan)
+    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=1, **QUIET)
+    with pytest.raises(BatchError) as caught:
+        trainer.fit(Plain(), DataLoader(DealsByGlobalRank(), batch_size=8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, TENSOR], ids=["pp2", "tp2"])
+def test_ranks_of_one_model_that_read_different_batches(sizes: dict[str, int]) -> None:
+    for message in run_ranks(fit_on_a_stream, 2, sizes, elastic=True, timeout_s=50):
+        assert re.search(r"Ranks 0 and 1 .* batches differ: .*layout\.data_rank", message)
 
 
 # -- checkpoints
