@@ -311,6 +311,7 @@ def test_a_damaged_file(saved: str, tmp_path: Path, fault: str) -> None:
 def test_a_missing_tensor_and_one_of_another_shape(saved: str) -> None:
     on_every_rank(PIPELINE, Extra, StateMismatchError, r"2 missing \(model\.blocks\.3\.added", resume=saved)
     on_every_rank(PIPELINE, Wider, StateMismatchError, "shape", resume=saved)
+    on_every_rank(PIPELINE, WiderAndLenient, StateMismatchError, "shape", resume=saved)  # as in torch
 
 
 def test_a_missing_tensor_where_loading_isnt_strict(saved: str) -> None:
@@ -581,3 +582,9 @@ class Wider(Model):
     def __init__(self) -> None:
         super().__init__("gpt")
         self.model.head = nn.Linear(32, 65, bias=False)  # type: ignore[union-attr]
+
+
+class WiderAndLenient(Wider):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False

@@ -99,6 +99,6 @@ def train_all(stages: int) -> dict[str, list[float]]:
 def test_two_stages_of_every_kind_compute_what_one_process_computes() -> None:
     plain = train_all(1)
     assert all(losses[2] != losses[0] for losses in plain.values())  # they train
-    for losses in run_ranks(train_all, 2, 2, elastic=True, timeout_s=150):
+    for losses in run_ranks(train_all, 2, 2, elastic=True):
         for kind, expected in plain.items():
             assert losses[kind] == pytest.approx(expected, rel=1e-5), kind

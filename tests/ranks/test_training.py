@@ -42,7 +42,7 @@ def check(ours: Seen, plain: Seen, parameters: float = 2e-5, loss: float = 2e-6)
 
 
 def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
-    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True, timeout_s=100), sizes)
+    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
 
 
 # -- accumulation, clipping, schedulers, groups
@@ -202,9 +202,7 @@ def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, float, Any]:
 @pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
 def test_all_ranks_stop_at_once_and_evaluate_alike(sizes: dict[str, int]) -> None:
     steps, loss, predictions = stop_test_predict(None)
-    for rank, (own_steps, own_loss, own) in enumerate(
-        run_ranks(stop_test_predict, world(sizes), sizes, elastic=True, timeout_s=100)
-    ):
+    for rank, (own_steps, own_loss, own) in enumerate(run_ranks(stop_test_predict, world(sizes), sizes, elastic=True)):
         assert own_steps == steps == 4
         assert own_loss == pytest.approx(loss, rel=2e-6)
         data_rank = rank // sizes["tensor_parallel_size"] % 2
@@ -247,7 +245,7 @@ def look(sizes: dict[str, int]) -> Any:
 def test_shards_and_the_gathered_whole() -> None:
     sizes = LAYOUTS["pp2×dp2×tp2"]
     plain = train("gpt", steps=1).parameters
-    seen = run_ranks(look, 8, sizes, elastic=True, timeout_s=100)
+    seen = run_ranks(look, 8, sizes, elastic=True)
     shard, gathered, described, table = seen[0]
     assert largest_difference(gathered, plain) < 2e-5
     assert all(not other for _, other, _, _ in seen[1:])
