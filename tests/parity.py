@@ -71,13 +71,13 @@ def gpt() -> nn.Module:
 def llama() -> nn.Module:
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_like_llama()))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**like_llama()))
 
 
 def qwen3() -> nn.Module:
     import transformers
 
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_like_llama(), head_dim=8))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**like_llama(), head_dim=8))
 
 
 def gpt2() -> nn.Module:
@@ -88,7 +88,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet, tie_word_embeddings=False))
 
 
-def _like_llama() -> dict[str, Any]:
+def like_llama() -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,

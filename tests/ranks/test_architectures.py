@@ -14,18 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import QUIET, like_llama
 
-LIKE_LLAMA: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
+LIKE_LLAMA: dict[str, Any] = {**like_llama(), "pad_token_id": 0}
 LIKE_BERT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
