@@ -118,12 +118,6 @@ class Layout:
         """How many ranks hold one pipeline stage."""
         return self.data_parallel_size * self.tensor_parallel_size
 
-    @property
-    def stage_ranks(self) -> range:
-        """The ranks that hold this rank's stage."""
-        first = self.pipeline_rank * self.stage_size
-        return range(first, first + self.stage_size)
-
     def at(self, rank: int) -> Layout:
         """The same layout, seen from another rank."""
         return replace(self, rank=rank)
