@@ -175,7 +175,7 @@ class FsspecStore:
         import fsspec
 
         self.root = root
-        self.fs, self._base = fsspec.core.url_to_fs(root, **storage_options)
+        self.fs, self._base = fsspec.core.url_to_fs(root, **_with_defaults(root, storage_options))
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._base, name)
@@ -245,6 +245,22 @@ class FsspecStore:
 
     def sync(self, names: Iterable[str]) -> None:
         """Object stores are durable when a write returns."""
+
+
+def _with_defaults(root: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Listings are never cached, since other ranks write too; what came from YAML or JSON gets the types asked for."""
+    options = dict(options)
+    if isinstance(options.get("auth"), list):
+        options["auth"] = tuple(options["auth"])
+    if root.startswith(("s3://", "s3a://")):
+        # Our own digests cover every byte. Servers that are not AWS send an object's checksum with a range of it, at
+        # which botocore fails.
+        options.setdefault("use_listings_cache", False)
+        config = dict(options.get("config_kwargs") or {})
+        config.setdefault("request_checksum_calculation", "when_required")
+        config.setdefault("response_checksum_validation", "when_required")
+        options["config_kwargs"] = config
+    return options
 
 
 def _adjacent(segments: Sequence[Segment]) -> Iterable[tuple[int, list[Buffer]]]:
