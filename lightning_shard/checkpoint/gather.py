@@ -1,28 +1,22 @@
-"""``gather``: a sharded checkpoint to one safetensors file, or to several with an index, in bounded memory."""
+"""``gather``: a checkpoint to what other programs read, in bounded memory, on one process or on all ranks together."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_shard.checkpoint.fetch import Read
-from lightning_shard.checkpoint.header import build_header
-from lightning_shard.checkpoint.plan import Box
-from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, read
-from lightning_shard.checkpoint.store import Buffer, Store, open_store
-from lightning_shard.checkpoint.transfer import byte_view
-from lightning_shard.errors import CheckpointError, StateMismatchError
+from lightning_shard.checkpoint import export
+from lightning_shard.checkpoint.commit import Ranks, all_or_none
+from lightning_shard.checkpoint.deliver import Progress, deliver
+from lightning_shard.checkpoint.names import Rename
+from lightning_shard.checkpoint.reader import read_together
+from lightning_shard.checkpoint.store import open_store
+from lightning_shard.errors import CheckpointError
 
-BUFFER_BYTES = 64 * 2**20
-"""How much of the output is in memory at a time; the reading threads' scratch comes on top."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+Format = Literal["safetensors", "transformers", "lightning"]
 
 
 @dataclass(frozen=True)
@@ -38,141 +32,93 @@ def gather(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    optimizer: bool = False,
+    format: Format | None = None,
+    optimizer: bool | None = None,
     max_shard_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    strip_prefix: str | None = None,
+    rename: Rename | None = None,
+    config: Any = None,
     verify: bool = True,
     storage_options: dict[str, Any] | None = None,
     out_storage_options: dict[str, Any] | None = None,
     fsync: bool = True,
     progress: Progress | None = None,
+    group: Any = None,
 ) -> GatherReport:
-    """Write a checkpoint's tensors as plain safetensors. Call it on one process; it needs no process group.
+    """Write a checkpoint as other programs read it. With a process group, a collective call: the ranks share the work.
 
-    A file appears under its name when it is complete. Tensors that shared memory are written under each name.
+    It needs neither a process group nor the program that saved. Files of a local disk appear when all are complete; on
+    other stores each appears when it is, an index last.
 
     Args:
-        path: The checkpoint.
-        out: The file to write. With ``max_shard_bytes``, several are written beside each other, named as transformers
-            names them: ``model.safetensors`` gives ``model-00001-of-00002.safetensors`` and so on, and
+        path: The checkpoint, or another program's: see :func:`read`.
+        out: The file to write; for ``"transformers"`` the folder.
+        format: ``"safetensors"``: one file, or several with an index. Tensors that shared memory are written under each
+            name. ``"transformers"``: a folder that ``from_pretrained`` loads: ``config.json``, the tokenizer's files
+            where the module had one, and the weights of the transformers model that the module holds, under its own
+            names. ``"lightning"``: a file that plain Trainers resume from and ``load_from_checkpoint`` reads (a pickle,
+            which nothing here ever reads as one). Default: ``"lightning"`` where ``out`` ends with ``.ckpt``, else
+            ``"safetensors"``.
+        optimizer: Write the training's state too: in safetensors the optimizer's tensors, their names prefixed with
+            ``optimizer.``; in a ``.ckpt``, where it is the default, all that a resuming Trainer needs.
+        max_shard_bytes: Write several safetensors files, with at most so many bytes of tensors in one (where one tensor
+            alone isn't larger): ``model.safetensors`` gives ``model-00001-of-00002.safetensors`` and so on, and
             ``model.safetensors.index.json``.
-        optimizer: Write the optimizer's tensors too, their names prefixed with ``optimizer.``.
-        max_shard_bytes: The most bytes of tensors in one file, where one tensor alone isn't larger.
+        dtype: Convert the model's floating tensors.
+        strip_prefix: Taken off the names of the model's tensors that have it. For ``"transformers"`` the prefix of the
+            model to write, found where the module held one.
+        rename: For the names after that: beginnings and what takes their place, such as ``{"old.": "new."}``, or a
+            function that gives the new name, or None to leave the tensor out. The optimizer's names stay.
+        config: For ``"transformers"``, where the checkpoint has none: a transformers config, or a folder that has
+            ``config.json`` (and perhaps a tokenizer's files).
         verify: Check digests.
         out_storage_options: For fsspec, if ``out`` is a URL.
-        progress: Called now and then with the bytes done and the bytes in all.
+        progress: Called now and then with this rank's bytes done and those that it will have done in all.
+        group: The ranks that gather together. Default: all.
 
     Raises:
-        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; nothing appears then.
+        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no file of a local disk
+            appears then.
+        StateMismatchError: Two tensors would have one name, or no name begins with ``strip_prefix``.
+        CheckpointError: The format asks for what the checkpoint hasn't.
     """
-    checkpoint = read(path, storage_options=storage_options, verify=verify)
-    tensors = dict(checkpoint.items())
-    if optimizer:
-        for name, stored in checkpoint.optimizer.items():
-            if f"optimizer.{name}" in tensors:
-                raise StateMismatchError(f"The model has a tensor named 'optimizer.{name}' itself: gather without it.")
-            tensors[f"optimizer.{name}"] = stored
-    folder, name = _split(out)
-    store = open_store(folder, out_storage_options)
-    # wide dtypes first, as safetensors orders them, so that each tensor is aligned to its elements
-    order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
-    shards = _shards(order, tensors, max_shard_bytes)
-    total = sum(stored.nbytes for stored in tensors.values())
-    report = GatherReport([], len(tensors), total)
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    stem = name.removesuffix(".safetensors")
-    weight_map: dict[str, str] = {}
-    for number, keys in enumerate(shards, start=1):
-        file = name if max_shard_bytes is None else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(store, file, {key: tensors[key] for key in keys}, checkpoint, fsync, advance)
-        weight_map.update(dict.fromkeys(keys, file))
-        report.files.append(f"{folder}/{file}")
-    if max_shard_bytes is not None:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        data = json.dumps(index, indent=2).encode() + b"\n"
-        store.publish(f"{stem}.safetensors.index.json", [memoryview(data)], len(data), durable=fsync)
-        report.files.append(f"{folder}/{stem}.safetensors.index.json")
-    return report
+    ranks = Ranks.of(group)
+    target = os.fspath(out)
+    if format is None:
+        format = "lightning" if target.endswith(".ckpt") else "safetensors"
+    if format not in get_args(Format):
+        raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
+    checkpoint = read_together(path, storage_options, verify, ranks)
+    # what takes the trainer state is found by the first rank, and said to the others
+    plan: Any = None
+    with all_or_none(group):
+        naming = export.Naming(dtype, strip_prefix, rename)
+        folder, name = (target.rstrip("/"), "") if format == "transformers" else _split(target)
+        store = open_store(folder, out_storage_options)
+        if ranks.first and format == "transformers":
+            plan = export.pretrained(checkpoint, strip_prefix, config, storage_options)
+        elif ranks.first and format == "lightning":
+            plan = export.plan_lightning(checkpoint, naming, optimizer=optimizer is not False)
+    plan = ranks.broadcast(plan)
+    with all_or_none(group):
+        if format == "transformers":
+            bundle = export.transformers(checkpoint, plan, naming, max_shard_bytes)
+        elif format == "lightning":
+            bundle = export.lightning(checkpoint, name, naming, plan)
+        else:
+            bundle = export.safetensors(checkpoint, name, naming, max_shard_bytes, optimizer=bool(optimizer))
+    deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
+    with all_or_none(group):
+        for small, data in bundle.small.items() if ranks.first else ():
+            store.publish(small, [memoryview(data)], len(data), durable=fsync)
+    sources = bundle.sources
+    files = [f"{folder}/{file}" for file in (*(file.name for file in bundle.files), *bundle.small)]
+    return GatherReport(files, len(sources), sum(source.nbytes for source in sources))
 
 
-def _split(out: str | os.PathLike[str]) -> tuple[str, str]:
-    text = os.fspath(out)
-    folder, _, name = text.rpartition("/")
-    if not name or os.path.isdir(text):
-        raise CheckpointError(f"out ({text!r}) must be a file to write, such as {text.rstrip('/')}/model.safetensors.")
-    return folder or ("/" if text.startswith("/") else "."), name
-
-
-def _shards(order: list[str], tensors: dict[str, StoredTensor], limit_bytes: int | None) -> list[list[str]]:
-    if limit_bytes is None:
-        return [order]
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in order:
-        if shards[-1] and size + tensors[name].nbytes > limit_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensors[name].nbytes
-    return shards
-
-
-def _write(
-    store: Store,
-    file: str,
-    tensors: dict[str, StoredTensor],
-    checkpoint: Checkpoint,
-    durable: bool,
-    advance: Callable[[int], None],
-) -> None:
-    header, entries = build_header(
-        [(name, stored.entry.dtype, stored.entry.shape) for name, stored in tensors.items()], {"format": "pt"}
-    )
-    size = entries[-1].end if entries else len(header)
-    store.publish(file, _stream(header, tensors, checkpoint, advance), size, durable=durable)
-
-
-def _stream(
-    header: bytes, tensors: dict[str, StoredTensor], checkpoint: Checkpoint, advance: Callable[[int], None]
-) -> Iterator[Buffer]:
-    yield memoryview(header)
-    buffer = torch.empty(min(BUFFER_BYTES, sum(stored.nbytes for stored in tensors.values())), dtype=torch.uint8)
-    reads: list[Read] = []
-    filled = 0
-    for stored in tensors.values():
-        for box in _slabs(Box.whole(stored.entry.shape), stored.dtype.itemsize):
-            nbytes = box.numel * stored.dtype.itemsize
-            if filled + nbytes > buffer.numel():
-                checkpoint.fetch(reads)
-                yield byte_view(buffer[:filled])
-                advance(filled)
-                reads, filled = [], 0
-            target = buffer[filled : filled + nbytes].view(stored.dtype).view(box.sizes)
-            reads.append(Read(stored.name, stored.entry, box, target))
-            filled += nbytes
-    checkpoint.fetch(reads)
-    yield byte_view(buffer[:filled])
-    advance(filled)
-
-
-def _slabs(box: Box, item_bytes: int) -> Iterator[Box]:
-    """Boxes that follow on one another in row-major order, none larger than the buffer; none for no elements."""
-    if box.numel == 0:
-        return
-    if box.numel * item_bytes <= BUFFER_BYTES:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
-    row_bytes = box.numel // box.sizes[dim] * item_bytes
-    rows = max(1, BUFFER_BYTES // row_bytes)
-    for first in range(0, box.sizes[dim], rows):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim] += first
-        sizes[dim] = min(rows, sizes[dim] - first)
-        yield from _slabs(Box(tuple(offsets), tuple(sizes)), item_bytes)
+def _split(out: str) -> tuple[str, str]:
+    folder, _, name = out.rpartition("/")
+    if not name or os.path.isdir(out):
+        raise CheckpointError(f"out ({out!r}) must be a file to write, such as {out.rstrip('/')}/model.safetensors.")
+    return folder or ("/" if out.startswith("/") else "."), name

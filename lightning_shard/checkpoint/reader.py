@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint import codec
+from lightning_shard.checkpoint import codec, foreign
 from lightning_shard.checkpoint.commit import Ranks, all_or_none
 from lightning_shard.checkpoint.dtensor import local_tensor, target_boxes
 from lightning_shard.checkpoint.fetch import Read, read_boxes
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry, digest
+from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.writer import flatten
@@ -123,8 +124,9 @@ class Checkpoint(StoredTensors):
     Reading is lazy, needs no process group, and verifies digests unless it was opened with ``verify=False``.
     """
 
-    def __init__(self, path: str, store: Store, manifest: Manifest, verify: bool) -> None:
+    def __init__(self, path: str, store: Store, manifest: Manifest, verify: bool, state: Any = None) -> None:
         super().__init__(manifest.model, self)
+        self._state = state  # of a file of another program, which has it in memory
         self.path = path
         self.manifest = manifest
         self.store = store
@@ -138,7 +140,7 @@ class Checkpoint(StoredTensors):
     def state_json(self) -> Any:
         """The trainer state as encoded in its file, or None where there is none."""
         if self.manifest.state_file is None:
-            return None
+            return self._state
         file = self.manifest.files[self.manifest.state_file]
         try:
             data = self.store.read(file.path)
@@ -183,13 +185,17 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint by its directory, or by the path of its manifest. Reads the manifest only.
 
+    Other programs' files open too, to read: a safetensors file, a folder with ``model.safetensors`` or its index, as
+    transformers writes them, and a file of ``torch.save``, such as Lightning's ``.ckpt``, of which only plain values and
+    tensors are read (``weights_only=True``). They have no digests.
+
     Raises:
-        CheckpointNotFoundError: No manifest there.
+        CheckpointNotFoundError: No manifest there, nor such a file.
         FormatVersionError: Written by a newer version of the format.
-        CorruptCheckpointError: The manifest is damaged.
+        CorruptCheckpointError: The manifest, or the other file's header, is damaged.
+        CheckpointError: A torch file that can't be read without running code that it names.
     """
-    store = open_store(path, storage_options)
-    return _open(as_path(path), store, _read_manifest(as_path(path), store), verify)
+    return _open(as_path(path), storage_options, verify, *_find(as_path(path), storage_options))
 
 
 def load(
@@ -199,6 +205,8 @@ def load(
     optimizer: Mapping[str, Any] | None = None,
     strict: bool = True,
     cast: bool = False,
+    strip_prefix: str | None = None,
+    rename: Rename | None = None,
     verify: bool = True,
     storage_options: dict[str, Any] | None = None,
     group: Any = None,
@@ -206,10 +214,14 @@ def load(
     """Fill the tensors and DTensors of a state, of any layout, in place. With a process group, a collective call.
 
     Args:
+        path: A checkpoint, or another program's file or folder: see :func:`read`.
         into: As ``state`` of :func:`save`; names that differ are told apart before anything is written.
         optimizer: The same for the optimizer's tensors; None leaves those of the checkpoint alone.
         strict: Every name asked for must be in the checkpoint, and every name in it asked for by some rank.
         cast: Convert dtypes where they differ; otherwise that is an error.
+        strip_prefix: Taken off the names of the checkpoint's model tensors that have it, to find them in the state.
+        rename: For the names after that: beginnings and what takes their place, such as ``{"": "model."}``, or a function
+            that gives the new name, or None to leave the tensor alone.
         verify: Check digests.
         group: The ranks that load together. Default: all.
 
@@ -224,8 +236,12 @@ def load(
     ranks = Ranks.of(group)
     with all_or_none(group):
         wanted = {"": flatten(into)} | ({"optimizer:": flatten(optimizer)} if optimizer is not None else {})
-    checkpoint = _read_together(path, storage_options, verify, ranks)
-    stored: dict[str, StoredTensors] = {"": checkpoint, "optimizer:": checkpoint.optimizer}
+    checkpoint = read_together(path, storage_options, verify, ranks)
+    with all_or_none(group):
+        model: Mapping[str, StoredTensor] = checkpoint
+        if strip_prefix or rename:
+            model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
+    stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
     missing = [prefix + name for prefix, names in wanted.items() for name in names if name not in stored[prefix]]
     asked = [prefix + name for prefix, names in wanted.items() for name in names]
     everyone = ranks.gather(asked)
@@ -302,35 +318,46 @@ def _listing(items: list[str], separator: str = ", ") -> str:
     return separator.join(items[:SHOWN_NAMES]) + more
 
 
-def _open(path: str, store: Store, data: bytes, verify: bool) -> Checkpoint:
-    return Checkpoint(path, store, Manifest.from_bytes(data, f"{path}/{MANIFEST_NAME}"), verify)
+def _open(
+    path: str, storage_options: dict[str, Any] | None, verify: bool, root: str, data: bytes, state: Any
+) -> Checkpoint:
+    manifest = Manifest.from_bytes(data, f"{path}/{MANIFEST_NAME}" if root == path else path)
+    return Checkpoint(path, open_store(root, storage_options), manifest, verify, state)
 
 
-def _read_together(
+def read_together(
     path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool, ranks: Ranks
 ) -> Checkpoint:
-    """The checkpoint, of which the first rank reads the manifest for all: a small file, and many ranks."""
-    found: bytes | Exception | None = None
+    """The checkpoint, of which the first rank reads the manifest for all: a small file, and many ranks.
+
+    The state of another program's file is known to the first rank only.
+    """
+    found: tuple[str, bytes, Any] | Exception | None = None
     if ranks.first:
         try:
-            found = _read_manifest(as_path(path), open_store(path, storage_options))
+            found = _find(as_path(path), storage_options)
         except Exception as error:
             found = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-    found = ranks.broadcast(found)
-    if isinstance(found, Exception):
-        raise found
-    assert isinstance(found, bytes)
+    failure = ranks.broadcast(found if isinstance(found, Exception) else None)
+    if failure is not None:
+        raise failure
+    root, data = ranks.broadcast(found[:2] if isinstance(found, tuple) else None)
     with all_or_none(ranks.group):
-        return _open(as_path(path), open_store(path, storage_options), found, verify)
+        return _open(as_path(path), storage_options, verify, root, data, found[2] if isinstance(found, tuple) else None)
 
 
-def _read_manifest(path: str, store: Store) -> bytes:
+def _find(path: str, storage_options: dict[str, Any] | None) -> tuple[str, bytes, Any]:
+    """The directory of the checkpoint's files, its manifest's bytes, and its state if it isn't in a file of its own."""
+    store = open_store(path, storage_options)
     try:
-        return store.read(MANIFEST_NAME)
+        return path, store.read(MANIFEST_NAME), None
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        found = foreign.find(path, storage_options)
+    if found is None:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
-        ) from None
+        )
+    return found.store.root, found.manifest.to_bytes(), found.state
 
 
 def _what_is_there(path: str, store: Store) -> str:
@@ -341,12 +368,17 @@ def _what_is_there(path: str, store: Store) -> str:
     if not names:
         kind = "a single file" if os.path.isfile(path) else "a folder without files" if os.path.isdir(path) else ""
         if kind == "a single file":
-            return "It is a single file: pass the directory that save() wrote, or load the file by its own means."
+            return "It is a single file, and neither safetensors nor a zip of torch.save."
         return f"It is {kind}." if kind else "Nothing is there: check the path."
     if ".metadata" in names:
         return "It is a checkpoint of torch.distributed.checkpoint: load it with that."
-    if any(name.endswith(".index.json") or name == "model.safetensors" for name in names):
-        return "It is a folder of a whole model's safetensors, as transformers writes it."
+    if "pytorch_model.bin.index.json" in names:
+        return "It is a model in several files of torch.save: save it anew as safetensors (save_pretrained)."
+    single = [
+        name for name in names if name.endswith((".safetensors", ".bin", ".ckpt", ".pt", ".pth")) and "/" not in name
+    ]
+    if single:
+        return f"But there is {single[0]} in it: pass that file's own path."
     children = sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)})
     if children:
         return f"But there is one in {children[-1]!r} below it: did you mean that?"

@@ -1,0 +1,167 @@
+"""Files to a store, by one process or dealt over the ranks, in bounded memory.
+
+On a local disk every rank writes its part of each file into its place; the files appear by a rename when all are whole.
+Other stores take a file from front to back, so there each is one rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.commit import Ranks, all_or_none
+from lightning_shard.checkpoint.fetch import thread_count
+from lightning_shard.checkpoint.outfile import STEP_BYTES, OutFile, Step, share_out, steps
+from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
+
+MAX_THREADS = 4
+REMOTE_STEP_BYTES = 16 * 2**20
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+def deliver(
+    store: Store, files: Sequence[OutFile], ranks: Ranks, *, durable: bool, progress: Progress | None = None
+) -> None:
+    """Write files. A collective call over ``ranks``, all of which are given the same files.
+
+    Raises:
+        CorruptCheckpointError: On reading what they are made of; on every rank, and no local file appears then.
+    """
+    if isinstance(store, LocalStore):
+        _deliver_locally(store, files, ranks, durable, progress)
+        return
+    with all_or_none(ranks.group):
+        mine = files[ranks.members.index(ranks.rank) :: len(ranks.members)]
+        count = _Count(sum(file.size for file in mine), progress)
+        for file in mine:
+            store.publish(file.name, _stream(list(steps(file, REMOTE_STEP_BYTES)), count), file.size, durable=durable)
+
+
+@dataclass
+class _Count:
+    """The bytes done of ``total``, told to ``progress``."""
+
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _deliver_locally(
+    store: LocalStore, files: Sequence[OutFile], ranks: Ranks, durable: bool, progress: Progress | None
+) -> None:
+    paths = {file.name: os.path.join(store.root, file.name) for file in files}
+    suffix = ranks.broadcast(f".{os.getpid()}-{secrets.token_hex(4)}.tmp" if ranks.first else None)
+    try:
+        with all_or_none(ranks.group):
+            if ranks.first:
+                for file in files:
+                    _reserve(paths[file.name] + suffix, file.size)
+        # a rank that doesn't see them is on another machine, with a disk of its own
+        sees = all(os.path.exists(path + suffix) for path in paths.values())
+        seeing = ranks.broadcast([rank for rank, can in zip(ranks.members, ranks.gather(sees)) if can])
+        with all_or_none(ranks.group):
+            if ranks.rank in seeing:
+                work = [(file, step) for file in files for step in steps(file)]
+                mine = share_out(work, len(seeing), seeing.index(ranks.rank))
+                _write_in_place([(paths[file.name] + suffix, step) for file, step in mine], durable, progress)
+        with all_or_none(ranks.group):
+            if ranks.first:
+                for path in paths.values():
+                    os.replace(path + suffix, path)
+                if durable:
+                    store.sync(paths)
+    finally:
+        if ranks.first:
+            for path in paths.values():
+                with contextlib.suppress(OSError):
+                    os.unlink(path + suffix)
+
+
+def _reserve(path: str, size: int) -> None:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _write_in_place(work: Sequence[tuple[str, Step]], durable: bool, progress: Progress | None) -> None:
+    count = _Count(sum(step.nbytes for _, step in work), progress)
+    fds: dict[str, int] = {}
+    local = threading.local()
+
+    def run(path: str, step: Step) -> int:
+        if not hasattr(local, "buffer") or local.buffer.numel() < step.nbytes:
+            local.buffer = _buffer(step.nbytes)
+        data = step.fill(local.buffer)
+        at = step.begin
+        while data.nbytes:
+            done = os.pwrite(fds[path], data, at)
+            at, data = at + done, data[done:]
+        return step.nbytes
+
+    try:
+        for path in dict.fromkeys(path for path, _ in work):
+            fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        with _pool() as pool:
+            for nbytes in pool.map(run, *zip(*work)) if work else ():
+                count.add(nbytes)
+        if durable:
+            for fd in fds.values():
+                os.fsync(fd)
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _stream(work: Sequence[Step], count: _Count) -> Iterator[Buffer]:
+    """The steps' bytes in order; the next few are read while one is written."""
+    waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
+    free = [_buffer(max((step.nbytes for step in work), default=0)) for _ in range(_threads() + 1)]
+    with _pool() as pool:
+        coming = iter(work)
+        while True:
+            while free and (step := next(coming, None)) is not None:
+                buffer = free.pop()
+                waiting.append((pool.submit(step.fill, buffer), buffer))
+            if not waiting:
+                return
+            future, buffer = waiting.popleft()
+            data = future.result()
+            yield data
+            count.add(data.nbytes)
+            free.append(buffer)
+
+
+def _threads() -> int:
+    return min(thread_count(), MAX_THREADS)
+
+
+@contextlib.contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(_threads(), thread_name_prefix="checkpoint-gather")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _buffer(nbytes: int) -> Tensor:
+    return torch.empty(max(nbytes, STEP_BYTES), dtype=torch.uint8)

@@ -1,0 +1,99 @@
+"""Lightning's checkpoint, the dict that its ``.ckpt`` holds: taken apart into named tensors, and put together again.
+
+In it the optimizers' state is numbered by parameter, in the order of the parameter groups. Ours is named by parameter
+(``"{optimizer}/{parameter}/{key}"``); where the names aren't known, its numbers are the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.errors import CheckpointError
+
+TRANSFORMERS_KEY = "transformers"
+"""Where the trainer state has what a transformers folder needs beside the weights."""
+_DATA_PLACE = {"epoch", "position", "unit", "seed"}
+"""The keys of the place in the data that the strategy's loaders save, and others' can't load."""
+
+
+def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """The model's tensors, the optimizers' by ``"{optimizer}/{number}/{key}"``, and all the rest.
+
+    Each of ``rest["optimizer_states"]`` has ``"values"`` that aren't tensors by number and key, and the
+    ``"param_groups"``; and ``"numbered"``, as :func:`numbers_to_names` takes it.
+    """
+    rest = {key: value for key, value in content.items() if key != "state_dict"}
+    model = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
+    extra = {name: value for name, value in content["state_dict"].items() if not isinstance(value, Tensor)}
+    if extra:
+        rest["extra_state"] = extra
+    optimizer: dict[str, Tensor] = {}
+    described = []
+    for index, state in enumerate(rest.get("optimizer_states", [])):
+        values: dict[str, dict[str, Any]] = {}
+        for number, entries in state["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    optimizer[f"{index}/{number}/{key}"] = value
+                else:
+                    values.setdefault(str(number), {})[key] = value
+        groups = [{**group, "params": [str(number) for number in group["params"]]} for group in state["param_groups"]]
+        described.append({"numbered": True, "values": values, "param_groups": groups})
+    if "optimizer_states" in rest:
+        rest["optimizer_states"] = described
+    return model, optimizer, rest
+
+
+def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None, rest: Any) -> dict[str, Any]:
+    """The dict that plain Trainers and ``load_from_checkpoint`` read.
+
+    Args:
+        model: The module's tensors.
+        optimizer: The optimizers' by ``"{optimizer}/{parameter}/{key}"``; None to leave training's state out.
+        rest: The trainer state; anything but Lightning's is left out.
+
+    Raises:
+        CheckpointError: The optimizers' state is asked for and isn't Lightning's.
+    """
+    if not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
+        if optimizer:
+            raise CheckpointError(
+                "The checkpoint wasn't saved by Lightning's Trainer, so its optimizer's tensors have no place in a"
+                " .ckpt file: gather with optimizer=False."
+            )
+        return {"state_dict": dict(model)}
+    content = {key: value for key, value in rest.items() if key not in ("extra_state", TRANSFORMERS_KEY)}
+    content["state_dict"] = {**model, **rest.get("extra_state", {})}
+    _forget_place_in_data(content)
+    if optimizer is None:
+        for key in ("optimizer_states", "lr_schedulers", "callbacks"):
+            content.pop(key, None)
+    elif any("values" in state for state in content.get("optimizer_states", [])):
+        content["optimizer_states"] = [
+            _numbered(index, state, optimizer) for index, state in enumerate(content["optimizer_states"])
+        ]
+    return content
+
+
+def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """One optimizer's state dict as torch has it."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    assert len(numbers) == len(names), "an optimizer has a parameter twice"
+    entries: dict[int, dict[str, Any]] = {numbers[name]: dict(values) for name, values in state["values"].items()}
+    for path, tensor in tensors.items():
+        owner, name, key = path.split("/", 2)
+        if int(owner) == index:
+            entries.setdefault(numbers[name], {})[key] = tensor
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": dict(sorted(entries.items())), "param_groups": groups}
+
+
+def _forget_place_in_data(content: dict[str, Any]) -> None:
+    loops = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    loaders = [state for state in loops.get("combined_loader", []) if set(state) != _DATA_PLACE]
+    if "combined_loader" in loops:
+        loops["combined_loader"] = loaders
