@@ -7,7 +7,6 @@ whole blocks are read and checked, so a box's edges cost up to a block each.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,28 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import Chunk, Manifest, TensorEntry, digest
 from lightning_shard.checkpoint.plan import Box, coverage_fault
-from lightning_shard.checkpoint.store import Buffer, Segment, Store
+from lightning_shard.checkpoint.store import Buffer, Reader, Store
 from lightning_shard.checkpoint.transfer import byte_view, is_plain
 from lightning_shard.errors import CorruptCheckpointError
 
-BATCH_BYTES = 16 * 2**20
-"""How much one thread reads in one call at most; with the threads, the bound of what is in flight."""
+BATCH_BYTES = 8 * 2**20
+"""How much one thread fetches of one file at a time; times the store's ``requests``, the bound of what is in flight."""
 SPAN_BYTES = 16 * 2**20
 """A strided part of a chunk is read together with what lies between, up to this length at a time."""
-MAX_THREADS = 8
 _SCRATCH_ALIGNMENT = 64
-
-
-def thread_count() -> int:
-    """Threads for this process, of the processors that it shares with the other ranks of the machine."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MAX_THREADS, processors // (int(neighbours) if neighbours.isdigit() else 1) or 1))
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
         for file, jobs in sorted(per_file.items())
         for batch in _batches(sorted(jobs, key=lambda job: job.begin))
     ]
-    threads = min(thread_count(), len(batches))
+    threads = min(store.requests, len(batches))
     if threads <= 1:
         scratch = _Scratch()
         for path, batch in batches:
@@ -116,9 +108,10 @@ def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _
         part = Box(chunk.offsets, chunk.sizes).intersect(read.box)
         if part is not None and part.numel:
             found.append((chunk, part))
-    fault = coverage_fault(read.box.sizes, [part.within(read.box) for _, part in found])
-    if fault is not None:
-        raise manifest.corrupt(f"the chunks of {read.name!r} don't make up the tensor: {fault}")
+    if len(found) != 1 or found[0][1] != read.box:
+        fault = coverage_fault(read.box.sizes, [part.within(read.box) for _, part in found])
+        if fault is not None:
+            raise manifest.corrupt(f"the chunks of {read.name!r} don't make up the tensor: {fault}")
     block_bytes = manifest.block_bytes if verify else 0
     for chunk, part in found:
         chunk_box = Box(chunk.offsets, chunk.sizes)
@@ -244,9 +237,9 @@ class _Scratch:
     def __init__(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, nbytes: int) -> Tensor:
-        if self.tensor.numel() < nbytes:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+    def room(self, nbytes: int, pinned: bool) -> Tensor:
+        if self.tensor.numel() < nbytes or (pinned and not self.tensor.is_pinned()):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self.tensor
 
 
@@ -256,30 +249,65 @@ def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) ->
         places.append(total)
         if job.into is None:
             total += -(-(job.end - job.begin) // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-    room = scratch.room(total)
+    room = scratch.room(total, any(job.target is not None and job.target.device.type == "cuda" for job in batch))
     memory = byte_view(room) if total else memoryview(b"")
-    segments: list[Segment] = []
-    for job, place in zip(batch, places):
-        into = memory[place : place + job.end - job.begin] if job.into is None else job.into
-        segments.append((job.begin, into))
+    buffers = [
+        memory[place : place + job.end - job.begin] if job.into is None else job.into
+        for job, place in zip(batch, places)
+    ]
     try:
-        store.read_into(path, segments)
+        with store.reading(path) as read:
+            for group in _steps(list(zip(batch, buffers)), store.step_bytes):
+                _read_and_check(read, group, store.step_bytes, f"{store.root}/{path}")
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{store.root}/{path} is missing, and holds a part of {batch[0].name!r}: use another checkpoint."
         ) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {batch[0].name!r}.") from error
-    for job, place, (_, buffer) in zip(batch, places, segments):
-        for start, stop, expected in job.blocks:
-            if digest(buffer[start:stop]) != expected:
-                raise CorruptCheckpointError(
-                    f"{store.root}/{path}: bytes {job.begin + start:,} to {job.begin + stop:,}, a part of {job.name!r},"
-                    " differ from their digest: the file is damaged, use another checkpoint."
-                )
+    for job, place, buffer in zip(batch, places, buffers):
         if job.target is not None:
             elements = room[place : place + buffer.nbytes].view(job.dtype)
             job.target.copy_(elements.as_strided(job.target.shape, job.strides, elements.storage_offset() + job.offset))
+
+
+def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Sequence[tuple[_Job, Buffer]]]:
+    """Jobs to read in one call: as many as fit into a step, or one that is longer."""
+    first = total = 0
+    for index, (_, buffer) in enumerate(jobs):
+        if index > first and total + buffer.nbytes > step_bytes:
+            yield jobs[first:index]
+            first, total = index, 0
+        total += buffer.nbytes
+    yield jobs[first:]
+
+
+def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int, file: str) -> None:
+    """Read, and hash what was read while it is in cache."""
+    if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes:
+        read([(job.begin, buffer) for job, buffer in jobs])
+        for job, buffer in jobs:
+            for start, stop, expected in job.blocks:
+                _compare(digest(buffer[start:stop]), expected, job, start, stop, file)
+        return
+    job, buffer = jobs[0]
+    for start, stop, expected in job.blocks or [(0, buffer.nbytes, "")]:
+        hasher = xxhash.xxh3_128()
+        for begin in range(start, stop, step_bytes):
+            part = buffer[begin : min(begin + step_bytes, stop)]
+            read([(job.begin + begin, part)])
+            if expected:
+                hasher.update(part)
+        if expected:
+            _compare(hasher.hexdigest(), expected, job, start, stop, file)
+
+
+def _compare(found: str, expected: str, job: _Job, start: int, stop: int, file: str) -> None:
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"{file}: bytes {job.begin + start:,} to {job.begin + stop:,}, a part of {job.name!r}, differ from their"
+            " digest: the file is damaged, use another checkpoint."
+        )
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_shard.checkpoint import codec
-from lightning_shard.checkpoint.fetch import thread_count
 from lightning_shard.checkpoint.header import CARRIERS, HeaderEntry, parse_header
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Chunk, FileEntry, TensorEntry, digest
 from lightning_shard.checkpoint.plan import Box, coverage_fault
@@ -89,7 +88,7 @@ def verify(
         for chunk in entry.chunks:
             chunks[chunk.file].append((name, entry, chunk))
     total = sum(file.bytes for file in manifest.files)
-    with ThreadPoolExecutor(thread_count(), thread_name_prefix="checkpoint-verify") as pool:
+    with ThreadPoolExecutor(checkpoint.store.requests, thread_name_prefix="checkpoint-verify") as pool:
         work = zip(manifest.files, chunks, strict=True)
         for file, faults in zip(manifest.files, pool.map(lambda item: list(_check(checkpoint, *item)), work)):
             report.faults += faults
@@ -178,5 +177,6 @@ def _check_json(checkpoint: Checkpoint, file: FileEntry) -> Iterator[Fault]:
 
 def _bytes(checkpoint: Checkpoint, file: FileEntry, begin: int, end: int) -> memoryview:
     buffer = memoryview(bytearray(end - begin))
-    checkpoint.store.read_into(file.path, [(begin, buffer)])
+    with checkpoint.store.reading(file.path) as read_into:
+        read_into([(begin, buffer)])
     return buffer

@@ -242,7 +242,8 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     limits = mock.patch.multiple(transfer, BLOCK_BYTES=64, STEP_BYTES=24, STAGING_BYTES=32)
     reading = mock.patch.multiple(fetch, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
     grid, parts = mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(plan, "MIN_PART_BYTES", 8)
-    with limits, reading, grid, parts:
+    steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
+    with limits, reading, grid, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")
         store, manifest = save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
         for name, tensor in full.items():

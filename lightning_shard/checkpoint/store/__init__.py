@@ -1,0 +1,63 @@
+"""Where checkpoints lie: local disk, or any place that fsspec knows, behind the few verbs of :class:`Store`.
+
+Paths are ``str`` throughout: ``pathlib`` turns ``s3://a/b`` into ``s3:/a/b``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_shard.checkpoint.store.local import LocalStore
+from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, Store
+from lightning_shard.errors import CheckpointError
+
+__all__ = ["Buffer", "LocalStore", "Reader", "Segment", "Store", "as_path", "open_store"]
+
+
+def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
+    """The store for a directory: local disk, or whatever fsspec has for the path's protocol.
+
+    Raises:
+        CheckpointError: No such path can be: an unknown protocol, a package that isn't there, a URL with a password.
+    """
+    root = as_path(path)
+    scheme = root.partition("://")[0] if "://" in root else ""
+    if "::" not in root:
+        if scheme in ("", "file", "local"):
+            return LocalStore(root.partition("://")[2] if scheme else root)
+        if scheme in ("s3", "s3a"):
+            from lightning_shard.checkpoint.store.s3 import S3Store
+
+            return S3Store(root, storage_options or {})
+    from lightning_shard.checkpoint.store.remote import RemoteStore
+
+    return RemoteStore(root, storage_options or {})
+
+
+def as_path(path: str | os.PathLike[str]) -> str:
+    """A path as text, without a trailing slash, and without the manifest's name if it is the manifest's own path."""
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise CheckpointError(f"path ({path!r}) must be a str or a path that gives one.")
+    if not text:
+        raise CheckpointError("path is empty: name the checkpoint's directory.")
+    _refuse_passwords(text)
+    head, _, tail = text.rpartition("/")
+    if tail == "manifest.json":
+        text = head or ("/" if text.startswith("/") else ".")
+    return text.rstrip("/") or "/"
+
+
+def _refuse_passwords(text: str) -> None:
+    """Paths are shown, logged, and kept in checkpoints as the paths of the best ones; passwords must not be."""
+    for part in text.split("::"):
+        scheme, separator, rest = part.partition("://")
+        host = rest.partition("/")[0]
+        if separator and "@" in host and ":" in host.rpartition("@")[0]:
+            place = f"{scheme}://…@{urlsplit(f'x://{host}').hostname}"
+            raise CheckpointError(
+                f"The path {place} holds a password, which would be shown wherever the path is: leave it out, and pass"
+                " it in storage_options or in fsspec's own configuration."
+            )

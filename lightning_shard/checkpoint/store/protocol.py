@@ -1,0 +1,86 @@
+"""The few verbs that a checkpoint needs of the place it lies in. Everything else is written on top of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from lightning_shard.errors import CorruptCheckpointError
+
+Buffer = memoryview
+Segment = tuple[int, Buffer]
+"""Where in the file, in bytes, and the memory to fill from there."""
+Reader = Callable[[Sequence[Segment]], None]
+"""Fills segments, which are in ascending order. Raises CorruptCheckpointError if the file is too short."""
+
+
+class Store(Protocol):
+    """One directory of files. Errors of the underlying system pass through, except as said.
+
+    A store is rooted at one checkpoint's directory; names in it are relative, with ``/``. Its methods may be called
+    from several threads at once.
+    """
+
+    @property
+    def root(self) -> str:
+        """The path as the user gave it; never with credentials."""
+
+    @property
+    def requests(self) -> int:
+        """How many calls are worth having under way at once, each from a thread of its own."""
+
+    @property
+    def step_bytes(self) -> int:
+        """How much is best asked for at a time: what stays in a core's cache, or what makes up for a round trip."""
+
+    def read(self, name: str) -> bytes:
+        """A whole small file. Raises FileNotFoundError."""
+
+    def size(self, name: str) -> int:
+        """In bytes. Raises FileNotFoundError."""
+
+    def reading(self, name: str) -> AbstractContextManager[Reader]:
+        """Open a file for reading parts of it. Raises FileNotFoundError, then or at the first read."""
+
+    def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+        """Write a new file from buffers, each of which may be reused once the next one is asked for."""
+
+    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+        """The same, replacing a file at once: readers see the old bytes or all of the new ones, never a mixture."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+    def remove_empty_folders(self) -> None:
+        """Remove the folder and those in it, as far as they are empty; nothing on stores that have no folders."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def names(self) -> list[str]:
+        """All files in the directory and one level below, to find leftovers; never to find data."""
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make the folder entries of these files survive a crash of the machine."""
+
+
+def adjacent(segments: Sequence[Segment], max_gap: int = 0) -> Iterable[tuple[int, int, list[Segment]]]:
+    """Segments that follow on one another, with at most ``max_gap`` bytes between, as (start, stop, segments)."""
+    start = stop = 0
+    joined: list[Segment] = []
+    for offset, buffer in segments:
+        if joined and not 0 <= offset - stop <= max_gap:
+            yield start, stop, joined
+            joined = []
+        if not joined:
+            start = offset
+        joined.append((offset, buffer))
+        stop = offset + buffer.nbytes
+    if joined:
+        yield start, stop, joined
+
+
+def too_short(name: str, at: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{name} is truncated: the manifest refers to bytes beyond its end at {at:,}. Use another checkpoint."
+    )
