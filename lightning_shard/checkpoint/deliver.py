@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.commit import Ranks, all_or_none
-from lightning_shard.checkpoint.fetch import thread_count
-from lightning_shard.checkpoint.outfile import STEP_BYTES, OutFile, Step, share_out, steps
+from lightning_shard.checkpoint.copy import Copier, pwrite
+from lightning_shard.checkpoint.outfile import OutFile, Step, share_out, steps
 from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
+from lightning_shard.checkpoint.store.local import thread_count
 
 MAX_THREADS = 4
-REMOTE_STEP_BYTES = 16 * 2**20
+COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
+"""How much one thread copies at a time from local disk to local disk, through small buffers."""
+BUFFER_BYTES = 16 * 2**20
+"""How much is read at a time otherwise; as many such buffers as threads, and one more, are in memory."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -45,7 +49,9 @@ def deliver(
         mine = files[ranks.members.index(ranks.rank) :: len(ranks.members)]
         count = _Count(sum(file.size for file in mine), progress)
         for file in mine:
-            store.publish(file.name, _stream(list(steps(file, REMOTE_STEP_BYTES)), count), file.size, durable=durable)
+            store.publish(
+                file.name, _stream(list(steps(file, BUFFER_BYTES, BUFFER_BYTES)), count), file.size, durable=durable
+            )
 
 
 @dataclass
@@ -77,9 +83,14 @@ def _deliver_locally(
         seeing = ranks.broadcast([rank for rank, can in zip(ranks.members, ranks.gather(sees)) if can])
         with all_or_none(ranks.group):
             if ranks.rank in seeing:
-                work = [(file, step) for file in files for step in steps(file)]
+                work = _work(files)
                 mine = share_out(work, len(seeing), seeing.index(ranks.rank))
-                _write_in_place([(paths[file.name] + suffix, step) for file, step in mine], durable, progress)
+                _write_in_place(
+                    [(paths[file.name] + suffix, step) for file, step in mine],
+                    _from_local_disk(files),
+                    durable,
+                    progress,
+                )
         with all_or_none(ranks.group):
             if ranks.first:
                 for path in paths.values():
@@ -102,26 +113,38 @@ def _reserve(path: str, size: int) -> None:
         os.close(fd)
 
 
-def _write_in_place(work: Sequence[tuple[str, Step]], durable: bool, progress: Progress | None) -> None:
+def _work(files: Sequence[OutFile]) -> list[tuple[OutFile, Step]]:
+    sizes = (COPY_BYTES, COPY_SLAB_BYTES) if _from_local_disk(files) else (BUFFER_BYTES, BUFFER_BYTES)
+    return [(file, step) for file in files for step in steps(file, *sizes)]
+
+
+def _from_local_disk(files: Sequence[OutFile]) -> bool:
+    stores = (source.stored.checkpoint.store for file in files for _, source in file.tensors)
+    return isinstance(next(stores, None), LocalStore)
+
+
+def _write_in_place(work: Sequence[tuple[str, Step]], copies: bool, durable: bool, progress: Progress | None) -> None:
     count = _Count(sum(step.nbytes for _, step in work), progress)
     fds: dict[str, int] = {}
     local = threading.local()
 
-    def run(path: str, step: Step) -> int:
+    def copy(path: str, step: Step) -> int:
+        if not hasattr(local, "copier"):
+            local.copier = Copier()
+        local.copier.copy(step, fds[path])
+        return step.nbytes
+
+    def fill(path: str, step: Step) -> int:
         if not hasattr(local, "buffer") or local.buffer.numel() < step.nbytes:
-            local.buffer = _buffer(step.nbytes)
-        data = step.fill(local.buffer)
-        at = step.begin
-        while data.nbytes:
-            done = os.pwrite(fds[path], data, at)
-            at, data = at + done, data[done:]
+            local.buffer = torch.empty(step.nbytes, dtype=torch.uint8)
+        pwrite(fds[path], step.fill(local.buffer), step.begin)
         return step.nbytes
 
     try:
         for path in dict.fromkeys(path for path, _ in work):
             fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         with _pool() as pool:
-            for nbytes in pool.map(run, *zip(*work)) if work else ():
+            for nbytes in pool.map(copy if copies else fill, *zip(*work)) if work else ():
                 count.add(nbytes)
         if durable:
             for fd in fds.values():
@@ -134,7 +157,8 @@ def _write_in_place(work: Sequence[tuple[str, Step]], durable: bool, progress: P
 def _stream(work: Sequence[Step], count: _Count) -> Iterator[Buffer]:
     """The steps' bytes in order; the next few are read while one is written."""
     waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
-    free = [_buffer(max((step.nbytes for step in work), default=0)) for _ in range(_threads() + 1)]
+    size = max((step.nbytes for step in work), default=0)
+    free = [torch.empty(size, dtype=torch.uint8) for _ in range(_threads() + 1)]
     with _pool() as pool:
         coming = iter(work)
         while True:
@@ -161,7 +185,3 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _buffer(nbytes: int) -> Tensor:
-    return torch.empty(max(nbytes, STEP_BYTES), dtype=torch.uint8)

@@ -114,7 +114,7 @@ def _shards(order: Sequence[str], sources: Mapping[str, Source], limit_bytes: in
 def _safetensors_file(name: str, keys: Sequence[str], sources: Mapping[str, Source]) -> OutFile:
     described = [(key, dtype_name(sources[key].dtype, key), sources[key].stored.entry.shape) for key in keys]
     header, entries = build_header(described, {"format": "pt"})
-    tensors = [(entry.begin, sources[entry.key]) for entry in entries if entry.end > entry.begin]
+    tensors = [(entry.begin, sources[entry.key]) for entry in entries]
     return OutFile(name, entries[-1].end if entries else len(header), [(0, header)], tensors)
 
 
@@ -243,6 +243,5 @@ def lightning(checkpoint: Checkpoint, name: str, naming: Naming, plan: Skeleton[
     for (section, key), begin in plan.places.items():
         stored = sections[section][key]
         source = naming.source(stored) if section == "model" else Source(stored, stored.dtype)
-        if source.nbytes:
-            tensors.append((begin, source))
+        tensors.append((begin, source))
     return Bundle([OutFile(name, plan.size, plan.literals, tensors)])

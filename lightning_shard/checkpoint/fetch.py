@@ -6,6 +6,7 @@ whole blocks are read and checked, so a box's edges cost up to a block each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,16 +81,12 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     ]
     threads = min(store.requests, len(batches))
     if threads <= 1:
-        scratch = _Scratch()
         for path, batch in batches:
-            _fetch(store, path, batch, scratch)
+            _fetch(store, path, batch, _scratch())
     else:
-        local = threading.local()
 
         def fetch(work: tuple[str, list[_Job]]) -> None:
-            if not hasattr(local, "scratch"):
-                local.scratch = _Scratch()
-            _fetch(store, *work, local.scratch)
+            _fetch(store, *work, _scratch())
 
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
             futures = [pool.submit(fetch, batch) for batch in batches]
@@ -116,7 +113,7 @@ def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _
     for chunk, part in found:
         chunk_box = Box(chunk.offsets, chunk.sizes)
         inside = part.within(chunk_box)
-        target = _narrow(read.target, part.within(read.box))
+        target = narrow(read.target, part.within(read.box))
         for region, view in _regions(inside, target, chunk.sizes, DTYPES[read.entry.dtype]):
             yield from (
                 (chunk.file, job) for job in _jobs(read, chunk, region, view, block_bytes if chunk.digests else 0)
@@ -243,6 +240,28 @@ class _Scratch:
         return self.tensor
 
 
+@contextlib.contextmanager
+def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
+    """Reads of a file for a tensor: a file that is missing or too short is a damaged checkpoint."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{store.root}/{path} is missing, and holds a part of {name!r}: use another checkpoint."
+        ) from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {name!r}.") from error
+
+
+_of_thread = threading.local()
+
+
+def _scratch() -> _Scratch:
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = _Scratch()
+    return _of_thread.scratch
+
+
 def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) -> None:
     places, total = [], 0
     for job in batch:
@@ -255,16 +274,9 @@ def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) ->
         memory[place : place + job.end - job.begin] if job.into is None else job.into
         for job, place in zip(batch, places)
     ]
-    try:
-        with store.reading(path) as read:
-            for group in _steps(list(zip(batch, buffers)), store.step_bytes):
-                _read_and_check(read, group, store.step_bytes, f"{store.root}/{path}")
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{store.root}/{path} is missing, and holds a part of {batch[0].name!r}: use another checkpoint."
-        ) from error
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {batch[0].name!r}.") from error
+    with naming_what_fails(store, path, batch[0].name), store.reading(path) as read:
+        for group in _steps(list(zip(batch, buffers)), store.step_bytes):
+            _read_and_check(read, group, store.step_bytes, f"{store.root}/{path}")
     for job, place, buffer in zip(batch, places, buffers):
         if job.target is not None:
             elements = room[place : place + buffer.nbytes].view(job.dtype)
@@ -288,7 +300,7 @@ def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_byte
         read([(job.begin, buffer) for job, buffer in jobs])
         for job, buffer in jobs:
             for start, stop, expected in job.blocks:
-                _compare(digest(buffer[start:stop]), expected, job, start, stop, file)
+                check_digest(digest(buffer[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
         return
     job, buffer = jobs[0]
     for start, stop, expected in job.blocks or [(0, buffer.nbytes, "")]:
@@ -299,14 +311,15 @@ def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_byte
             if expected:
                 hasher.update(part)
         if expected:
-            _compare(hasher.hexdigest(), expected, job, start, stop, file)
+            check_digest(hasher.hexdigest(), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
-def _compare(found: str, expected: str, job: _Job, start: int, stop: int, file: str) -> None:
+def check_digest(found: str, expected: str, name: str, begin: int, end: int, file: str) -> None:
+    """Raise CorruptCheckpointError if the bytes ``begin`` to ``end`` of a file, a part of ``name``, aren't as saved."""
     if found != expected:
         raise CorruptCheckpointError(
-            f"{file}: bytes {job.begin + start:,} to {job.begin + stop:,}, a part of {job.name!r}, differ from their"
-            " digest: the file is damaged, use another checkpoint."
+            f"{file}: bytes {begin:,} to {end:,}, a part of {name!r}, differ from their digest: the file is damaged,"
+            " use another checkpoint."
         )
 
 
@@ -314,7 +327,8 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
-def _narrow(tensor: Tensor, box: Box) -> Tensor:
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """A view of a box of a tensor."""
     view: Any = tensor
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes)):
         if size != view.shape[dim]:

@@ -79,7 +79,8 @@ def _head(store: Store, name: str) -> bytes | None:
 
 def _read(store: Store, name: str, begin: int, end: int) -> bytes:
     data = bytearray(end - begin)
-    store.read_into(name, [(begin, memoryview(data))])
+    with store.reading(name) as read:
+        read([(begin, memoryview(data))])
     return bytes(data)
 
 
@@ -187,6 +188,7 @@ class _StoreFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         memory = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
         if memory.nbytes:
-            self._store.read_into(self._name, [(self._at, memory)])
+            with self._store.reading(self._name) as read:
+                read([(self._at, memory)])
         self._at += memory.nbytes
         return memory.nbytes

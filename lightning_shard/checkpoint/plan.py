@@ -41,6 +41,10 @@ class Box:
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
 
+    def first(self, shape: Sequence[int]) -> int:
+        """The place of its first element in a row-major tensor of that shape."""
+        return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(self.offsets))
+
     def within(self, outer: Box) -> Box:
         """The same box, counted from the corner of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)

@@ -186,8 +186,8 @@ def read(
     """Open a checkpoint by its directory, or by the path of its manifest. Reads the manifest only.
 
     Other programs' files open too, to read: a safetensors file, a folder with ``model.safetensors`` or its index, as
-    transformers writes them, and a file of ``torch.save``, such as Lightning's ``.ckpt``, of which only plain values and
-    tensors are read (``weights_only=True``). They have no digests.
+    transformers writes them, and a file of ``torch.save``, such as Lightning's ``.ckpt``, of which only plain values
+    and tensors are read (``weights_only=True``). They have no digests.
 
     Raises:
         CheckpointNotFoundError: No manifest there, nor such a file.
@@ -220,8 +220,8 @@ def load(
         strict: Every name asked for must be in the checkpoint, and every name in it asked for by some rank.
         cast: Convert dtypes where they differ; otherwise that is an error.
         strip_prefix: Taken off the names of the checkpoint's model tensors that have it, to find them in the state.
-        rename: For the names after that: beginnings and what takes their place, such as ``{"": "model."}``, or a function
-            that gives the new name, or None to leave the tensor alone.
+        rename: For the names after that: beginnings and what takes their place, such as ``{"": "model."}``, or a
+            function that gives the new name, or None to leave the tensor alone.
         verify: Check digests.
         group: The ranks that load together. Default: all.
 

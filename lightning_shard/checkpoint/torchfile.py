@@ -1,7 +1,7 @@
 """torch's own files (a zip of one pickle and the tensors' bytes), written and read without their tensors in memory.
 
-The only file that calls ``torch.save`` and ``torch.load``. Reading is by ``weights_only=True``, which builds plain values
-and tensors, and runs no code that a file names.
+The only file that calls ``torch.save`` and ``torch.load``. Reading is by ``weights_only=True``, which builds plain
+values and tensors, and runs no code that a file names.
 
 Of torch 2.11 to 2.13 it uses what may yet change there: ``serialization.skip_data``, which leaves room for the tensors'
 bytes, and the ``_checkpoint_offset`` that storages loaded under ``FakeTensorMode`` have, where their bytes are.
@@ -78,7 +78,7 @@ def skeleton(value: Any, fakes: Mapping[Key, Tensor]) -> Skeleton[Key]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "archive")
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(value, path, pickle_module=SimpleNamespace(Pickler=Pickler))
+            torch.save(value, path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Pickler))
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
             places = {
                 key: _data_offset(file, archive.getinfo(f"archive/data/{number}")) for number, key in enumerate(order)
@@ -146,8 +146,8 @@ def stored_as(name: str, tensor: Tensor) -> dict[str, Any]:
     inner = _contiguous_dims(shape, strides)
     if math.prod(shape[:inner]) > MAX_CHUNKS:
         raise UnsupportedStateError(
-            f"{name!r} of shape {shape} lies in the file with strides {strides}, transposed or in another memory format:"
-            " load the file with torch.load, and save it with contiguous tensors."
+            f"{name!r} of shape {shape} lies in the file with strides {strides}, transposed or in another memory"
+            " format: load the file with torch.load, and save it with contiguous tensors."
         )
     nbytes = math.prod(shape[inner:]) * width
     chunks = []
