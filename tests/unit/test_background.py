@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_a_failed_write_is_raised_by_the_next_save_and_leaves_the_checkpoint_bef
 
 
 def test_a_value_that_cannot_be_held_is_refused_before_save_returns(tmp_path, saver):
-    with pytest.raises(UnsupportedStateError, match="'model' is a builtins.function"):
+    with pytest.raises(UnsupportedStateError, match=r"'model' is a builtins\.function"):
         saver.save({}, tmp_path / "c", trainer_state={"model": test_the_memory_of_the_copies_is_used_again})
     assert not (tmp_path / "c").exists()
 
