@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from unittest import mock
 
 import pytest
 import torch
