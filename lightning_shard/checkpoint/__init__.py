@@ -3,6 +3,7 @@
 Works with plain tensors or DTensors, with a process group or without; see ``docs/format.md`` for the bytes.
 """
 
+from lightning_shard.checkpoint.background import AsyncSaver
 from lightning_shard.checkpoint.codec import register_codec
 from lightning_shard.checkpoint.commit import all_or_none, remove
 from lightning_shard.checkpoint.gather import GatherReport, gather
@@ -12,6 +13,7 @@ from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
 __all__ = [
+    "AsyncSaver",
     "Checkpoint",
     "Fault",
     "GatherReport",

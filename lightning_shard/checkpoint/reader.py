@@ -16,9 +16,9 @@ from lightning_shard.checkpoint.fetch import Read, read_boxes
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry, digest
 from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.part import flatten
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.store import Store, as_path, open_store
-from lightning_shard.checkpoint.writer import flatten
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,

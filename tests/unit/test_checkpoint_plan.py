@@ -16,6 +16,7 @@ from lightning_shard.checkpoint import commit, fetch, plan, transfer
 from lightning_shard.checkpoint.dtensor import Frame, Located, _boxes, _splits
 from lightning_shard.checkpoint.fetch import Read, read_boxes
 from lightning_shard.checkpoint.manifest import Manifest
+from lightning_shard.checkpoint.part import my_pieces
 from lightning_shard.checkpoint.plan import (
     Box,
     LocalBox,
@@ -30,7 +31,6 @@ from lightning_shard.checkpoint.plan import (
     strided_factors_fit,
 )
 from lightning_shard.checkpoint.store import LocalStore
-from lightning_shard.checkpoint.writer import my_pieces
 from lightning_shard.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)

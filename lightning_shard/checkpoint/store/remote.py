@@ -45,20 +45,31 @@ def is_transient(error: BaseException) -> bool:
     """Whether a call that failed so may succeed when it is made again."""
     if isinstance(error, _FINAL) or type(error).__name__ in _NEVER_BETTER:
         return False
-    if isinstance(error, OSError | asyncio.TimeoutError):
-        return True
-    return type(error).__module__.partition(".")[0] in _HTTP_LIBRARIES
+    return isinstance(error, OSError | asyncio.TimeoutError) or _is_of_http(error)
 
 
 def retried(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call until it succeeds, a fault isn't transient, or the attempts are used up; waits longer each time."""
+    """Call until it succeeds, a fault isn't transient, or the attempts are used up; waits longer each time.
+
+    Raises:
+        OSError: What it failed with at last, also where the library's own error is none.
+    """
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         stop=tenacity.stop_after_attempt(ATTEMPTS),
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=MAX_WAIT_S),
         reraise=True,
     )
-    return retrying(call, *args, **kwargs)
+    try:
+        return retrying(call, *args, **kwargs)
+    except Exception as error:
+        if isinstance(error, OSError) or not _is_of_http(error):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_of_http(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _HTTP_LIBRARIES
 
 
 class RemoteStore:
