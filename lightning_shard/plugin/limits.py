@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,17 +23,13 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
     Raises:
         ConfigurationError: The first that doesn't go with the layout, and the way out.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ConfigurationError(
-                f"{type(callback).__name__} keeps a copy of the module from before it is sharded, and can't average"
-                " what is sharded since: leave it out."
-            )
     if layout.pipeline_parallel_size == 1:
         return
     fits = trainer.state.fn == TrainerFn.FITTING
     scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
     takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    has_batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
     for applies, reason in (
         (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
         (
@@ -41,6 +37,10 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
             "manual optimization: let the Trainer optimize (automatic_optimization=True)",
         ),
         (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
+        (
+            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and has_batch_norm,
+            "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
+        ),
         (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
     ):
         if applies:

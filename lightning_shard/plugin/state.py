@@ -147,22 +147,39 @@ def load_module(
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
                 " share."
             )
-        pairs = []
-        for name, target in own.items():
-            value = stored.get(name)
-            if isinstance(value, ckpt.StoredTensor):
-                pairs.append((value, target.detach()))
-            elif isinstance(value, Tensor):
-                _fill(name, target, value)
-        ckpt.load_tensors(pairs)
+        _fill(own, stored)
         if others:
             whole = {n: v.full() if isinstance(v, ckpt.StoredTensor) else v for n, v in others.items()}
             module.load_state_dict(whole, strict=False)
     return missing, unexpected
 
 
-def _fill(name: str, target: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of a whole tensor that a hook put into the checkpoint."""
+def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bool) -> None:
+    """Fill tensors, in place, by name, from stored or plain ones; a collective call.
+
+    Raises:
+        StateMismatchError: Shapes that differ; with ``strict``, names that are missing.
+    """
+    with ckpt.all_or_none():
+        missing = sorted(targets.keys() - stored.keys())
+        if strict and missing:
+            raise StateMismatchError(f"The checkpoint's tensors aren't the average's: {_some('missing', missing)}.")
+        _fill(targets, stored)
+
+
+def _fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    pairs = []
+    for name, target in targets.items():
+        value = stored.get(name)
+        if isinstance(value, ckpt.StoredTensor):
+            pairs.append((value, target.detach()))
+        elif isinstance(value, Tensor):
+            _copy_part(name, target, value)
+    ckpt.load_tensors(pairs)
+
+
+def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of a whole tensor that a hook put into the checkpoint, or of one that is laid out alike."""
     if value.shape != target.shape:
         raise StateMismatchError(
             f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."

@@ -32,6 +32,7 @@ from lightning_shard.pipeline.schedule import check_schedule
 from lightning_shard.plugin import loops, randomness
 from lightning_shard.plugin.agreement import check_replicas, check_same_batch, same_on_data_ranks
 from lightning_shard.plugin.assemble import Assembly, Settings, assemble
+from lightning_shard.plugin.averaging import average_shards, drop_replaced_schedulers, postpone_copies
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.failure import FailureWatch
 from lightning_shard.plugin.gather import gather_parameters
@@ -197,6 +198,7 @@ class HybridShardStrategy(ModelParallelStrategy):
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        postpone_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = loops.take_over_sampling(self.lightning_module.trainer)
 
@@ -296,6 +298,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            average_shards(trainer.callbacks, module)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -491,6 +494,8 @@ class HybridShardStrategy(ModelParallelStrategy):
             load_optimizer(
                 optimizer, index, self._names, checkpoint["optimizer_tensors"], checkpoint["optimizer_states"][index]
             )
+        assert self.lightning_module is not None
+        drop_replaced_schedulers(self.lightning_module.trainer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
