@@ -1,15 +1,17 @@
-"""All ranks of a pipeline and of a tensor group must read the same batch."""
+"""What ranks must agree on: the batch of a pipeline and a tensor group, and what is saved as the same on all."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import BatchError
+from lightning_shard.errors import BatchError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline import tree
 
@@ -37,6 +39,53 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
                 " batches differ: a dataset or sampler that deals by global rank must deal by data rank instead"
                 " (trainer.strategy.layout.data_rank of data_parallel_size)."
             )
+
+
+def check_replicas(states: Iterable[dict[str, Any]]) -> None:
+    """Compare what optimizers keep as plain tensors for sharded parameters; a collective call over all ranks.
+
+    Such a tensor is saved as the same on every rank that holds its parameter.
+
+    Args:
+        states: Of :func:`named_optimizer_state`.
+
+    Raises:
+        UnsupportedStateError: On every rank, where one differs: a rank's own part, that doesn't say of what.
+    """
+    own = {}
+    for index, state in enumerate(states):
+        for name, entries in state["state"].items():
+            if isinstance(state["parameters"][name], DTensor):
+                for path, value in tree.walk(entries):
+                    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+                        own["/".join((str(index), name, *path))] = _digest(value)
+    everyone: list[dict[str, str]] = [own]
+    if dist.is_initialized():
+        everyone = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    first: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(everyone):
+        for key, value in found.items():
+            other, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                raise UnsupportedStateError(
+                    f"Optimizer state {key!r} is a plain tensor that differs between ranks {other} and {rank}, while"
+                    " its parameter is sharded: how the parts make up a whole isn't known, so they can't be saved. Have"
+                    " the optimizer keep it as a DTensor, made from the parameter by torch.zeros_like."
+                )
+
+
+def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group: Any) -> dict[str, Any]:
+    """A state dict with the first data rank's values of what is no parameter, such as BatchNorm's statistics.
+
+    A collective call over the group. The module's own are left as they are.
+    """
+    agreed = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and name not in parameters and value.numel():
+            agreed[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(agreed[name], group=group, group_src=0)
+    return agreed
 
 
 def _digest(batch: Any) -> str:
