@@ -227,9 +227,16 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
         new: fake("model", naming.source(checkpoint[checkpoint.alias_of(old) or old])) for new, old in names.items()
     }
     others = whole("trainer", StoredTensors(checkpoint.manifest.trainer, checkpoint))
-    rest = codec.decode(checkpoint.state_json(), others.__getitem__)
-    content = put_together(model, whole("optimizer", checkpoint.optimizer) if optimizer else None, rest)
-    return skeleton(content, fakes)
+    states = whole("optimizer", checkpoint.optimizer)
+    referred: set[str] = set()
+
+    def refer(name: str) -> Tensor:
+        referred.add(name)
+        return states[name]
+
+    rest = codec.decode(checkpoint.state_json(), others.__getitem__, refer)
+    own = {name: state for name, state in states.items() if name not in referred}
+    return skeleton(put_together(model, own if optimizer else None, rest), fakes)
 
 
 def lightning(checkpoint: Checkpoint, name: str, naming: Naming, plan: Skeleton[Key]) -> Bundle:

@@ -35,13 +35,14 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     for index, state in enumerate(rest.get("optimizer_states", [])):
         values: dict[str, dict[str, Any]] = {}
         for number, entries in state["state"].items():
-            for key, value in entries.items():
+            for key, value in entries.items() if isinstance(number, int) else ():
                 if isinstance(value, Tensor):
                     optimizer[f"{index}/{number}/{key}"] = value
                 else:
                     values.setdefault(str(number), {})[key] = value
         groups = [{**group, "params": [str(number) for number in group["params"]]} for group in state["param_groups"]]
-        described.append({"numbered": True, "values": values, "param_groups": groups})
+        shared = {key: entries for key, entries in state["state"].items() if not isinstance(key, int)}
+        described.append({"numbered": True, "values": values, "shared": shared, "param_groups": groups})
     if "optimizer_states" in rest:
         rest["optimizer_states"] = described
     return model, optimizer, rest
@@ -83,13 +84,13 @@ def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     assert len(numbers) == len(names), "an optimizer has a parameter twice"
-    entries: dict[int, dict[str, Any]] = {numbers[name]: dict(values) for name, values in state["values"].items()}
+    entries: dict[Any, dict[str, Any]] = {numbers[name]: dict(values) for name, values in state["values"].items()}
     for path, tensor in tensors.items():
         owner, name, key = path.split("/", 2)
         if int(owner) == index:
             entries.setdefault(numbers[name], {})[key] = tensor
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": dict(sorted(entries.items())), "param_groups": groups}
+    return {"state": {**dict(sorted(entries.items())), **state.get("shared", {})}, "param_groups": groups}
 
 
 def _forget_place_in_data(content: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
             be read a second time for the next.
     """
     tensors = [(begin, source) for begin, source in file.tensors if source.nbytes]
-    items = sorted([*file.literals, *tensors], key=lambda item: item[0])
+    items: list[tuple[int, bytes | Source]] = sorted([*file.literals, *tensors], key=lambda item: item[0])
     step = Step(0)
     for begin, item in items:
         assert begin == step.begin + step.nbytes, f"{file.name}: bytes {step.begin + step.nbytes} to {begin} are unset"

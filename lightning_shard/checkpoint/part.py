@@ -149,7 +149,7 @@ def _find_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        key = _identity(tensor)
+        key = identity(tensor)
         if key is not None and key in seen:
             aliases[name] = seen[key]
         else:
@@ -159,7 +159,7 @@ def _find_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
     return unique, aliases
 
 
-def _identity(tensor: Tensor) -> Any:
+def identity(tensor: Tensor) -> Any:
     """Equal for tensors that are the same memory; None where there is none to tell by.
 
     A rank whose shard is empty can't tell that two DTensors are one, and needn't: it writes nothing of either.

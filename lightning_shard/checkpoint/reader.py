@@ -16,7 +16,7 @@ from lightning_shard.checkpoint.fetch import Read, read_boxes
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry, digest
 from lightning_shard.checkpoint.names import Rename, new_names
-from lightning_shard.checkpoint.part import flatten
+from lightning_shard.checkpoint.part import flatten, identity
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.errors import (
@@ -242,14 +242,15 @@ def load(
     """
     ranks = Ranks.of(group)
     with all_or_none(group):
-        wanted = {"": flatten(into)} | ({"optimizer:": flatten(optimizer)} if optimizer is not None else {})
+        state = into.state_dict(keep_vars=True) if isinstance(into, torch.nn.Module) else into
+        wanted = {"": flatten(state)} | ({"optimizer:": flatten(optimizer)} if optimizer is not None else {})
     checkpoint = read_together(path, storage_options, verify, ranks)
     with all_or_none(group):
         model: Mapping[str, StoredTensor] = checkpoint
         if strip_prefix or rename:
             model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
     stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
-    missing = [prefix + name for prefix, names in wanted.items() for name in names if name not in stored[prefix]]
+    missing = [prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix])]
     asked = [prefix + name for prefix, names in wanted.items() for name in names]
     everyone = ranks.gather(asked)
     asked_by_any = set(ranks.broadcast(sorted({name for names in everyone for name in names})))
@@ -265,6 +266,12 @@ def load(
         ]
         load_tensors(pairs, verify=verify, cast=cast)
     return missing, unexpected
+
+
+def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Names that aren't stored, but for those of tensors that another name is: one of tied tensors is enough."""
+    filled = {identity(tensor) or id(tensor) for name, tensor in wanted.items() if name in stored}
+    return [n for n, tensor in wanted.items() if n not in stored and (identity(tensor) or id(tensor)) not in filled]
 
 
 def load_tensors(pairs: Iterable[tuple[StoredTensor, Tensor]], *, verify: bool = True, cast: bool = False) -> int:

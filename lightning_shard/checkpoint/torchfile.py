@@ -115,7 +115,8 @@ def load_fake(file: IO[bytes], path: str) -> Any:
         with FakeTensorMode():
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0] or "more than plain values"
+        reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition(" was not an allowed")[0]
+        reason = reason.split("\n")[0] or "more than plain values"
         raise CheckpointError(
             f"{path} can't be read without running code that it names ({reason}). If you trust it, allow the type with"
             " torch.serialization.add_safe_globals, or load it with torch.load(weights_only=False) and save what you"

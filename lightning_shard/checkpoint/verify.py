@@ -126,7 +126,8 @@ def _check(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Tens
             if size < file.bytes or not file.header_bytes:
                 return
         if not file.header_bytes:
-            yield from _check_json(checkpoint, file)
+            if file.path.endswith(".json"):
+                yield from _check_json(checkpoint, file)
             return
         header = _bytes(checkpoint, file, 0, file.header_bytes)
         if file.digest is not None and digest(header) != file.digest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ class Assembly:
         stage: This rank's stage; ``None`` with a single one.
         placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
         shared_names: State-dict names that every stage holds, such as a frozen module outside the network.
+        places: Each parameter's place in the whole module.
     """
 
     layout: Layout
@@ -51,6 +52,7 @@ class Assembly:
     stage: Stage | None
     placement: Placement | None
     shared_names: frozenset[str]
+    places: Mapping[str, int]
 
 
 def assemble(
@@ -67,6 +69,7 @@ def assemble(
     Raises:
         ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
     """
+    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
         if layout.pipeline_parallel_size > 1:
             raise LayoutError(
@@ -76,7 +79,7 @@ def assemble(
             )
         materialize(module, (), device, seed)
         module.to(device)
-        return Assembly(layout, settings, None, None, frozenset())
+        return Assembly(layout, settings, None, None, frozenset(), places)
 
     blocks = _blocks(module, layout, settings)
     units = [name for names in block_lists(module).values() for name in names]
@@ -107,7 +110,7 @@ def assemble(
     )
     materialize(module, units, device, seed)
     module.to(device)
-    return Assembly(layout, settings, stage, placement, shared)
+    return Assembly(layout, settings, stage, placement, shared, places)
 
 
 def _prefix(network: str) -> str:

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
+from lightning_shard.plugin.other_files import weights_alone
 from lightning_shard.plugin.sharded_values import lift, merge_over_stages, restore
 from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
 
@@ -26,12 +28,14 @@ class Site:
     Attributes:
         mesh: The mesh of the ranks that hold this rank's stage.
         gather_over_stages: Every stage's value; collective over the pipeline.
+        places: Each parameter's place in the whole module.
     """
 
     mesh: DeviceMesh
     layout: Layout
     device: torch.device
     gather_over_stages: Callable[[Any], list[Any]]
+    places: Mapping[str, int]
 
 
 class ShardedCheckpointIO(CheckpointIO):
@@ -83,7 +87,8 @@ class ShardedCheckpointIO(CheckpointIO):
         site = self._site
         if site is not None:
             extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
-            described = merge_stages(site.gather_over_stages(described)) if described is not None else None
+            if described is not None:
+                described = merge_stages(site.gather_over_stages(described), site.places)
         rest.pop("hparams_type", None)  # a class; its values are saved as plain ones
         rest, sharded = lift(rest, "state", with_siblings=True)
         if site is not None:
@@ -124,14 +129,17 @@ class ShardedCheckpointIO(CheckpointIO):
             self._saver.drain()
 
     def open_checkpoint(self, path: Any) -> dict[str, Any]:
-        """Lightning's checkpoint with its tensors still in the store.
+        """Lightning's checkpoint, or its ``.ckpt``, or a file of weights alone, with its tensors still in the store.
 
         ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
         ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
         """
         self.drain()
         stored = ckpt.read(str(path), storage_options=self._storage_options)
-        loaded: dict[str, Any] = dict(stored.trainer_state())
+        loaded = stored.trainer_state()
+        if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
+            return {**weights_alone(stored), "optimizer_tensors": {}}
+        loaded.pop(TRANSFORMERS_KEY, None)
         loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
         loaded["optimizer_tensors"] = dict(stored.optimizer)
         if self._site is not None and stored.manifest.layout == self._site.layout.sizes:

@@ -93,17 +93,28 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
     return tensors, rest
 
 
-def merge_stages(rests: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One description of the optimizers for all stages, each of which has the same groups of its own names."""
+def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]) -> list[dict[str, Any]]:
+    """One description of the optimizers for all stages, each of which has the same groups of its own names.
+
+    Args:
+        order: Each parameter's place in the whole module. Groups that go through it in that order on every stage do so
+            in the result, so that they are those of one process.
+    """
     merged: list[dict[str, Any]] = []
+    in_order: dict[tuple[int, int], bool] = {}
     for rest in rests:
         for index, own in enumerate(rest):
             if index == len(merged):
                 groups = [{**group, "params": []} for group in own["param_groups"]]
                 merged.append({"values": {}, "shared": own["shared"], "param_groups": groups})
             merged[index]["values"].update(own["values"])
-            for group, own_group in zip(merged[index]["param_groups"], own["param_groups"]):
+            for number, (group, own_group) in enumerate(zip(merged[index]["param_groups"], own["param_groups"])):
+                places = [order[name] for name in own_group["params"]]
+                in_order[index, number] = in_order.get((index, number), True) and places == sorted(places)
                 group["params"] = group["params"] + own_group["params"]
+    for (index, number), kept in in_order.items():
+        if kept:
+            merged[index]["param_groups"][number]["params"].sort(key=order.__getitem__)
     return merged
 
 
@@ -138,7 +149,8 @@ def load_module(
     # What a module keeps in other ways (extra state, a metric's state) goes in as it would come from a plain
     # checkpoint.
     others = {name: stored[name] for name in state if name in stored and name not in live}
-    missing = sorted(state.keys() - stored.keys())
+    found = {id(tensor) for name, tensor in state.items() if name in stored}
+    missing = sorted(name for name, tensor in state.items() if name not in stored and id(tensor) not in found)
     unexpected = sorted(stored.keys() - state.keys() - set(elsewhere))
     with ckpt.all_or_none():  # a stage may lack what the others have
         if strict and (missing or unexpected):

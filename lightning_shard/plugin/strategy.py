@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_shard.checkpoint import all_or_none
+from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
@@ -39,13 +40,21 @@ from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_optimizers
 from lightning_shard.plugin.metrics import share_metrics
+from lightning_shard.plugin.other_files import name_numbered, with_prefix
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import clip_over_all_axes
+from lightning_shard.plugin.pretrained import describe
 from lightning_shard.plugin.redirect import call_through
 from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
 from lightning_shard.plugin.sharded_values import restore
-from lightning_shard.plugin.state import check_optimizers, load_module, load_optimizer, named_optimizer_state
+from lightning_shard.plugin.state import (
+    check_optimizers,
+    load_module,
+    load_optimizer,
+    merge_stages,
+    named_optimizer_state,
+)
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -464,6 +473,10 @@ class HybridShardStrategy(ModelParallelStrategy):
             for key in ("state_dict", "current_model_state")  # the second is the first's where that is an average
             if key in checkpoint
         }
+        if self.is_global_zero:  # whose state is the one that is saved
+            states[TRANSFORMERS_KEY] = describe(
+                self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
+            )
         self.checkpoint_io.save_checkpoint(
             {**checkpoint, **states, "lightning_shard": {"seed": self._seed}},
             self.broadcast(filepath),
@@ -489,19 +502,21 @@ class HybridShardStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         stage = self._assembly.stage if self._assembly else None
+        names = self._names_of_other_stages()
         load_module(
             self.lightning_module,
-            checkpoint["state_dict"],
-            self._names_of_other_stages(),
+            with_prefix(checkpoint["state_dict"], {*names, *self.lightning_module.state_dict()}),
+            names,
             strict=strict,
             also=stage.foreign_buffers if stage else (),
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for index, optimizer in enumerate(self.optimizers):
-            load_optimizer(
-                optimizer, index, self._names, checkpoint["optimizer_tensors"], checkpoint["optimizer_states"][index]
-            )
+        tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
+        if any("numbered" in state for state in states):
+            tensors, states = name_numbered(tensors, states, self._parameter_groups())
+        for index, optimizer in enumerate(self.optimizers if states else ()):
+            load_optimizer(optimizer, index, self._names, tensors, states[index])
         assert self.lightning_module is not None
         drop_replaced_schedulers(self.lightning_module.trainer)
 
@@ -509,18 +524,30 @@ class HybridShardStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
+    def _parameter_groups(self) -> list[list[list[str]]]:
+        """Names of all stages' parameters, by optimizer and group, in the order of ``configure_optimizers``."""
+        own = [
+            {"values": {}, "shared": {}, "param_groups": named_optimizer_state(optimizer, self._names)["param_groups"]}
+            for optimizer in self.optimizers
+        ]
+        assert self._assembly is not None
+        merged = merge_stages(self.groups.gather_over_stages(own), self._assembly.places)
+        return [[group["params"] for group in optimizer["param_groups"]] for optimizer in merged]
+
     def _names_of_other_stages(self) -> list[str]:
         assert self.lightning_module is not None
         own = list(self.lightning_module.state_dict())
         return [name for names in self.groups.gather_over_stages(own) for name in names]
 
     def _connect_checkpoint_io(self, trainer: pl.Trainer) -> None:
+        assert self._assembly is not None
         self.checkpoint_io.connect(
             Site(
                 mesh=self.device_mesh[self.layout.stage_axes],
                 layout=self.layout,
                 device=self.root_device,
                 gather_over_stages=self.groups.gather_over_stages,
+                places=self._assembly.places,
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )

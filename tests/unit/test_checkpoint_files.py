@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -467,8 +466,8 @@ def test_what_a_path_without_a_manifest_holds_is_said(tmp_path):
     (tmp_path / "single.ckpt").write_bytes(b"x")
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"x")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pytorch_model.bin").write_bytes(b"x")
     (tmp_path / "torn" / "model").mkdir(parents=True)
     (tmp_path / "torn" / "model" / "rank-00000-0123456789ab.safetensors").write_bytes(b"x")
     checkpoint.save({}, tmp_path / "runs" / "step=1.ckpt")
@@ -477,7 +476,7 @@ def test_what_a_path_without_a_manifest_holds_is_said(tmp_path):
         "empty": "folder without files",
         "single.ckpt": "single file",
         "dcp": "torch.distributed.checkpoint",
-        "hf": "transformers",
+        "bin": "pytorch_model.bin in it",
         "torn": "not completed",
         "runs": "'step=1.ckpt' below it",
     }.items():
