@@ -14,8 +14,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -63,9 +64,25 @@ def _parser() -> argparse.ArgumentParser:
 
     _verb(verbs, "verify", _verify, "read every byte and compare it with its digest")
 
-    gather = _verb(verbs, "gather", _gather, "write one safetensors file")
-    gather.add_argument("out", help="the file to write, such as model.safetensors")
-    gather.add_argument("--optimizer", action="store_true", help="the optimizer's tensors too, prefixed 'optimizer.'")
+    gather = _verb(verbs, "gather", _gather, "write a safetensors file, a transformers folder or a Lightning .ckpt")
+    gather.add_argument("out", help="the file to write, such as model.safetensors or last.ckpt; or the folder")
+    gather.add_argument("--format", choices=get_args(checkpoint.Format), help="told by out's ending otherwise")
+    gather.add_argument(
+        "--optimizer",
+        action=argparse.BooleanOptionalAction,
+        help="the optimizer's tensors too, prefixed 'optimizer.'; the default in a .ckpt",
+    )
+    gather.add_argument("--dtype", type=_dtype, help="convert floating tensors of the model, such as to bfloat16")
+    gather.add_argument("--strip-prefix", metavar="PREFIX", help="take it off names of the model's tensors")
+    gather.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        type=_renaming,
+        metavar="OLD=NEW",
+        help="what names of the model's tensors begin with, and what takes its place; may be repeated",
+    )
+    gather.add_argument("--config", metavar="FOLDER", help="a transformers folder, where the checkpoint has no config")
     gather.add_argument(
         "--max-shard-bytes",
         type=_size,
@@ -162,7 +179,12 @@ def _gather(arguments: argparse.Namespace) -> int:
         report = checkpoint.gather(
             arguments.path,
             arguments.out,
+            format=arguments.format,
             optimizer=arguments.optimizer,
+            dtype=arguments.dtype,
+            strip_prefix=arguments.strip_prefix,
+            rename=dict(arguments.rename) or None,
+            config=arguments.config,
             max_shard_bytes=arguments.max_shard_bytes,
             verify=not arguments.no_verify,
             storage_options=_options(arguments),
@@ -249,6 +271,20 @@ def _option(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except ValueError:
         return key, value
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype such as bfloat16")
+    return dtype
 
 
 def _count(text: str) -> int:

@@ -6,7 +6,7 @@ Works with plain tensors or DTensors, with a process group or without; see ``doc
 from lightning_shard.checkpoint.background import AsyncSaver
 from lightning_shard.checkpoint.codec import register_codec
 from lightning_shard.checkpoint.commit import all_or_none, remove
-from lightning_shard.checkpoint.gather import GatherReport, gather
+from lightning_shard.checkpoint.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.inspect import InspectReport, inspect
 from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, load, load_tensors, read
 from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
@@ -16,6 +16,7 @@ __all__ = [
     "AsyncSaver",
     "Checkpoint",
     "Fault",
+    "Format",
     "GatherReport",
     "InspectReport",
     "StoredTensor",

@@ -1,0 +1,255 @@
+"""What gather writes and what read opens, in one process: names, dtypes, layouts, stores, damage."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint import commit, copy, deliver, transfer
+from lightning_shard.cli import main
+from lightning_shard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+from tests.unit.test_checkpoint_plan import placed, save_simulated
+
+STATE = {
+    "model.a": torch.randn(6, 5),
+    "model.b": torch.randn(3).bfloat16(),
+    "model.n": torch.arange(4),
+    "metric": torch.tensor(2.0),
+}
+LIGHTNING = {
+    "pytorch-lightning_version": "2.6.0",
+    "epoch": 1,
+    "global_step": 7,
+    "loops": {
+        "fit_loop": {"state_dict": {"combined_loader": [dict.fromkeys(("epoch", "position", "unit", "seed"), 1)]}}
+    },
+    "callbacks": {"kept": torch.arange(3)},
+    "optimizer_states": [{"values": {}, "param_groups": [{"lr": 0.1, "params": ["model.b", "model.a"]}]}],
+    "lr_schedulers": [{"last_epoch": 3}],
+}
+MOMENTS = {"0/model.a/exp_avg": torch.randn(6, 5), "0/model.a/step": torch.tensor(7.0)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    checkpoint.save(STATE, tmp_path / "c", optimizer=MOMENTS, trainer_state=LIGHTNING)
+    return tmp_path / "c"
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(placed(), st.integers(1, 2), st.sampled_from([None, torch.bfloat16]), st.sampled_from([16, 40, 1000]))
+def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
+    shape, mesh_shape, placements = where
+    folder = tmp_path_factory.mktemp("c")
+    full = {"t": torch.randn(shape), "last": torch.arange(math.prod(shape)).view(shape)}
+    # blocks of 64 bytes, and pieces, bands and slabs that fit neither them nor rows
+    sizes = {deliver: ("COPY_BYTES", "COPY_SLAB_BYTES", "BUFFER_BYTES"), copy: ("PIECE_BYTES", "BAND_BYTES")}
+    with mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(transfer, "BLOCK_BYTES", 64):
+        store, manifest = save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
+        commit.commit(store, manifest, durable=False)
+    patches = [mock.patch.object(module, name, size) for module, names in sizes.items() for name in names]
+    for patch in patches:
+        patch.start()
+    try:
+        checkpoint.gather(folder, folder / "m.safetensors", dtype=dtype)
+        checkpoint.gather(folder, f"memory://{folder}/m.safetensors", dtype=dtype)
+        found = load_file(folder / "m.safetensors")
+        assert found.keys() == full.keys()
+        assert torch.equal(found["t"], full["t"].to(dtype or torch.float32))
+        assert torch.equal(found["last"], full["last"])
+        remote = checkpoint.read(f"memory://{folder}/m.safetensors")
+        assert all(torch.equal(remote[name].full(), found[name]) for name in full)
+        # a flipped byte anywhere is found, and nothing appears
+        for file in (folder / "model").iterdir():
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+            with pytest.raises(CorruptCheckpointError, match="differ from their digest"):
+                checkpoint.gather(folder, folder / "damaged.safetensors", dtype=dtype)
+            data[-1] ^= 1
+            file.write_bytes(data)
+        assert not list(folder.glob("damaged*"))
+    finally:
+        mock.patch.stopall()
+
+
+# -- names and dtypes -------------------------------------------------------------------------------------------------
+
+
+def test_names_and_dtypes_can_be_changed(saved, tmp_path):
+    out = tmp_path / "m.safetensors"
+    checkpoint.gather(saved, out, strip_prefix="model.", rename={"a": "w", "": ""}, dtype=torch.float16)
+    found = load_file(out)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "w": torch.float16,
+        "b": torch.float16,
+        "n": torch.int64,
+        "metric": torch.float16,
+    }
+    assert torch.equal(found["w"], STATE["model.a"].half())
+    checkpoint.gather(saved, out, rename=lambda name: name.upper() if name.startswith("model") else None)
+    assert set(load_file(out)) == {"MODEL.A", "MODEL.B", "MODEL.N"}
+    # and back, under the names of a state
+    state = {name: torch.zeros_like(tensor) for name, tensor in STATE.items() if name != "metric"}
+    assert checkpoint.load(out, state, rename=str.lower) == ([], [])
+    assert all(torch.equal(state[name], STATE[name]) for name in state)
+    bare = {"a": torch.zeros(6, 5)}
+    assert checkpoint.load(saved, bare, strip_prefix="model.", strict=False) == ([], ["b", "metric", "n"])
+    assert torch.equal(bare["a"], STATE["model.a"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"rename": lambda name: "x"}, StateMismatchError, "would both be named 'x'"),
+        ({"strip_prefix": "net."}, StateMismatchError, "begins no tensor's name"),
+        ({"dtype": torch.int8}, CheckpointError, "floating"),
+        ({"format": "zip"}, CheckpointError, "must be one of"),
+        ({"format": "transformers"}, CheckpointError, "config="),
+        ({"format": "transformers", "optimizer": True}, CheckpointError, "no place for an optimizer"),
+    ],
+)
+def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, options, error, says):
+    with pytest.raises(error, match=says):
+        checkpoint.gather(saved, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_can_be_given_where_the_checkpoint_has_none(saved, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "mine"}')
+    out = tmp_path / "out"
+    checkpoint.gather(saved, out, format="transformers", strip_prefix="model.", config=tmp_path / "hf")
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "mine", "dtype": "float32"}
+    assert set(load_file(out / "model.safetensors")) == {"a", "b", "n"}
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        checkpoint.gather(saved, out, format="transformers", config=tmp_path)
+
+
+# -- Lightning's .ckpt ------------------------------------------------------------------------------------------------
+
+
+def test_a_ckpt_is_what_torch_reads_and_reads_back(saved, tmp_path):
+    out = tmp_path / "x.ckpt"
+    report = checkpoint.gather(saved, out)
+    assert report.tensors == len(STATE) + len(MOMENTS) + 1
+    content = torch.load(out, weights_only=True)
+    assert all(torch.equal(content["state_dict"][name], tensor) for name, tensor in STATE.items())
+    (optimizer,) = content["optimizer_states"]
+    assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    assert optimizer["state"].keys() == {1}
+    assert torch.equal(optimizer["state"][1]["exp_avg"], MOMENTS["0/model.a/exp_avg"])
+    assert content["callbacks"]["kept"].tolist() == [0, 1, 2]
+    assert content["loops"]["fit_loop"]["state_dict"]["combined_loader"] == []
+    # read as a checkpoint, a slice at a time, and gathered again
+    stored = checkpoint.read(out)
+    assert torch.equal(stored["model.a"][2:4, 1], STATE["model.a"][2:4, 1])
+    assert stored.trainer_state()["global_step"] == 7
+    assert checkpoint.inspect(out).global_step == 7
+    assert checkpoint.verify(out).ok
+    checkpoint.gather(out, tmp_path / "again.ckpt")
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert torch.equal(again["optimizer_states"][0]["state"][1]["exp_avg"], MOMENTS["0/model.a/exp_avg"])
+    assert again["optimizer_states"][0]["param_groups"] == optimizer["param_groups"]
+    checkpoint.gather(out, tmp_path / "weights.ckpt", optimizer=False)
+    assert not {"optimizer_states", "callbacks"} & torch.load(tmp_path / "weights.ckpt", weights_only=True).keys()
+
+
+def test_torch_files_of_other_shapes(tmp_path):
+    state = {
+        "net": {"w": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), "v": torch.randn(5, 6)[:, :3]},
+        "tied": torch.ones(3),
+        "step": 3,
+        "empty": torch.ones(0, 2),
+    }
+    state["same"] = state["tied"]
+    torch.save(state, tmp_path / "s.pt")
+    stored = checkpoint.read(tmp_path / "s.pt")
+    assert set(stored) == {"net.w", "net.v", "tied", "same", "empty"}
+    assert torch.equal(stored["net.w"].full(), state["net"]["w"])
+    assert torch.equal(stored["net.v"][1:3], state["net"]["v"][1:3])
+    assert stored.alias_of("same") == "tied"
+    torch.save({"w": torch.randn(300, 300).t()}, tmp_path / "t.pt")
+    with pytest.raises(UnsupportedStateError, match="transposed"):
+        checkpoint.read(tmp_path / "t.pt")
+
+
+class Custom:
+    pass
+
+
+def test_a_torch_file_runs_no_code(tmp_path):
+    torch.save({"state_dict": {}, "x": Custom()}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"without running code.*Custom"):
+        checkpoint.read(tmp_path / "x.ckpt")
+    torch.save({"w": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointNotFoundError, match="single file"):
+        checkpoint.read(tmp_path / "old.pt")
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_files_and_folders_are_read(tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    state = {"a": torch.randn(6, 5), "b": torch.arange(3), "c": torch.randn(())}
+    save_file({"a": state["a"]}, folder / "1.safetensors")
+    save_file({"b": state["b"], "c": state["c"], "unlisted": torch.ones(1)}, folder / "2.safetensors")
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in (folder, folder / "model.safetensors.index.json"):
+        stored = checkpoint.read(path)
+        assert stored.keys() == state.keys()
+        assert all(torch.equal(stored[name].full(), tensor) for name, tensor in state.items())
+    checkpoint.gather(folder, "memory://hf/model.safetensors")
+    for path in ("memory://hf", "memory://hf/model.safetensors", f"file://{folder}"):
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert checkpoint.load(path, into) == ([], [])
+        assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+        assert main(["inspect", path]) == 0
+        assert main(["verify", path]) == 0
+    tied = {"a": torch.zeros(6, 5)}
+    tied["tied"] = tied["a"]
+    assert checkpoint.load(folder / "1.safetensors", tied) == ([], [])
+
+    (folder / "2.safetensors").write_bytes((folder / "2.safetensors").read_bytes()[:20])
+    with pytest.raises(CorruptCheckpointError, match="header is beyond its end"):
+        checkpoint.read(folder)
+    (folder / "2.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match="missing"):
+        checkpoint.read(folder)
+    data = (folder / "1.safetensors").read_bytes()
+    (folder / "1.safetensors").write_bytes(data[:-10])
+    with pytest.raises(CorruptCheckpointError):
+        checkpoint.read(folder / "1.safetensors")["a"].full()
+
+
+def test_gather_on_the_command_line(saved, tmp_path, capsys):
+    out = tmp_path / "x.ckpt"
+    assert main(["gather", str(saved), str(out), "--dtype", "bfloat16", "--no-optimizer"]) == 0
+    assert torch.load(out, weights_only=True)["state_dict"]["model.a"].dtype == torch.bfloat16
+    arguments = ["--format", "safetensors", "--strip-prefix", "model.", "--rename", "a=w", "--rename", "b=v"]
+    assert main(["gather", str(saved), str(tmp_path / "m.safetensors"), *arguments]) == 0
+    assert set(load_file(tmp_path / "m.safetensors")) == {"w", "v", "n", "metric"}
+    assert main(["gather", str(saved), str(out), "--dtype", "float33"]) == 2
+    assert main(["gather", str(saved), str(tmp_path / "hf"), "--format", "transformers"]) == 1
+    assert "config=" in capsys.readouterr().err
