@@ -5,6 +5,7 @@ Works with plain tensors or DTensors, with a process group or without; see ``doc
 
 from lightning_shard.checkpoint.codec import register_codec
 from lightning_shard.checkpoint.commit import all_or_none, remove
+from lightning_shard.checkpoint.diff import SECTIONS, Difference, DiffReport, diff
 from lightning_shard.checkpoint.gather import GatherReport, gather
 from lightning_shard.checkpoint.inspect import InspectReport, inspect
 from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, load, load_tensors, read
@@ -12,13 +13,17 @@ from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
 __all__ = [
+    "SECTIONS",
     "Checkpoint",
+    "DiffReport",
+    "Difference",
     "Fault",
     "GatherReport",
     "InspectReport",
     "StoredTensor",
     "VerifyReport",
     "all_or_none",
+    "diff",
     "exists",
     "gather",
     "inspect",
