@@ -3,6 +3,8 @@
 Works with plain tensors or DTensors, with a process group or without; see ``docs/format.md`` for the bytes.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_shard.checkpoint.codec import register_codec
 from lightning_shard.checkpoint.commit import all_or_none, remove
 from lightning_shard.checkpoint.diff import SECTIONS, Difference, DiffReport, diff
@@ -12,9 +14,14 @@ from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, 
 from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
+if TYPE_CHECKING:
+    from lightning_shard.checkpoint.dcp import DcpReader, DcpWriter
+
 __all__ = [
     "SECTIONS",
     "Checkpoint",
+    "DcpReader",
+    "DcpWriter",
     "DiffReport",
     "Difference",
     "Fault",
@@ -35,3 +42,12 @@ __all__ = [
     "save",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # importing torch.distributed.checkpoint costs time that only its users need spend
+    if name in ("DcpReader", "DcpWriter"):
+        from lightning_shard.checkpoint import dcp
+
+        return getattr(dcp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

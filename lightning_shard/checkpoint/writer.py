@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_shard.checkpoint import codec
 from lightning_shard.checkpoint.commit import Account, Failure, Ranks, commit, merge, new_attempt
 from lightning_shard.checkpoint.dtensor import Frame, Located, common_mesh, is_dtensor, local_tensor, locate
-from lightning_shard.checkpoint.manifest import MANIFEST_NAME, FileEntry, digest
+from lightning_shard.checkpoint.manifest import MANIFEST_NAME, digest
 from lightning_shard.checkpoint.plan import Box, Shared, share
 from lightning_shard.checkpoint.store import Store, open_store
-from lightning_shard.checkpoint.transfer import Piece, check_storable, write_file
+from lightning_shard.checkpoint.transfer import Piece, check_storable, write_file, write_json
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def save(
     verdict = ranks.broadcast(verdict)
     if verdict is not None:
         if store is not None:
-            _abandon(store, names)
+            abandon(store, names)
         _raise(own, verdict, path, ranks.rank)
 
 
@@ -165,10 +165,8 @@ class _Saver:
     def trainer_state(self, state: Any) -> None:
         tree, tensors = codec.encode(state)
         path = f"trainer/state-{self.attempt}.json"
-        data = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
         self.names.append(path)
-        self.store.write(path, [memoryview(data)], len(data), durable=self.durable)
-        self.account.state_file = FileEntry(path, len(data), 0, digest(data) if self.digests else None)
+        self.account.state_file = write_json(self.store, path, tree, digests=self.digests, durable=self.durable)
         if tensors:
             self._write("trainer", f"trainer/state-{self.attempt}.safetensors", _whole(tensors))
 
@@ -269,7 +267,7 @@ def _plain(layout: Any) -> Any:
         raise UnsupportedStateError(f"layout ({layout!r}) must be a dataclass or JSON: {error}.") from error
 
 
-def _abandon(store: Store, names: list[str]) -> None:
+def abandon(store: Store, names: list[str]) -> None:
     """Remove this rank's files of an attempt that came to nothing."""
     with contextlib.suppress(OSError):
         for name in names:
