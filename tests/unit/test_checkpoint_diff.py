@@ -95,6 +95,15 @@ def test_every_kind_of_difference_is_told_by_name(tmp_path):
     assert found(checkpoint.diff(a, b, sections=["optimizer"])) == [("optimizer", "m", "value")]
 
 
+def test_chunks_without_digests_and_equal_bytes_of_other_dtypes_are_not_taken_for_equal(tmp_path):
+    for name, tensor in {"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3).view(torch.int32)}.items():
+        checkpoint.save({"w": tensor}, tmp_path / name, digests=name == "c", fsync=False)
+    assert found(checkpoint.diff(tmp_path / "a", tmp_path / "b")) == [("model", "w", "value")]
+    a = save(tmp_path / "d", {"w": torch.ones(3)})
+    (difference,) = checkpoint.diff(a, tmp_path / "c").differences
+    assert (difference.kind, difference.different) == ("dtype", 3)
+
+
 def test_trainer_states_differ_by_key_path(tmp_path):
     state = {
         "epoch": 1,
