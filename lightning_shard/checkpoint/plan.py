@@ -217,6 +217,22 @@ def _rows(box: Box, dim: int | None, first: int, last: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
+# -- streaming --------------------------------------------------------------------------------------------------------
+
+
+def slabs(box: Box, elements: int) -> Iterator[Box]:
+    """Boxes that follow on one another in row-major order, none of more ``elements``; none for an empty box."""
+    if box.numel == 0:
+        return
+    if box.numel <= elements:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, elements * box.sizes[dim] // box.numel)
+    for first in range(0, box.sizes[dim], rows):
+        yield from slabs(_rows(box, dim, first, min(first + rows, box.sizes[dim])), elements)
+
+
 # -- checking ---------------------------------------------------------------------------------------------------------
 
 
