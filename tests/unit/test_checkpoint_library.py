@@ -1,5 +1,7 @@
 """The checkpoint as a library: no Trainer, no process group, plain and nested state dicts, slices."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -48,13 +50,18 @@ def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, inde
     checkpoint.save({"w": tensor}, tmp_path / "c", digests=digests, fsync=False)
     stored = checkpoint.read(tmp_path / "c")
     asked = []
-    read_into = stored.store.read_into
+    reading = stored.store.reading
 
-    def counted(name, segments):
-        asked.append(sum(buffer.nbytes for _, buffer in segments))
-        read_into(name, segments)
+    @contextlib.contextmanager
+    def counted(name):
+        def read(segments):
+            asked.append(sum(buffer.nbytes for _, buffer in segments))
+            inner(segments)
 
-    stored.store.read_into = counted
+        with reading(name) as inner:
+            yield read
+
+    stored.store.reading = counted
     assert torch.equal(stored["w"][index], tensor[index])
     block = stored.manifest.block_bytes
     last = tensor.nbytes % block if digests and index == slice(-1, None) else block * blocks
