@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_shard.checkpoint.fetch import check_digest, naming_what_fails, narrow
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import Chunk
-from lightning_shard.checkpoint.outfile import Literal, Part, Step, slabs
-from lightning_shard.checkpoint.plan import Box
+from lightning_shard.checkpoint.outfile import Literal, Part, Step
+from lightning_shard.checkpoint.plan import Box, slabs
 from lightning_shard.checkpoint.store import Buffer
 from lightning_shard.checkpoint.transfer import byte_view
 
@@ -72,8 +72,7 @@ class Copier:
                     begin = found.within(whole).first(chunk.sizes) * dtype.itemsize
                     end = begin + found.numel * dtype.itemsize
                     streams.append((whole, _Stream(part, chunk, begin, end, byte_view(self._piece), files)))
-            band_bytes = BAND_BYTES if part.dtype == dtype else CONVERTED_ELEMENTS * dtype.itemsize
-            for band in slabs(part.box, dtype.itemsize, band_bytes):
+            for band in slabs(part.box, BAND_BYTES // dtype.itemsize if part.dtype == dtype else CONVERTED_ELEMENTS):
                 target = self._band[: band.numel * part.dtype.itemsize].view(part.dtype).view(band.sizes)
                 for whole, stream in streams:
                     found = whole.intersect(band)

@@ -123,7 +123,7 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
             if entry.dtype not in DTYPES:
                 raise UnsupportedStateError(f"{source}: {name!r} has dtype {entry.dtype!r}, which is unknown here.")
             chunk = Chunk(number, entry.begin, entry.end, (0,) * len(entry.shape), entry.shape)
-            model[name] = tensor_to_json(entry.dtype, entry.shape, [chunk_to_json(chunk)])
+            model[name] = tensor_to_json(entry.dtype, entry.shape, [chunk_to_json(chunk, number)])
     return Manifest("", files, writer="safetensors", raw_sections={"model": model}, source=path)
 
 

@@ -93,6 +93,8 @@ def gather(
     # what takes the trainer state is found by the first rank, and said to the others
     plan: Any = None
     with all_or_none(group):
+        if format == "transformers" and optimizer:
+            raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
         naming = export.Naming(dtype, strip_prefix, rename)
         folder, name = (target.rstrip("/"), "") if format == "transformers" else _split(target)
         store = open_store(folder, out_storage_options)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.fetch import Read
 from lightning_shard.checkpoint.header import item_bytes
 from lightning_shard.checkpoint.manifest import Chunk, TensorEntry
-from lightning_shard.checkpoint.plan import Box, coverage_fault
+from lightning_shard.checkpoint.plan import Box, coverage_fault, slabs
 from lightning_shard.checkpoint.reader import StoredTensor
 from lightning_shard.checkpoint.transfer import byte_view
 
@@ -143,7 +143,7 @@ def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Part]:
         if fault is not None:
             raise manifest.corrupt(f"the chunks of {source.stored.name!r} don't make up the tensor: {fault}")
         width = max(source.dtype.itemsize, source.stored.dtype.itemsize)
-        for box in slabs(Box.whole(entry.shape), width, slab_bytes, _whole_blocks(entry, manifest.block_bytes)):
+        for box in slabs(Box.whole(entry.shape), slab_bytes // width, _whole_blocks(entry, manifest.block_bytes)):
             yield Part(source, entry, box, source.dtype, verbatim=False)
         return
     step_bytes -= step_bytes % manifest.block_bytes if 0 < manifest.block_bytes <= step_bytes else 0
@@ -166,27 +166,6 @@ def _in_file_order(entry: TensorEntry) -> list[Chunk] | None:
             return None
         position += math.prod(chunk.sizes)
     return chunks if position == math.prod(entry.shape) else None
-
-
-def slabs(box: Box, item_bytes: int, slab_bytes: int, multiple: Callable[[int], int] = lambda dim: 1) -> Iterator[Box]:
-    """Boxes that follow on one another in row-major order, none larger than ``slab_bytes``; none for no elements.
-
-    Args:
-        multiple: Of how many rows along a dim a slab should be, where so many fit in.
-    """
-    if box.numel == 0:
-        return
-    if box.numel * item_bytes <= slab_bytes:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
-    rows = max(1, slab_bytes // (box.numel // box.sizes[dim] * item_bytes))
-    rows -= rows % multiple(dim) if rows >= multiple(dim) else 0
-    for first in range(0, box.sizes[dim], rows):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim] += first
-        sizes[dim] = min(rows, sizes[dim] - first)
-        yield from slabs(Box(tuple(offsets), tuple(sizes)), item_bytes, slab_bytes, multiple)
 
 
 def _whole_blocks(entry: TensorEntry, block_bytes: int) -> Callable[[int], int]:

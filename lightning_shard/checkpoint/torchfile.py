@@ -155,7 +155,7 @@ def stored_as(name: str, tensor: Tensor) -> dict[str, Any]:
     for index in itertools.product(*map(range, shape[:inner])) if math.prod(shape) else ():
         begin = base + sum(i * stride for i, stride in zip(index, strides)) * width
         offsets, sizes = index + (0,) * (len(shape) - inner), (1,) * inner + shape[inner:]
-        chunks.append(chunk_to_json(Chunk(0, begin, begin + nbytes, offsets, sizes)))
+        chunks.append(chunk_to_json(Chunk(0, begin, begin + nbytes, offsets, sizes), 0))
     return tensor_to_json(dtype_name(tensor.dtype, name), shape, chunks)
 
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,7 +55,7 @@ def saved(tmp_path: Path) -> Path:
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(placed(), st.integers(1, 2), st.sampled_from([None, torch.bfloat16]), st.sampled_from([16, 40, 1000]))
 def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     shape, mesh_shape, placements = where
@@ -89,6 +90,7 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
         assert not list(folder.glob("damaged*"))
     finally:
         mock.patch.stopall()
+        fsspec.filesystem("memory").store.clear()
 
 
 # -- names and dtypes -------------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
     assert checkpoint.load(out, state, rename=str.lower) == ([], [])
     assert all(torch.equal(state[name], STATE[name]) for name in state)
     bare = {"a": torch.zeros(6, 5)}
-    assert checkpoint.load(saved, bare, strip_prefix="model.", strict=False) == ([], ["b", "metric", "n"])
+    assert checkpoint.load(saved, bare, strip_prefix="model.", strict=False) == ([], ["n", "metric", "b"])
     assert torch.equal(bare["a"], STATE["model.a"])
 
 
@@ -140,7 +142,7 @@ def test_a_config_can_be_given_where_the_checkpoint_has_none(saved, tmp_path):
     checkpoint.gather(saved, out, format="transformers", strip_prefix="model.", config=tmp_path / "hf")
     assert json.loads((out / "config.json").read_text()) == {"model_type": "mine", "dtype": "float32"}
     assert set(load_file(out / "model.safetensors")) == {"a", "b", "n"}
-    with pytest.raises(CheckpointError, match="has no config.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
         checkpoint.gather(saved, out, format="transformers", config=tmp_path)
 
 
