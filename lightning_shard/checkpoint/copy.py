@@ -17,10 +17,11 @@ from lightning_shard.checkpoint.outfile import Literal, Part, Step
 from lightning_shard.checkpoint.plan import Box, slabs
 from lightning_shard.checkpoint.store import Buffer
 from lightning_shard.checkpoint.transfer import byte_view
+from lightning_shard.errors import CorruptCheckpointError
 
 PIECE_BYTES = 2**18
 CONVERTED_ELEMENTS = 2**15 - 1
-"""torch uses several threads to convert more, and ours are several already."""
+"""torch uses several threads to convert more."""
 BAND_BYTES = 2**20
 """How much is put together at a time of a tensor whose rows lie in several chunks, or change their dtype."""
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,6 +33,7 @@ class Copier:
     def __init__(self) -> None:
         self._piece = torch.empty(max(PIECE_BYTES, BAND_BYTES), dtype=torch.uint8)
         self._band = torch.empty(BAND_BYTES, dtype=torch.uint8)
+        self._spare = torch.empty(BAND_BYTES, dtype=torch.uint8)
 
     def copy(self, step: Step, out: int) -> None:
         """Write a step's bytes into their place in the open file ``out``.
@@ -72,27 +74,36 @@ class Copier:
                     begin = found.within(whole).first(chunk.sizes) * dtype.itemsize
                     end = begin + found.numel * dtype.itemsize
                     streams.append((whole, _Stream(part, chunk, begin, end, byte_view(self._piece), files)))
-            for band in slabs(part.box, BAND_BYTES // dtype.itemsize if part.dtype == dtype else CONVERTED_ELEMENTS):
+            for band in slabs(part.box, BAND_BYTES // max(dtype.itemsize, part.dtype.itemsize)):
                 target = self._band[: band.numel * part.dtype.itemsize].view(part.dtype).view(band.sizes)
                 for whole, stream in streams:
                     found = whole.intersect(band)
                     if found is not None:
                         piece = self._piece[: found.numel * dtype.itemsize]
                         stream.take(byte_view(piece))
-                        _put(piece.view(dtype).view(found.sizes), narrow(target, found.within(band)))
+                        self._put(piece.view(dtype), narrow(target, found.within(band)))
                 data = byte_view(target)
                 pwrite(out, data, at)
                 at += data.nbytes
             for _, stream in streams:
                 stream.finish()
 
+    def _put(self, source: Tensor, target: Tensor) -> None:
+        """Copy elements to a tensor of as many, of any strides and dtype.
 
-def _put(source: Tensor, target: Tensor) -> None:
-    if source.dtype == target.dtype and (raw := _RAW.get(source.dtype.itemsize)) is not None:
-        # by numpy: torch would start threads of its own each time
-        np.copyto(target.view(raw).numpy(), source.view(raw).numpy())
-    else:
-        target.copy_(source)
+        Converted by torch in parts for which it starts no threads of its own, copied by numpy, which has none.
+        """
+        if source.dtype != target.dtype:
+            whole = target.is_contiguous()
+            to = target if whole else self._spare[: source.numel() * target.dtype.itemsize].view(target.dtype)
+            to = to.view(-1)
+            for at in range(0, source.numel(), CONVERTED_ELEMENTS):
+                to[at : at + CONVERTED_ELEMENTS].copy_(source[at : at + CONVERTED_ELEMENTS])
+            if whole:
+                return
+            source = to
+        raw = _RAW.get(source.dtype.itemsize, source.dtype)
+        np.copyto(target.view(raw).numpy(), source.view(raw).view(target.shape).numpy())
 
 
 class _Stream:
@@ -114,8 +125,11 @@ class _Stream:
 
     def take(self, buffer: Buffer) -> None:
         """Fill a buffer with the bytes that come next."""
-        with naming_what_fails(self._store, self._path, self._name):
+        try:
             self._read([(self._chunk.begin + self._at, buffer)])
+        except CorruptCheckpointError:
+            with naming_what_fails(self._store, self._path, self._name):
+                raise
         if not self._block_bytes:
             self._at += buffer.nbytes
             return

@@ -71,6 +71,8 @@ def both_ways(name: str, folder: str, plain: str, pretrained: str) -> dict[str, 
     started = Tuned()
     trainer = fit(started, strategy(), ckpt_path=pretrained)
     assert trainer.global_step == TRAINED
+    for path in (plain, pretrained):
+        trainer.validate(Tuned(), loader(GLOBAL_BATCH, samples=GLOBAL_BATCH), ckpt_path=path, verbose=False)
     loaded = Tuned(start=pretrained)
     fit(loaded, strategy())
     saved = f"{folder}/step={SAVED}.ckpt"

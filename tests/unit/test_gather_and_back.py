@@ -146,6 +146,19 @@ def test_a_config_can_be_given_where_the_checkpoint_has_none(saved, tmp_path):
         checkpoint.gather(saved, out, format="transformers", config=tmp_path)
 
 
+def test_one_of_several_models_is_chosen(tmp_path):
+    state = {"teacher.w": torch.zeros(2), "student.w": torch.ones(2), "metric": torch.ones(())}
+    models = {prefix: {"config.json": json.dumps({"model_type": prefix})} for prefix in ("teacher.", "student.")}
+    known = {"transformers": {"models": models, "tokenizer": {"vocab.txt": torch.tensor([97, 98], dtype=torch.uint8)}}}
+    checkpoint.save(state, tmp_path / "c", trainer_state=known)
+    with pytest.raises(CheckpointError, match=r"strip_prefix='teacher\.' or 'student\.'"):
+        checkpoint.gather(tmp_path / "c", tmp_path / "hf", format="transformers")
+    checkpoint.gather(tmp_path / "c", tmp_path / "hf", format="transformers", strip_prefix="student.")
+    assert load_file(tmp_path / "hf" / "model.safetensors")["w"].tolist() == [1, 1]
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "student."
+    assert (tmp_path / "hf" / "vocab.txt").read_text() == "ab"
+
+
 # -- Lightning's .ckpt ------------------------------------------------------------------------------------------------
 
 

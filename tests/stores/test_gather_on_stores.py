@@ -1,0 +1,46 @@
+"""Gather from any store to any store, dealt over the ranks; and other programs' files read where they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, distributed
+
+from lightning_shard import checkpoint
+from lightning_shard.testing import run_ranks
+from tests.servers import serve
+
+
+def state() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"w{i}": torch.randn(50, 40, generator=generator) for i in range(5)}
+
+
+def gather_on_ranks(url: str, options: dict[str, Any]) -> list[tuple[int, int]]:
+    at = {"storage_options": options, "out_storage_options": options}
+    checkpoint.save(state(), f"{url}/c", storage_options=options)
+    seen: list[tuple[int, int]] = []
+    out = f"{url}/hf/model.safetensors"
+    checkpoint.gather(f"{url}/c", out, max_shard_bytes=9000, progress=lambda *counts: seen.append(counts), **at)
+    checkpoint.gather(f"{url}/c", f"{url}/one.ckpt", **at)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state().items() if name != f"w{distributed.get_rank()}"}
+    for path in ("hf", "one.ckpt"):
+        # each rank asks for some of the names, and all together for all
+        assert checkpoint.load(f"{url}/{path}", into, storage_options=options) == ([], [])
+        assert all(torch.equal(into[name], state()[name]) for name in into)
+    return seen
+
+
+def test_ranks_gather_from_s3_to_s3_and_a_web_server_shows_it(tmp_path: Path) -> None:
+    with serve("s3", tmp_path / "s3") as s3, serve("http", tmp_path / "s3") as http:
+        for rank, seen in enumerate(run_ranks(gather_on_ranks, 2, s3.url, s3.options)):
+            done, total = seen[-1]
+            assert done == total > 8000 * (3, 2)[rank]  # five files: three of one rank's, two of the other's
+        for path in ("hf", "hf/model-00002-of-00005.safetensors", "one.ckpt"):
+            stored = checkpoint.read(f"{http.url}/{path}")
+            assert all(torch.equal(tensor.full(), state()[name]) for name, tensor in stored.items())
+        checkpoint.gather(f"{http.url}/one.ckpt", tmp_path / "m.safetensors")
+        assert all(torch.equal(tensor, state()[name]) for name, tensor in load_file(tmp_path / "m.safetensors").items())
