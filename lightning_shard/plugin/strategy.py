@@ -37,6 +37,7 @@ from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_optimizers
 from lightning_shard.plugin.metrics import share_metrics
+from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import clip_over_all_axes
 from lightning_shard.plugin.redirect import call_through
@@ -196,6 +197,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
         if self._samples is None:
             self._samples = loops.take_over_sampling(self.lightning_module.trainer)
+        warn_of_stock_callbacks(self.lightning_module.trainer)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class RemoteStore:
         if isinstance(options.get("auth"), list):  # YAML and JSON have no tuples, which libraries for HTTP insist on
             options["auth"] = tuple(options["auth"])
         try:
-            self.fs, self._base = fsspec.core.url_to_fs(root, **options)
+            self.fs, self.base = fsspec.core.url_to_fs(root, **options)
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{root} can't be opened: {error}.") from error
         protocol = self.fs.protocol
@@ -99,7 +99,7 @@ class RemoteStore:
         self._put_bytes = sys.maxsize if "memory" in protocols else PUT_BYTES
 
     def _path(self, name: str) -> str:
-        return posixpath.join(self._base, name)
+        return posixpath.join(self.base, name)
 
     def read(self, name: str) -> bytes:
         return retried(self.fs.cat_file, self._path(name))
@@ -184,8 +184,8 @@ class RemoteStore:
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
-            base = self.fs._strip_protocol(self._base).rstrip("/")
-            paths = retried(self.fs.find, self._base, maxdepth=2)
+            base = self.fs._strip_protocol(self.base).rstrip("/")
+            paths = retried(self.fs.find, self.base, maxdepth=2)
             return sorted(str(path)[len(base) :].lstrip("/") for path in paths)
         return []
 
