@@ -1,7 +1,7 @@
-"""``lightning-shard``: look into checkpoints, check them, and make one file of them.
+"""``lightning-shard``: look into checkpoints, check and compare them, and make one file of them.
 
-Tables for people, ``--json`` for machines. The exit code is 0 where all is well, 1 where a fault was found or the work
-failed, and 2 where the command line was not understood.
+Tables for people, ``--json`` for machines. The exit code is 0 where all is well, 1 where a fault or a difference was
+found or the work failed, and 2 where the command line was not understood.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import sys
 import time
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-shard", description="Look into sharded checkpoints, check them, and make one file of them."
+        prog="lightning-shard",
+        description="Look into sharded checkpoints, check and compare them, and make one file of them.",
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -73,6 +75,26 @@ def _parser() -> argparse.ArgumentParser:
         help="several files of at most this size, such as 5GB, and an index",
     )
     gather.add_argument("--no-verify", action="store_true", help="don't compare what is read with its digests")
+
+    diff = _verb(verbs, "diff", _diff, "compare two checkpoints, of any layouts: names, values and state")
+    diff.add_argument("other", help="the checkpoint to compare with")
+    diff.add_argument("--rtol", type=_tolerance, default=0.0, metavar="X", help="tolerance relative to the other (0)")
+    diff.add_argument("--atol", type=_tolerance, default=0.0, metavar="X", help="absolute tolerance (0)")
+    diff.add_argument(
+        "--only",
+        action="append",
+        choices=checkpoint.SECTIONS,
+        metavar="SECTION",
+        help=f"compare only this one of {', '.join(checkpoint.SECTIONS)}; may be repeated",
+    )
+    diff.add_argument(
+        "--other-storage-option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="for the other checkpoint, where it needs others; may be repeated",
+    )
     return parser
 
 
@@ -178,6 +200,44 @@ def _gather(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _diff(arguments: argparse.Namespace) -> int:
+    with _progress("comparing", arguments) as progress:
+        report = checkpoint.diff(
+            arguments.path,
+            arguments.other,
+            rtol=arguments.rtol,
+            atol=arguments.atol,
+            sections=arguments.only or checkpoint.SECTIONS,
+            storage_options=_options(arguments),
+            b_storage_options=dict(arguments.other_storage_option) or None,
+            progress=progress,
+        )
+    if arguments.json:
+        found = [
+            # JSON has no infinity, which is how far NaN is from a number
+            {**dataclasses.asdict(d), "max_difference": d.max_difference if math.isfinite(d.max_difference) else None}
+            for d in report.differences
+        ]
+        _print_json({**dataclasses.asdict(report), "differences": found, "ok": report.ok})
+        return 0 if report.ok else 1
+    compared = f"{report.tensors} tensors, {_bytes(report.bytes)}"
+    if report.ok:
+        print(f"equal ({compared}, of which {_bytes(report.bytes_read)} had to be read)")
+        return 0
+    count = len(report.differences)
+    print(f"{count} {'difference' if count == 1 else 'differences'} ({compared})")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("section", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    table.add_column("difference", overflow="fold")
+    for difference in report.differences[:FAULTS_SHOWN]:
+        table.add_row(difference.section, difference.name, difference.what)
+    Console().print(table)
+    if count > FAULTS_SHOWN:
+        print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
+    return 1
+
+
 # -- what people see --------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +315,13 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return int(text)
+
+
+def _tolerance(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up, such as 1e-6")
 
 
 def _size(text: str) -> int:

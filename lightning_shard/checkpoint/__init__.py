@@ -3,24 +3,36 @@
 Works with plain tensors or DTensors, with a process group or without; see ``docs/format.md`` for the bytes.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_shard.checkpoint.background import AsyncSaver
 from lightning_shard.checkpoint.codec import register_codec
 from lightning_shard.checkpoint.commit import all_or_none, remove
+from lightning_shard.checkpoint.diff import SECTIONS, Difference, DiffReport, diff
 from lightning_shard.checkpoint.gather import GatherReport, gather
 from lightning_shard.checkpoint.inspect import InspectReport, inspect
 from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, load, load_tensors, read
 from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
+if TYPE_CHECKING:
+    from lightning_shard.checkpoint.dcp import DcpReader, DcpWriter
+
 __all__ = [
+    "SECTIONS",
     "AsyncSaver",
     "Checkpoint",
+    "DcpReader",
+    "DcpWriter",
+    "DiffReport",
+    "Difference",
     "Fault",
     "GatherReport",
     "InspectReport",
     "StoredTensor",
     "VerifyReport",
     "all_or_none",
+    "diff",
     "exists",
     "gather",
     "inspect",
@@ -32,3 +44,12 @@ __all__ = [
     "save",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # importing torch.distributed.checkpoint costs time that only its users need spend
+    if name in ("DcpReader", "DcpWriter"):
+        from lightning_shard.checkpoint import dcp
+
+        return getattr(dcp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST_NAME,
     OWN_FILE,
+    Chunk,
     FileEntry,
     Manifest,
     chunk_to_json,
@@ -130,6 +131,10 @@ def new_attempt() -> str:
 # -- committing -------------------------------------------------------------------------------------------------------
 
 
+WrittenChunk = tuple[str, str, tuple[int, ...], Chunk]
+"""A chunk, and the name, dtype and shape of its tensor."""
+
+
 @dataclass
 class Account:
     """What one rank has written: per section (``model``, ``optimizer``, ``trainer``, ``rank``) its file and chunks."""
@@ -139,19 +144,13 @@ class Account:
     """The ranks that hold the same tensors as this one."""
     fingerprint: tuple[int, str] = (0, "")
     """The number of tensors and a hash of their names, dtypes and shapes."""
-    written: dict[str, list[tuple[FileEntry, list[dict[str, Any]]]]] = field(default_factory=dict)
-    """Chunks as JSON with ``name``, ``dtype`` and ``shape`` of their tensors."""
+    written: dict[str, list[tuple[FileEntry, list[WrittenChunk]]]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     state_file: FileEntry | None = None
 
     def add(self, section: str, written: Written) -> None:
         chunks = [
-            {
-                "name": piece.name,
-                "dtype": dtype_name(piece.data.dtype, piece.name),
-                "shape": piece.shape,
-                **chunk_to_json(chunk),
-            }
+            (piece.name, dtype_name(piece.data.dtype, piece.name), piece.shape, chunk)
             for piece, chunk in written.chunks
         ]
         self.written.setdefault(section, []).append((written.file, chunks))
@@ -168,6 +167,7 @@ def merge(accounts: list[Account], *, attempt: str, layout: Any, writer: str, di
     raw: dict[str, Any] = {"model": {}, "optimizer": {}, "trainer": {}, "ranks": {}}
     state_file = None
     owners: dict[tuple[str, str], tuple[int, ...]] = {}
+    boxes: dict[tuple[str, str], list[Box]] = {}
     for account in accounts:
         if account.state_file is not None:
             state_file = len(files)
@@ -177,27 +177,32 @@ def merge(accounts: list[Account], *, attempt: str, layout: Any, writer: str, di
             for file, chunks in written:
                 index = len(files)
                 files.append(file)
-                for chunk in chunks:
-                    name, dtype, shape = chunk.pop("name"), chunk.pop("dtype"), chunk.pop("shape")
+                for name, dtype, shape, chunk in chunks:
                     holder = f"{section} {account.rank}" if section == "rank" else section
                     owner = owners.setdefault((holder, name), account.mesh_ranks)
-                    if owner != account.mesh_ranks:
+                    if owner is not account.mesh_ranks and owner != account.mesh_ranks:
                         # two lists of tensors have this name, as both ends of a pipeline have tied embeddings
                         continue
-                    chunk["file"] = index
-                    entry = target.setdefault(name, tensor_to_json(dtype, shape, []))
-                    if entry["dtype"] != dtype or tuple(entry["shape"]) != tuple(shape):
+                    entry = target.get(name)
+                    if entry is None:
+                        entry = target[name] = tensor_to_json(dtype, shape, [])
+                        boxes[holder, name] = []
+                    elif entry["dtype"] != dtype or tuple(entry["shape"]) != shape:
                         raise CheckpointError(
-                            f"{name!r} is {dtype} {tuple(shape)} on rank {account.rank}, and {entry['dtype']}"
+                            f"{name!r} is {dtype} {shape} on rank {account.rank}, and {entry['dtype']}"
                             f" {tuple(entry['shape'])} on a rank before it: ranks that hold one tensor must agree."
                         )
-                    entry["chunks"].append(chunk)
+                    entry["chunks"].append(chunk_to_json(chunk, index))
+                    boxes[holder, name].append(Box(chunk.offsets, chunk.sizes))
         for section, aliases in account.aliases.items():
             for name, target_name in aliases.items():
                 raw[section].setdefault(name, {"same_as": target_name})
     for section in ("model", "optimizer"):
         for name, entry in raw[section].items():
-            _check_tensor(name, entry, raw[section])
+            if "same_as" in entry:
+                assert "chunks" in raw[section][entry["same_as"]], f"{name!r} is an alias of no tensor"
+            else:
+                _check_coverage(name, entry["shape"], boxes[section, name])
     return Manifest(
         attempt=attempt,
         files=files,
@@ -229,15 +234,11 @@ def _check_agreement(accounts: list[Account]) -> None:
                 )
 
 
-def _check_tensor(name: str, entry: dict[str, Any], section: dict[str, Any]) -> None:
-    if "same_as" in entry:
-        assert "chunks" in section[entry["same_as"]], f"{name!r} is an alias of no tensor"
-        return
-    boxes = [Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in entry["chunks"]]
-    fault = coverage_fault(entry["shape"], boxes)
+def _check_coverage(name: str, shape: list[int], boxes: list[Box]) -> None:
+    fault = coverage_fault(shape, boxes)
     if fault is not None:
         raise CheckpointError(
-            f"The ranks' parts of {name!r} of shape {tuple(entry['shape'])} don't make up the tensor: {fault}. Either a"
+            f"The ranks' parts of {name!r} of shape {tuple(shape)} don't make up the tensor: {fault}. Either a"
             " rank that holds a part of it isn't saving, or not all ranks that save together hold the same tensors (as"
             " with pipeline stages): then pass mesh=, the mesh of the ranks that do."
         )

@@ -12,7 +12,7 @@ import torch
 
 from lightning_shard.checkpoint.fetch import Read
 from lightning_shard.checkpoint.header import build_header
-from lightning_shard.checkpoint.plan import Box
+from lightning_shard.checkpoint.plan import Box, slabs
 from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, read
 from lightning_shard.checkpoint.store import Buffer, Store, open_store
 from lightning_shard.checkpoint.transfer import byte_view
@@ -146,7 +146,7 @@ def _stream(
     reads: list[Read] = []
     filled = 0
     for stored in tensors.values():
-        for box in _slabs(Box.whole(stored.entry.shape), stored.dtype.itemsize):
+        for box in slabs(Box.whole(stored.entry.shape), BUFFER_BYTES // stored.dtype.itemsize):
             nbytes = box.numel * stored.dtype.itemsize
             if filled + nbytes > buffer.numel():
                 checkpoint.fetch(reads)
@@ -159,20 +159,3 @@ def _stream(
     checkpoint.fetch(reads)
     yield byte_view(buffer[:filled])
     advance(filled)
-
-
-def _slabs(box: Box, item_bytes: int) -> Iterator[Box]:
-    """Boxes that follow on one another in row-major order, none larger than the buffer; none for no elements."""
-    if box.numel == 0:
-        return
-    if box.numel * item_bytes <= BUFFER_BYTES:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
-    row_bytes = box.numel // box.sizes[dim] * item_bytes
-    rows = max(1, BUFFER_BYTES // row_bytes)
-    for first in range(0, box.sizes[dim], rows):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim] += first
-        sizes[dim] = min(rows, sizes[dim] - first)
-        yield from _slabs(Box(tuple(offsets), tuple(sizes)), item_bytes)

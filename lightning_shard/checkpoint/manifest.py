@@ -85,25 +85,33 @@ class Section(Mapping[str, TensorEntry]):
         self.raw = raw
         self._manifest = manifest
         self._title = title
-        self._parsed: dict[str, TensorEntry] = {}
+        self._parsed: dict[str, tuple[TensorEntry, str | None]] = {}
 
     def __getitem__(self, name: str) -> TensorEntry:
-        entry = self._parsed.get(name)
-        if entry is None:
-            raw = self.raw[name]
-            target = self.alias_of(name)
-            if target is not None:
-                if target not in self.raw or self.alias_of(target) is not None:
-                    raise self._manifest.corrupt(f"{self._title} tensor {name!r} is an alias of {target!r}: no tensor")
-                entry = self[target]
-            else:
-                entry = self._manifest.parse_tensor(f"{self._title} tensor {name!r}", raw)
-            self._parsed[name] = entry
-        return entry
+        return self._parse(name)[0]
 
     def alias_of(self, name: str) -> str | None:
-        raw = self.raw[name]
-        return raw.get("same_as") if isinstance(raw, dict) else None
+        """The tensor that this name is another one of, if it is."""
+        return self._parse(name)[1]
+
+    def _parse(self, name: str) -> tuple[TensorEntry, str | None]:
+        known = self._parsed.get(name)
+        if known is not None:
+            return known
+        title = f"{self._title} tensor {name!r}"
+        try:
+            raw = self.raw[name]
+        except ValueError as error:
+            raise self._manifest.corrupt(f"{title} is not valid JSON ({error})") from error
+        target = raw.get("same_as") if isinstance(raw, dict) else None
+        if target is None:
+            entry = self._manifest.parse_tensor(title, raw)
+        else:
+            if target not in self.raw or (isinstance(self.raw[target], dict) and "same_as" in self.raw[target]):
+                raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
+            entry = self[target]
+        self._parsed[name] = entry, target
+        return entry, target
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.raw)
@@ -180,7 +188,7 @@ class Manifest:
             CorruptCheckpointError: Not a manifest, torn, or one that names files outside of the checkpoint.
         """
         try:
-            raw = json.loads(data)
+            raw = _parse(data)
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{source} is not valid JSON ({error}): it is damaged, use another checkpoint."
@@ -275,12 +283,13 @@ def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, An
     return {"dtype": dtype, "shape": list(shape), "chunks": chunks}
 
 
-def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
+def chunk_to_json(chunk: Chunk, file: int) -> dict[str, Any]:
+    """``file`` is the index in the manifest, which the chunk's writer didn't know."""
     entry: dict[str, Any] = {
-        "file": chunk.file,
-        "bytes": [chunk.begin, chunk.end],
-        "offsets": list(chunk.offsets),
-        "sizes": list(chunk.sizes),
+        "file": file,
+        "bytes": (chunk.begin, chunk.end),
+        "offsets": chunk.offsets,
+        "sizes": chunk.sizes,
     }
     if chunk.digests:
         entry["digests"] = chunk.digests
@@ -319,6 +328,68 @@ def _file_from_json(raw: Mapping[str, Any]) -> FileEntry:
 def _own_digest_fits(data: bytes) -> bool:
     body, mark, tail = data.rpartition(b',\n"manifest_digest":')
     return bool(mark) and tail == f'"{digest(body)}"}}\n'.encode()
+
+
+class _Lines(Mapping[str, Any]):
+    """A section whose tensors are text, a line each, until they are asked for."""
+
+    def __init__(self, lines: Mapping[str, bytes]) -> None:
+        self._lines = lines
+
+    def __getitem__(self, name: str) -> Any:
+        return json.loads(self._lines[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._lines
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
+_TENSOR_NAME = re.compile(rb'("(?:[^"\\]|\\.)*"):')
+
+
+def _parse(data: bytes) -> Any:
+    """The manifest's JSON.
+
+    A large run's has hundreds of thousands of chunks, which take seconds and hundreds of megabytes to parse, and a rank
+    needs few of them: where the tensors are laid out a line each, as :meth:`Manifest.to_bytes` does, they are left as
+    text until they are asked for.
+    """
+    sections: dict[str, _Lines] = {}
+    head, position = b"", 0
+    for name in ("model", "optimizer"):
+        opening = f'\n"{name}":{{\n'.encode()
+        begin = data.find(opening, position)
+        if begin < 0:
+            continue
+        begin += len(opening)
+        end = data.find(b"\n}", begin)
+        lines = _tensor_lines(data[begin:end])
+        if end < 0 or lines is None:
+            return json.loads(data)
+        sections[name] = lines
+        head += data[position:begin]
+        position = end + 1
+    raw = json.loads(head + data[position:])
+    if not isinstance(raw, dict) or any(raw.get(name) != {} for name in sections):
+        return json.loads(data)
+    return {**raw, **sections}
+
+
+def _tensor_lines(text: bytes) -> _Lines | None:
+    """A section's inside, or None if it isn't a tensor to a line."""
+    found = {}
+    for line in text.split(b"\n"):
+        name = _TENSOR_NAME.match(line)
+        value = line[name.end() :].removesuffix(b",") if name is not None else b""
+        if name is None or value[:1] != b"{" or value[-1:] != b"}":
+            return None
+        found[json.loads(name[1])] = value
+    return _Lines(found)
 
 
 def _dump(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ class Part:
         mesh_ranks: The ranks that hold the same tensors as this one.
         fingerprint: The number of tensors and a hash of their names, dtypes and shapes: those ranks must agree.
         aliases: By section, names of tensors that are the memory of another, to its name.
-        state: The trainer state's JSON, on the rank that writes it.
+        state: The trainer state as typed JSON, on the rank that writes it.
     """
 
     attempt: str
@@ -48,7 +47,7 @@ class Part:
     fingerprint: tuple[int, str]
     files: list[PartFile] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    state: bytes | None = None
+    state: Any = None
 
     @property
     def state_path(self) -> str:
@@ -92,8 +91,7 @@ def plan_part(
         if aliases:
             part.aliases[section] = aliases
     if ranks.first and trainer_state is not None:
-        tree, tensors = codec.encode(trainer_state)
-        part.state = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
+        part.state, tensors = codec.encode(trainer_state)
         if tensors:
             part.files.append(PartFile("trainer", f"trainer/state-{attempt}.safetensors", _whole(tensors)))
     if rank_state:

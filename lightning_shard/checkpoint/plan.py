@@ -217,11 +217,29 @@ def _rows(box: Box, dim: int | None, first: int, last: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
+# -- streaming --------------------------------------------------------------------------------------------------------
+
+
+def slabs(box: Box, elements: int) -> Iterator[Box]:
+    """Boxes that follow on one another in row-major order, none of more ``elements``; none for an empty box."""
+    if box.numel == 0:
+        return
+    if box.numel <= elements:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, elements * box.sizes[dim] // box.numel)
+    for first in range(0, box.sizes[dim], rows):
+        yield from slabs(_rows(box, dim, first, min(first + rows, box.sizes[dim])), elements)
+
+
 # -- checking ---------------------------------------------------------------------------------------------------------
 
 
 def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """What is wrong with boxes that should make up a tensor, each element once; None where nothing is."""
+    if _is_grid(shape, boxes):
+        return None
     whole = Box.whole(shape)
     for box in boxes:
         if box.numel and box.intersect(whole) != box:
@@ -235,6 +253,23 @@ def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if covered != whole.numel:
         return f"{whole.numel - covered:,} of {whole.numel:,} elements are in no box"
     return None
+
+
+def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes are all the cells of one grid over the shape, as nearly every layout gives: told fast."""
+    cells = 1
+    for dim, size in enumerate(shape):
+        runs = {(box.offsets[dim], box.sizes[dim]) for box in boxes}
+        cells *= len(runs)
+        end = 0
+        for offset, length in sorted(runs):
+            if offset != end or length <= 0:
+                return False
+            end = offset + length
+        if end != size:
+            return False
+    # as many different ones as there are cells, and each is one of these
+    return cells == len(boxes) == len({box.offsets for box in boxes})
 
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:

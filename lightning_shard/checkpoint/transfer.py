@@ -5,6 +5,7 @@ A contiguous tensor on the CPU is written from its own memory; any other goes th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,13 @@ def write_file(
         for piece, entry, found in zip(ordered, entries, sums)
     ]
     return Written(FileEntry(path, size, len(header), digest(header) if digests else None), chunks)
+
+
+def write_json(store: Store, path: str, tree: Any, *, digests: bool, durable: bool) -> FileEntry:
+    """Write one file of JSON."""
+    data = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
+    store.write(path, [memoryview(data)], len(data), durable=durable)
+    return FileEntry(path, len(data), 0, digest(data) if digests else None)
 
 
 def _unambiguous(names: Sequence[str]) -> list[str]:

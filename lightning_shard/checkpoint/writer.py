@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.commit import Account, Failure, Ranks, commit, merge, new_attempt
-from lightning_shard.checkpoint.manifest import MANIFEST_NAME, FileEntry, digest
+from lightning_shard.checkpoint.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.part import Part, plan_part
 from lightning_shard.checkpoint.store import Store, open_store
-from lightning_shard.checkpoint.transfer import write_file
+from lightning_shard.checkpoint.transfer import write_file, write_json
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -122,16 +122,14 @@ def write_together(order: Order, ranks: Ranks, plan: Callable[[], Part]) -> None
     verdict = ranks.broadcast(verdict)
     if verdict is not None:
         if store is not None and part is not None:
-            _abandon(store, part)
+            abandon(store, part.paths())
         _raise(own, verdict, order.path, ranks.rank)
 
 
 def _write(part: Part, store: Store, order: Order) -> Account:
     account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
     if part.state is not None:
-        path, data = part.state_path, part.state
-        store.write(path, [memoryview(data)], len(data), durable=order.fsync)
-        account.state_file = FileEntry(path, len(data), 0, digest(data) if order.digests else None)
+        account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
         metadata = {"format": "pt", "lightning_shard.attempt": part.attempt, "lightning_shard.section": file.section}
         written = write_file(store, file.path, file.pieces, metadata, digests=order.digests, durable=order.fsync)
@@ -150,10 +148,10 @@ def _plain(layout: Any) -> Any:
         raise UnsupportedStateError(f"layout ({layout!r}) must be a dataclass or JSON: {error}.") from error
 
 
-def _abandon(store: Store, part: Part) -> None:
-    """Remove this rank's files of an attempt that came to nothing."""
+def abandon(store: Store, names: Iterable[str]) -> None:
+    """Remove a rank's files of an attempt that came to nothing."""
     with contextlib.suppress(Exception):
-        for name in part.paths():
+        for name in names:
             store.remove(name)
         if not store.exists(MANIFEST_NAME):
             store.remove_empty_folders()

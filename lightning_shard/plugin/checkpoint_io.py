@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
 from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
@@ -38,7 +38,9 @@ class ShardedCheckpointIO(CheckpointIO):
 
     Args:
         storage_options: For the fsspec filesystem of the path.
-        asynchronous: Not in this version.
+        asynchronous: Let training go on once the tensors have been copied to the CPU, and write them in the background;
+            takes memory for one copy of a rank's part. A save waits for the one before it; what goes wrong is raised
+            by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.
         fsync: Sync files and folders to disk before the checkpoint counts; ``False`` for scratch.
         digests: Write a digest of every block, checked on load.
     """
@@ -51,16 +53,18 @@ class ShardedCheckpointIO(CheckpointIO):
         fsync: bool = True,
         digests: bool = True,
     ) -> None:
-        if asynchronous:
-            raise ConfigurationError("asynchronous=True can't be used in this version: leave it out.")
+        self._asynchronous = asynchronous
         self._storage_options = dict(storage_options or {})
         self._fsync = fsync
         self._digests = digests
         self._site: Site | None = None
+        self._fitting = False
+        self._saver: ckpt.AsyncSaver | None = None
 
-    def connect(self, site: Site) -> None:
+    def connect(self, site: Site, *, fitting: bool) -> None:
         """Told by the strategy at setup."""
         self._site = site
+        self._fitting = fitting
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint; a collective call over all ranks where a strategy is connected.
@@ -83,18 +87,36 @@ class ShardedCheckpointIO(CheckpointIO):
             rest["optimizer_states"] = described
         if extra:
             rest["extra_state"] = extra
-        ckpt.save(
-            tensors,
-            str(path),
-            optimizer=optimizer,
-            trainer_state=rest,
-            rank_state=randomness.capture(site.device) if site else None,
-            mesh=site.mesh if site else None,
-            layout=site.layout.sizes if site else None,
-            storage_options={**self._storage_options, **(storage_options or {})},
-            fsync=self._fsync,
-            digests=self._digests,
-        )
+        arguments: dict[str, Any] = {
+            "optimizer": optimizer,
+            "trainer_state": rest,
+            "rank_state": randomness.capture(site.device) if site else None,
+            "mesh": site.mesh if site else None,
+            "layout": site.layout.sizes if site else None,
+            "storage_options": {**self._storage_options, **(storage_options or {})},
+            "fsync": self._fsync,
+            "digests": self._digests,
+        }
+        if self._asynchronous and self._fitting:
+            if self._saver is None:
+                self._saver = ckpt.AsyncSaver()
+            self._saver.save(tensors, str(path), **arguments)
+        else:
+            ckpt.save(tensors, str(path), **arguments)
+
+    def wait(self) -> None:
+        """Until a save that is being written in the background is committed; a collective call.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def drain(self) -> None:
+        """The same for this rank alone."""
+        if self._saver is not None:
+            self._saver.drain()
 
     def open_checkpoint(self, path: Any) -> dict[str, Any]:
         """Lightning's checkpoint with its tensors still in the store.
@@ -102,6 +124,7 @@ class ShardedCheckpointIO(CheckpointIO):
         ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
         ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
         """
+        self.drain()
         stored = ckpt.read(str(path), storage_options=self._storage_options)
         loaded: dict[str, Any] = dict(stored.trainer_state())
         loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
@@ -126,4 +149,15 @@ class ShardedCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        ckpt.remove(str(path), storage_options=self._storage_options)
+        """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it."""
+        remove = partial(ckpt.remove, str(path), storage_options=self._storage_options)
+        if self._saver is not None:
+            self._saver.then(remove)
+        else:
+            remove()
+
+    def teardown(self) -> None:
+        """The end of a fit or an evaluation: what is under way is brought to its end."""
+        saver, self._saver, self._fitting = self._saver, None, False
+        if saver is not None:
+            saver.close()

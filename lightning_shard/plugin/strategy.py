@@ -244,12 +244,17 @@ class HybridShardStrategy(ModelParallelStrategy):
                 "With several pipeline stages, what a step does after calling the network runs on the last stage only:"
                 " self.log reaches all stages, other state that a step keeps doesn't."
             )
+        # before the others are told, who then stop: the save that is under way needs them
+        try:
+            self.checkpoint_io.drain()
+        except Exception as error:
+            exception.add_note(f"The save that was under way failed too: {error}")
         if self._watch is not None:
             self._watch.report(exception)
 
     def teardown(self) -> None:
-        super().teardown()
         self.checkpoint_io.teardown()
+        super().teardown()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -285,7 +290,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._assembly = known
         self._checked.clear()
         self.model = module
-        self._connect_checkpoint_io()
+        self._connect_checkpoint_io(trainer)
         if known.stage is not None:
             self._steps = PipelinedSteps(
                 module, known.stage, self.groups, self.layout, self.root_device, self._microbatches, self._schedule
@@ -325,6 +330,9 @@ class HybridShardStrategy(ModelParallelStrategy):
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
+
+    def on_train_end(self) -> None:
+        self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._steps is not None:
@@ -481,12 +489,13 @@ class HybridShardStrategy(ModelParallelStrategy):
         own = list(self.lightning_module.state_dict())
         return [name for names in self.groups.gather_over_stages(own) for name in names]
 
-    def _connect_checkpoint_io(self) -> None:
+    def _connect_checkpoint_io(self, trainer: pl.Trainer) -> None:
         self.checkpoint_io.connect(
             Site(
                 mesh=self.device_mesh[self.layout.stage_axes],
                 layout=self.layout,
                 device=self.root_device,
                 gather_over_stages=self.groups.gather_over_stages,
-            )
+            ),
+            fitting=trainer.state.fn == TrainerFn.FITTING,
         )

@@ -251,3 +251,21 @@ def test_bad_loads_raise_on_every_rank(tmp_path):
     with pytest.raises(CorruptCheckpointError, match="rank-00001"):
         checkpoint.load(path, state)
     checkpoint.load(path, state, verify=False)
+
+
+@ranks(4, timeout_s=120)
+def test_nested_states_of_dtensors_need_no_mesh(tmp_path):
+    for layout in LAYOUTS:
+        state, _ = laid_out(layout)
+        path = tmp_path / f"{layout}.ckpt"
+        nested = {"net": {"tall": state.pop("tall"), "head": {"embed": state.pop("embed")}}, "rest": state}
+        checkpoint.save(nested, path, fsync=False)
+        expected = {
+            {"tall": "net.tall", "embed": "net.head.embed"}.get(name, f"rest.{name}"): tensor
+            for name, tensor in full_state().items()
+        }
+        assert_holds({name: stored.full() for name, stored in checkpoint.read(path).items()}, expected)
+        for tensor in (nested["net"]["tall"], nested["net"]["head"]["embed"], *state.values()):
+            tensor.zero_()
+        checkpoint.load(path, nested)
+        assert_holds({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})

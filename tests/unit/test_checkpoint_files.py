@@ -411,6 +411,21 @@ def edited(path, change):
     file.write_text(json.dumps(manifest))
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_manifest_means_the_same_however_its_json_is_laid_out(tmp_path, indent):
+    awkward = ['":{', "\\", 'a"', "model", "\u00fc", "\n}"]
+    tensor = torch.arange(6.0)
+    checkpoint.save({name: tensor + i for i, name in enumerate(awkward)} | {"tied": tensor}, tmp_path / "c")
+    path = tmp_path / "c" / "manifest.json"
+    ours = Manifest.from_bytes(path.read_bytes())
+    other = Manifest.from_bytes(json.dumps(json.loads(path.read_bytes()), indent=indent).encode())
+    assert set(ours.model) == {*awkward, "tied"}
+    assert list(ours.model) == list(other.model)
+    for name in other.model:
+        assert ours.model[name] == other.model[name]
+        assert ours.model.alias_of(name) == other.model.alias_of(name)
+
+
 def test_a_newer_format_is_told_as_such(tmp_path):
     checkpoint.save({"t": torch.ones(4)}, tmp_path)
     edited(tmp_path, lambda manifest: manifest.update(format_version=2))

@@ -82,6 +82,11 @@ class TestEveryModule:
         if room_of(module) not in KNOWS_HYDRA:
             assert "hydra" not in libraries_imported(module)
 
+    def test_imports_dcp_only_where_it_is_served(self, module: Path) -> None:
+        # importing it costs time, and "checkpoint" does so only when asked for DcpWriter or DcpReader
+        if module.name != "dcp.py":
+            assert not [name for name in imported(module) if name.startswith("torch.distributed.checkpoint")]
+
     def test_has_nothing_to_do_with_pickle(self, module: Path) -> None:
         if room_of(module) not in KNOWS_PICKLE:
             assert not PICKLERS & libraries_imported(module)

@@ -129,7 +129,7 @@ class RemoteStore:
             if not self._put_is_atomic:
                 retried(self.fs.makedirs, posixpath.dirname(path), exist_ok=True)
             if size_bytes <= PUT_BYTES:
-                data = b"".join(buffers)
+                data = b"".join(bytes(buffer) for buffer in buffers)  # each at once: its memory may be used again
                 assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
                 retried(self.fs.pipe_file, path, data)
             else:

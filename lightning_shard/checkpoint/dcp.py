@@ -1,0 +1,408 @@
+"""A writer and a reader for ``torch.distributed.checkpoint`` (DCP) that speak this package's format.
+
+::
+
+    dcp.save(state, storage_writer=checkpoint.DcpWriter(path))
+    dcp.load(state, storage_reader=checkpoint.DcpReader(path))
+
+DCP's planners decide who writes and reads what; the files, their digests and the commit are those of
+:func:`~lightning_shard.checkpoint.save`, and either side reads what the other wrote. Names are DCP's: nested states
+become names joined by ``.``, in this package's sections as follows.
+
+========================================  ==================================================================
+DCP's name                                here
+========================================  ==================================================================
+``optimizer.<name>``, a tensor            ``<name>`` in the optimizer's section
+any other tensor                          the same name in the model's section
+a value that isn't a tensor               a key of the trainer state, as typed JSON: nothing is pickled
+========================================  ==================================================================
+
+So ``{"layers.0.weight": …, "optimizer": {…}}``, as torchtitan saves, gives a model section with the model's own names.
+Of a checkpoint that Lightning wrote, the trainer state's top keys (``epoch``, ``global_step``, …) are values to DCP.
+
+What DCP raises, on every rank, is its ``CheckpointException``; its ``failures`` hold this package's error of each rank
+that failed. Nothing is committed then, and an earlier checkpoint stays.
+
+Beside DCP's public storage API this uses, as of torch 2.11 to 2.13:
+
+- ``DefaultLoadPlanner.load_bytes`` unpickles, so values are put where it would put them: by its ``mappings`` and
+  ``torch.distributed.checkpoint._traverse.set_element``, which is private.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from lightning_shard.checkpoint import codec
+from lightning_shard.checkpoint.commit import Account, commit, merge, new_attempt
+from lightning_shard.checkpoint.dtensor import is_dtensor, target_boxes
+from lightning_shard.checkpoint.fetch import Read
+from lightning_shard.checkpoint.header import DTYPES
+from lightning_shard.checkpoint.manifest import TensorEntry
+from lightning_shard.checkpoint.plan import Box
+from lightning_shard.checkpoint.reader import Checkpoint, StoredTensors, read
+from lightning_shard.checkpoint.store import Store, as_path, open_store
+from lightning_shard.checkpoint.transfer import Piece, check_storable, write_file, write_json
+from lightning_shard.checkpoint.writer import WRITER, abandon
+from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
+
+OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclass
+class _Part:
+    """What one rank has written, as it travels to the coordinator: files and chunks, and its values as typed JSON."""
+
+    account: Account
+    values: dict[str, Any]
+
+
+class DcpWriter(StorageWriter):
+    """For ``dcp.save`` and ``dcp.async_save``: writes a checkpoint of this package's format.
+
+    Tensors that share memory are written under each of their names, since DCP plans them so.
+
+    Args:
+        path: The directory, local or any URL that fsspec knows; or None, and DCP's ``checkpoint_id`` names it.
+        storage_options: For fsspec.
+        fsync: Survive a crash of the machine; False for scratch.
+        digests: Record a 128-bit hash of every block.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        fsync: bool = True,
+        digests: bool = True,
+    ) -> None:
+        self.checkpoint_id = path
+        self.storage_options = storage_options
+        self.fsync = fsync
+        self.digests = digests
+        self._store: Store | None = None
+        self._attempt = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(
+                "use_collectives=False would have every rank commit a checkpoint of its own to one directory: leave it"
+                " at True."
+            )
+        self._store = open_store(_path(self.checkpoint_id), self.storage_options)
+        self._attempt = new_attempt()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return dataclasses.replace(plan, storage_data=self._attempt)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # the coordinator's attempt is everyone's; each rank's own comes back to it as a mark of this save
+        return [dataclasses.replace(plan, storage_data=(plan.storage_data, self._attempt)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert self._store is not None
+        mark, attempt = plan.storage_data or ("", "")
+        if mark != self._attempt:
+            # a planner that caches plans gives one of an earlier save, whose files must stay
+            attempt = self._attempt
+        part = _Part(Account(_rank(), ()), {})
+        sections: dict[str, list[Piece]] = {"model": [], "optimizer": []}
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                part.values.update(_encoded(planner, item))
+            else:
+                piece = _piece(planner, item)
+                if piece is not None:
+                    section, name = _place_of(piece.name)
+                    sections[section].append(dataclasses.replace(piece, name=name))
+        names: list[str] = []
+        try:
+            for section, pieces in sections.items():
+                if not pieces:
+                    continue
+                names.append(f"{section}/rank-{_rank():05d}-{attempt}.safetensors")
+                metadata = {"format": "pt", "lightning_shard.attempt": attempt, "lightning_shard.section": section}
+                written = write_file(self._store, names[-1], pieces, metadata, digests=self.digests, durable=self.fsync)
+                part.account.add(section, written)
+            if self.fsync and names:
+                self._store.sync(names)
+        except BaseException as error:
+            abandon(self._store, names)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                raise self._failed(error) from error
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(item.index, _nbytes(item), part) for item in plan.items])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Check that the ranks' parts make up every tensor, and commit.
+
+        Raises:
+            CheckpointError: They don't, or the manifest couldn't be written.
+        """
+        assert self._store is not None
+        parts: list[_Part] = [result[0].storage_data for result in results if result]
+        accounts = {part.account.rank: part.account for part in parts}
+        own = accounts.setdefault(_rank(), Account(_rank(), ()))
+        for account in accounts.values():
+            account.mesh_ranks = tuple(accounts)
+        values = {name: value for part in parts for name, value in part.values.items()}
+        names = [file.path for account in accounts.values() for files in account.written.values() for file, _ in files]
+        try:
+            if values:
+                names.append(f"trainer/state-{self._attempt}.json")
+                own.state_file = write_json(self._store, names[-1], values, digests=self.digests, durable=self.fsync)
+                if self.fsync:
+                    self._store.sync(names[-1:])
+            manifest = merge(
+                list(accounts.values()), attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests
+            )
+            manifest.world_size = len(results)
+            commit(self._store, manifest, durable=self.fsync)
+        except BaseException as error:
+            abandon(self._store, names)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                raise self._failed(error) from error
+            raise
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"The checkpoint {_path(self.checkpoint_id)} could not be written: {error}.")
+
+
+class DcpReader(StorageReader):
+    """For ``dcp.load``: reads any checkpoint of this package's format, into any layout.
+
+    As with DCP's own readers, values are converted where a tensor of the state has another dtype.
+
+    Args:
+        path: The directory or its manifest, local or any URL that fsspec knows; or None, and DCP's ``checkpoint_id``
+            names it.
+        storage_options: For fsspec.
+        verify: Check digests.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        verify: bool = True,
+    ) -> None:
+        self.checkpoint_id = path
+        self.storage_options = storage_options
+        self.verify = verify
+        self._checkpoint: Checkpoint | None = None
+        self._tensors: dict[str, TensorEntry] = {}
+        self._values: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+    def read_metadata(self) -> Metadata:
+        """What the manifest tells, as DCP has it.
+
+        Raises:
+            CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`~.reader.read`.
+        """
+        self._checkpoint = read(_path(self.checkpoint_id), storage_options=self.storage_options, verify=self.verify)
+        manifest = self._checkpoint.manifest
+        # a model may have a part that is named "optimizer" itself: then its names are the model's
+        self._tensors = {OPTIMIZER_PREFIX + name: entry for name, entry in manifest.optimizer.items()}
+        self._tensors.update(manifest.model)
+        tree = self._checkpoint.state_json()
+        plain = isinstance(tree, dict) and codec.TAG not in tree
+        self._values = {name: value for name, value in tree.items() if name not in self._tensors} if plain else {}
+        return Metadata(
+            {name: _metadata(entry) for name, entry in self._tensors.items()}
+            | {name: BytesStorageMetadata() for name in self._values},
+            planner_data={name: (name,) for name in (*self._tensors, *self._values)},
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for.
+
+        Raises:
+            CorruptCheckpointError: As :func:`~.reader.read`; then some of the tensors have been written.
+            StateMismatchError: A tensor of the state isn't what the plan says of it.
+        """
+        assert self._checkpoint is not None
+        reads, targets = [], []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                self._load_value(planner, item)
+                continue
+            name, offset = item.storage_index.fqn, item.storage_index.offset
+            assert offset is not None, f"the plan has no place for {name!r}"
+            _check_place(planner, item.dest_index)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != item.lengths:
+                raise StateMismatchError(
+                    f"{name!r}: the plan reads {tuple(item.lengths)} elements into {tuple(target.shape)}."
+                )
+            box = Box(tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True)), tuple(item.lengths))
+            reads.append(Read(name, self._tensors[name], box, target))
+            targets.append((item, target))
+        self._checkpoint.fetch(reads)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _load_value(self, planner: LoadPlanner, item: ReadItem) -> None:
+        name = item.dest_index.fqn
+        if not isinstance(planner, DefaultLoadPlanner) or (
+            type(planner).load_bytes is not DefaultLoadPlanner.load_bytes
+        ):
+            raise UnsupportedStateError(
+                f"{name!r} is stored as typed JSON, and {type(planner).__name__}.load_bytes expects bytes of its own"
+                " kind: load it with DefaultLoadPlanner, or by checkpoint.read(path).trainer_state()."
+            )
+        assert self._checkpoint is not None
+        tensors = StoredTensors(self._checkpoint.manifest.trainer, self._checkpoint)
+        value = codec.decode(self._values[item.storage_index.fqn], lambda key: tensors[key].full())
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[name], value)
+        else:
+            planner.state_dict[name] = value
+
+
+def _path(path: str | os.PathLike[str] | None) -> str:
+    if path is None:
+        raise CheckpointError("There is no path: pass it to the writer or reader, or as checkpoint_id to DCP.")
+    return as_path(path)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _place_of(name: str) -> tuple[str, str]:
+    """Section and name of a tensor that DCP names so."""
+    if name.startswith(OPTIMIZER_PREFIX):
+        return "optimizer", name.removeprefix(OPTIMIZER_PREFIX)
+    return "model", name
+
+
+def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:
+    """What is to be written of a tensor; nothing for a part without elements, except for one of a tensor without."""
+    name, planned = item.index.fqn, item.tensor_data
+    assert planned is not None, f"the plan has no place for {name!r}"
+    shape, offsets, sizes = tuple(planned.size), tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)
+    tensor: Any = planner.resolve_data(item)
+    check_storable(name, tensor)
+    if 0 in shape:
+        return None if any(offsets) else Piece(name, shape, Box.whole(shape), tensor.new_empty(shape))
+    if 0 in sizes:
+        return None
+    _check_place(planner, item.index)
+    if tuple(tensor.shape) != sizes:
+        raise CheckpointError(
+            f"{name!r}: DCP takes this rank's part for {sizes} elements at {offsets} of {shape}, and it has"
+            f" {tuple(tensor.shape)}: save it with checkpoint.save, which knows such shards."
+        )
+    return Piece(name, shape, Box(offsets, sizes), tensor.detach())
+
+
+def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> None:
+    """Strided shards may be several boxes, or another one than DCP reckons: better an error than other elements.
+
+    Raises:
+        CheckpointError: This rank's part of a DTensor isn't the one box that DCP takes it for.
+    """
+    tensor = getattr(planner, "state_dict", {}).get(index.fqn)
+    if tensor is None or not is_dtensor(tensor):
+        return
+    boxes = [place.box for place in target_boxes(index.fqn, tensor)[1]]
+    if len(boxes) > 1 or any(box.offsets != index.offset for box in boxes):
+        raise CheckpointError(
+            f"{index.fqn!r} with placements {tensor.placements} has {[box.offsets for box in boxes]} on this rank, and"
+            f" DCP takes it for one box at {tuple(index.offset or ())}: use checkpoint.save and checkpoint.load, which"
+            " know such shards."
+        )
+
+
+def _encoded(planner: SavePlanner, item: WriteItem) -> dict[str, Any]:
+    """A value that isn't a tensor, as typed JSON by its name."""
+    name = item.index.fqn
+    lookup = getattr(planner, "lookup_object", None)
+    if lookup is None:
+        raise UnsupportedStateError(
+            f"{name!r} isn't a tensor, and {type(planner).__name__} gives only pickled bytes of it, which the"
+            " checkpoint can't hold: use a planner that derives from DefaultSavePlanner, or leave it out."
+        )
+    tree, tensors = codec.encode({name: lookup(item.index)})
+    if tensors or name == codec.TAG:
+        raise UnsupportedStateError(
+            f"{name!r} isn't a tensor and holds tensors ({', '.join(tensors)}): keep them in dicts and lists, where DCP"
+            " finds them."
+            if tensors
+            else f"{name!r} is no name for a value: rename it."
+        )
+    return tree
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=DTYPES[entry.dtype]),
+        torch.Size(entry.shape),
+        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks],
+    )

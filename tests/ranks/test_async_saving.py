@@ -1,0 +1,145 @@
+"""``ShardedCheckpointIO(asynchronous=True)`` under a Trainer: the same files as a save that is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.errors import CheckpointError
+from lightning_shard.plugin import failure
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader
+
+PIPELINE = layout(pipeline=2)
+SLOW_S = 0.3
+
+
+class Committed(L.Callback):
+    """Which checkpoints are there at the end of every step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.seen: list[list[str]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(sorted(path.parent.name for path in self.folder.glob("*/manifest.json")))
+
+
+def slow_write(self: LocalStore, name: str, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
+    time.sleep(SLOW_S)
+    original(self, name, *args, **kwargs)
+
+
+def fit(folder: str, asynchronous: bool, steps: int, callbacks: list[L.Callback], keep: int = -1) -> None:
+    L.seed_everything(3)
+    every_step = {"filename": "{step}", "every_n_train_steps": 1, "monitor": "step", "mode": "max"}
+    checkpoint_io = ShardedCheckpointIO(asynchronous=asynchronous, fsync=False)
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**PIPELINE, checkpoint_io=checkpoint_io),
+        devices=2,
+        max_steps=steps,
+        callbacks=[ModelCheckpoint(folder, save_top_k=keep, **every_step), *callbacks],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
+
+
+def train_both(folder: str) -> list[list[str]]:
+    fit(f"{folder}/waited", False, 3, [])
+    with mock.patch.object(LocalStore, "write", slow_write):
+        fit(f"{folder}/background", True, 3, [])
+        committed = Committed(f"{folder}/one")
+        fit(f"{folder}/one", True, 4, [committed], keep=1)
+    return committed.seen
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_training_changes_meanwhile_is_not_saved_and_nothing_is_removed_before_its_replacement_is_whole(
+    tmp_path: Path,
+) -> None:
+    seen = run_ranks(train_both, 2, str(tmp_path), elastic=True)[0]
+    # Looked at before the step's own save: training went on while the first was written. The second waited for it, and
+    # from then on one was there at every moment.
+    assert seen[:2] == [[], []]
+    assert all(seen[2:])
+    assert [path.parent.name for path in tmp_path.glob("one/*/manifest.json")] == ["step=4.ckpt"]
+    for step in (1, 2, 3):
+        waited = checkpoint.read(tmp_path / "waited" / f"step={step}.ckpt")
+        background = checkpoint.read(tmp_path / "background" / f"step={step}.ckpt")
+        assert list(background) == list(waited)
+        assert list(background.optimizer) == list(waited.optimizer)
+        for name in waited:
+            assert torch.equal(background[name].full(), waited[name].full()), (step, name)
+        for name in waited.optimizer:
+            assert torch.equal(background.optimizer[name].full(), waited.optimizer[name].full()), (step, name)
+        assert background.trainer_state()["global_step"] == step
+
+
+def fail_on_rank_1(self: LocalStore, name: str, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
+    if "step=2" in self.root and dist.get_rank() == 1:
+        raise OSError(28, "No space left on device")
+    original(self, name, *args, **kwargs)
+
+
+def train_until_the_disk_is_full(folder: str) -> list[str]:
+    errors = []
+    with mock.patch.object(LocalStore, "write", fail_on_rank_1):
+        for steps in (3, 2):  # noticed by the next save, and at the end of the fit
+            try:
+                fit(f"{folder}/{steps}", True, steps, [])
+            except CheckpointError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_failure_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> None:
+    for errors in run_ranks(train_until_the_disk_is_full, 2, str(tmp_path), elastic=True):
+        assert len(errors) == 2
+        assert all("No space left" in error for error in errors)
+    for steps in (2, 3):
+        assert [path.parent.name for path in tmp_path.glob(f"{steps}/*/manifest.json")] == ["step=1.ckpt"]
+
+
+class Stop(L.Callback):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:  # the first step's save is under way
+            if self.how == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif dist.get_rank() == 1:
+                raise ValueError("stop here")
+
+
+def train_until_stopped(folder: str, how: str) -> str:
+    with mock.patch.object(LocalStore, "write", slow_write), mock.patch.object(failure, "_GRACE_S", 2.0):
+        try:
+            fit(folder, True, 3, [Stop(how)])
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_save_under_way_is_finished_when_the_job_is_terminated(tmp_path: Path) -> None:
+    stopped = run_ranks(train_until_stopped, 2, str(tmp_path), "SIGTERM", elastic=True)
+    assert all("SIGTERM" in what for what in stopped)
+    assert checkpoint.verify(tmp_path / "step=1.ckpt").ok
+
+
+def test_a_save_under_way_is_finished_when_one_rank_fails(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):  # the other one waits for it, and is stopped
+        run_ranks(train_until_stopped, 2, str(tmp_path), "error", elastic=True)
+    assert checkpoint.verify(tmp_path / "step=1.ckpt").ok

@@ -1,0 +1,236 @@
+"""DCP's own files and ours, of the same states on four ranks: each is the other's second opinion."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_shard import checkpoint
+from lightning_shard.errors import CheckpointError, UnsupportedStateError
+from lightning_shard.testing import ranks
+
+TENSORS = {
+    "uneven": torch.randn(37, 8),
+    "wide": torch.randn(3, 5, 7).bfloat16(),
+    "tall": torch.randn(700, 30),
+    "flags": torch.randn(11, 3) > 0,
+    "short": torch.arange(8).view(2, 4),
+    "plain": torch.randn(9).double(),
+    "scale": torch.tensor(2.5),
+    "none": torch.empty(0, 4),
+}
+
+# mesh, and placements of those that are DTensors
+LAYOUTS = {
+    "shards": ((4,), {name: [Shard(0)] for name in ("uneven", "wide", "tall", "flags", "short", "none")}),
+    "hsdp": ((2, 2), {name: [Replicate(), Shard(0)] for name in ("uneven", "wide", "tall", "flags")}),
+    "two dims": (
+        (2, 2),
+        {"uneven": [Shard(0), Shard(1)], "wide": [Shard(2), Shard(1)], "tall": [Shard(1), Replicate()]},
+    ),
+    "replicated": ((4,), {name: [Replicate()] for name in TENSORS}),
+}
+
+
+def laid_out(layout, fill=None):
+    """The same tensors on every rank, those of a layout as DTensors; with ``fill``, other values."""
+    shape, placements = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    state = {}
+    for index, (name, like) in enumerate(TENSORS.items()):
+        generator = torch.Generator().manual_seed(index)
+        full = (torch.rand(like.shape, generator=generator) * 100).to(like.dtype)
+        full = full if fill is None else torch.full_like(full, fill)
+        state[name] = (
+            distribute_tensor(full, mesh, placements[name], src_data_rank=None) if name in placements else full
+        )
+    return state
+
+
+def raw(tensor):
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return bytes(whole.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def assert_same(state, expected):
+    assert set(state) == set(expected)
+    for name, tensor in expected.items():
+        assert raw(state[name]) == raw(tensor), name
+
+
+class Net(nn.Module):
+    """Sizes that neither 2 nor 4 divide; equal on all ranks."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down, self.norm = nn.Linear(7, 18), nn.Linear(18, 7), nn.LayerNorm(7)
+
+    def forward(self, x):
+        return self.norm(self.down(self.up(x).relu()))
+
+
+def trained(shape, seed=0):
+    """FSDP2 over tensor parallelism, and over replicas where there are three axes; after a step of AdamW."""
+    names = ("replicas", "data", "tensor")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    net = Net(seed)
+    parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(net, mesh=mesh[names[:-1]])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * (seed + 1))
+    net(torch.ones(4, 7)).square().sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+@ranks(4, timeout_s=120)
+def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
+    names = list(LAYOUTS)
+    for index, source in enumerate(names):
+        state = laid_out(source)
+        by_dcp, ours, plain = (tmp_path / f"{source} {kind}" for kind in ("dcp", "ours", "save"))
+        dcp.save(state, checkpoint_id=by_dcp)
+        dcp.save(state, storage_writer=checkpoint.DcpWriter(ours, fsync=False))
+        checkpoint.save(state, plain, fsync=False)
+        if dist.get_rank() == 0:
+            assert checkpoint.verify(ours).ok
+            assert checkpoint.diff(ours, plain).ok
+        for target in (names[index - 1], names[index - 2]):
+            loaded = [laid_out(target, fill=0) for _ in range(4)]
+            dcp.load(loaded[0], checkpoint_id=by_dcp)
+            dcp.load(loaded[1], storage_reader=checkpoint.DcpReader(ours))
+            dcp.load(loaded[2], storage_reader=checkpoint.DcpReader(plain))
+            checkpoint.load(ours, loaded[3])
+            for other in (*loaded[1:], state):
+                assert_same(other, loaded[0])
+
+
+@ranks(4, timeout_s=120)
+def test_training_moves_between_layouts_through_dcp(tmp_path):
+    net, optimizer = trained((2, 2))
+    weights, moments = get_state_dict(net, optimizer)
+    state = {**weights, "optimizer": moments, "step": 1, f"of rank {dist.get_rank()}": dist.get_rank()}
+    by_dcp, ours = tmp_path / "dcp", tmp_path / "ours"
+    dcp.save(state, checkpoint_id=by_dcp)
+    dcp.save(state, storage_writer=checkpoint.DcpWriter(ours, fsync=False))
+    stored = checkpoint.read(ours)
+    assert stored.manifest.world_size == 4
+    assert set(stored) == set(Net(0).state_dict())
+    assert {f"of rank {rank}": rank for rank in range(4)}.items() <= stored.trainer_state().items()
+    # as one process has it
+    plain = Net(0)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain(torch.ones(4, 7)).square().sum().backward()
+    plain_optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(stored[name].full(), value)
+    for shape in ((1, 2, 2), (2, 2, 1), (4, 1)):
+        results = []
+        for reader in (dcp.FileSystemReader(by_dcp), checkpoint.DcpReader(ours)):
+            other, other_optimizer = trained(shape, seed=1)
+            weights, moments = get_state_dict(other, other_optimizer)
+            into = {**weights, "optimizer": moments, "step": 0}
+            dcp.load(into, storage_reader=reader)
+            assert into["step"] == 1
+            set_state_dict(
+                other,
+                other_optimizer,
+                model_state_dict={name: into[name] for name in weights},
+                optim_state_dict=into["optimizer"],
+            )
+            assert other_optimizer.param_groups[0]["lr"] == 0.1
+            results.append({**weights, **other_optimizer.state[other.up.weight]})
+        assert_same(*results)
+        assert torch.equal(results[0]["up.weight"].full_tensor(), stored["up.weight"].full())
+
+
+@ranks(4, timeout_s=120)
+def test_one_rank_that_fails_fails_all_and_the_earlier_checkpoint_stays(tmp_path):
+    rank, path = dist.get_rank(), tmp_path / "c"
+    state = laid_out("shards")
+    dcp.save(state, storage_writer=checkpoint.DcpWriter(path, fsync=False))
+    before = (path / "manifest.json").read_bytes()
+    dist.barrier()
+    value = {f"of rank {rank}": print} if rank == 2 else {}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({**laid_out("shards", fill=1), **value}, storage_writer=checkpoint.DcpWriter(path, fsync=False))
+    assert set(caught.value.failures) == {2}
+    assert isinstance(caught.value.failures[2][0], UnsupportedStateError)
+
+    class Broken(checkpoint.DcpWriter):
+        def finish(self, metadata, results):
+            results[1].clear()  # as if rank 1's part were lost
+            super().finish(metadata, results)
+
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(laid_out("shards", fill=1), storage_writer=Broken(path, fsync=False))
+    assert set(caught.value.failures) == {0}
+    assert isinstance(caught.value.failures[0][0], CheckpointError)
+    assert "don't make up the tensor" in str(caught.value.failures[0][0])
+    dist.barrier()
+    assert (path / "manifest.json").read_bytes() == before
+    into = laid_out("hsdp", fill=0)
+    dcp.load(into, storage_reader=checkpoint.DcpReader(path))
+    assert_same(into, state)
+
+    # what the failed ones left goes with the next commit
+    dcp.save(laid_out("shards", fill=2), storage_writer=checkpoint.DcpWriter(path, fsync=False))
+    stored = checkpoint.read(path)
+    assert {f"model/{file.name}" for file in (path / "model").iterdir()} == {f.path for f in stored.manifest.files}
+    assert stored["uneven"].full().eq(2).all()
+
+
+@ranks(4, timeout_s=120)
+def test_other_ways_to_call_dcp_and_shards_that_it_misreads(tmp_path):
+    rank = dist.get_rank()
+    state = laid_out("shards")
+    future = dcp.async_save(state, storage_writer=checkpoint.DcpWriter(tmp_path / "async", fsync=False))
+    expected = laid_out("shards")
+    for tensor in state.values():
+        tensor.zero_()
+    future.result()
+    into = laid_out("two dims", fill=0)
+    dcp.load(into, storage_reader=checkpoint.DcpReader(tmp_path / "async"))
+    assert_same(into, expected)
+
+    own = {"w": torch.full((3,), float(rank))}
+    writer = checkpoint.DcpWriter(tmp_path / f"alone {rank}", fsync=False)
+    dcp.save(own, storage_writer=writer, no_dist=True)
+    into = {"w": torch.zeros(3)}
+    dcp.load(into, storage_reader=checkpoint.DcpReader(tmp_path / f"alone {rank}"), no_dist=True)
+    assert into["w"].tolist() == [rank] * 3
+    assert checkpoint.read(tmp_path / f"alone {rank}").manifest.world_size == 1
+
+    pair = dist.new_group([2, 3])
+    if rank >= 2:
+        dcp.save(
+            {"w": torch.ones(3), "x": torch.ones(4)},
+            storage_writer=checkpoint.DcpWriter(tmp_path / "pair", fsync=False),
+            process_group=pair,
+        )
+        names = {Path(file.path).name.rpartition("-")[0] for file in checkpoint.read(tmp_path / "pair").manifest.files}
+        assert names == {"rank-00002", "rank-00003"}
+    dist.barrier()
+
+    # a strided shard of two runs: DCP sees one box at the first
+    mesh = init_device_mesh("cpu", (4,))
+    full = torch.arange(16.0)
+    local = torch.cat([full[2 * rank : 2 * rank + 2], full[8 + 2 * rank : 10 + 2 * rank]])
+    strided = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+    with pytest.raises(CheckpointException, match=r"overlapping chunks|know such shards"):
+        dcp.save({"w": strided}, storage_writer=checkpoint.DcpWriter(tmp_path / "strided", fsync=False))
+    assert not (tmp_path / "strided" / "manifest.json").exists()
+    checkpoint.save({"w": strided}, tmp_path / "strided", fsync=False)
+    assert torch.equal(checkpoint.read(tmp_path / "strided")["w"].full(), full)
+    with pytest.raises(CheckpointException, match="know such shards"):
+        dcp.load({"w": strided}, storage_reader=checkpoint.DcpReader(tmp_path / "strided"))

@@ -1,0 +1,289 @@
+"""torch.distributed.checkpoint through our writer and reader, in one process: states, sections, values, refusals."""
+
+import enum
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.header import DTYPES
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*FutureWarning")
+
+
+def save(state, path, **options):
+    dcp.save(state, storage_writer=checkpoint.DcpWriter(path, fsync=False, **options))
+    return path
+
+
+def load(state, path, **options):
+    dcp.load(state, storage_reader=checkpoint.DcpReader(path, **options))
+    return state
+
+
+def failure(caught):
+    """What rank 0 raised within DCP."""
+    return caught.value.failures[0][0]
+
+
+def trained(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+    for _ in range(2):
+        model(torch.randn(3, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_model_and_optimizer_resume_through_dcp(tmp_path):
+    model, optimizer = trained(0)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {**weights, "optimizer": moments, "train_state": {"step": 17, "losses": [0.5, (1, 2)]}}
+    path = save(state, tmp_path / "c")
+    assert checkpoint.verify(path).ok
+
+    other, other_optimizer = trained(1)
+    weights, moments = get_state_dict(other, other_optimizer)
+    into = {**weights, "optimizer": moments, "train_state": {"step": 0, "losses": None}}
+    load(into, path)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict={name: into[name] for name in weights},
+        optim_state_dict=into["optimizer"],
+    )
+    assert into["train_state"] == {"step": 17, "losses": [0.5, (1, 2)]}
+    assert other_optimizer.param_groups[0]["lr"] == 0.01
+    x = torch.randn(3, 5)
+    for net, opt in ((model, optimizer), (other, other_optimizer)):
+        net(x).sum().backward()
+        opt.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_what_dcp_wrote_is_a_checkpoint_with_the_models_own_names(tmp_path):
+    model, optimizer = trained(0)
+    weights, moments = get_state_dict(model, optimizer)
+    path = save({**weights, "optimizer": moments, "step": 3}, tmp_path / "c")
+    stored = checkpoint.read(path)
+    assert set(stored) == set(model.state_dict())
+    assert set(stored.optimizer) == {
+        f"state.{n}.{k}" for n in model.state_dict() for k in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert stored.trainer_state()["step"] == 3
+    assert stored.trainer_state()["optimizer.param_groups.0.betas"] == (0.9, 0.999)
+    fresh = trained(1)[0]
+    checkpoint.load(path, fresh)
+    assert torch.equal(fresh[0].weight, model[0].weight)
+    assert not list(path.rglob(".metadata"))
+
+
+def test_dcp_reads_what_checkpoint_save_wrote(tmp_path):
+    model, _ = trained(0)
+    path = tmp_path / "c"
+    trainer = {"epoch": 4, "loops": {"fit": {"done": True}}, "generator": {"state": torch.arange(3)}}
+    checkpoint.save(model, path, optimizer={"0/w/exp_avg": torch.ones(4)}, trainer_state=trainer)
+    into = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    into |= {"optimizer": {"0/w/exp_avg": torch.zeros(4)}, "epoch": 0, "loops": None, "generator": None}
+    load(into, path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(into[name], value), name
+    assert torch.equal(into["optimizer"]["0/w/exp_avg"], torch.ones(4))
+    assert (into["epoch"], into["loops"]) == (4, {"fit": {"done": True}})
+    assert torch.equal(into["generator"]["state"], torch.arange(3))
+    # the manifest's own path will do, as will DCP's name for it
+    part = {"0.weight": torch.zeros(7, 5)}
+    dcp.load(part, checkpoint_id=f"{path}/manifest.json", storage_reader=checkpoint.DcpReader())
+    assert torch.equal(part["0.weight"], model[0].weight)
+
+
+def test_tied_tensors_and_whole_states_without_a_template(tmp_path):
+    w = torch.randn(6, 3)
+    checkpoint.save({"embed": w, "head": w}, tmp_path / "c")
+    whole = dcp.state_dict_loader._load_state_dict_from_keys(storage_reader=checkpoint.DcpReader(tmp_path / "c"))
+    assert torch.equal(whole["embed"], w)
+    assert torch.equal(whole["head"], w)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)], ids=str)
+def test_every_dtype_comes_back_byte_for_byte(tmp_path, shape):
+    count = torch.Size(shape).numel()
+    state = {
+        name: torch.arange(count * dtype.itemsize).remainder(2).to(torch.uint8).view(dtype).view(shape)
+        for name, dtype in DTYPES.items()
+    }
+    path = save(state, tmp_path / "c")
+    assert checkpoint.verify(path).ok
+    into = load({name: torch.empty_like(tensor) for name, tensor in state.items()}, path)
+    for name, tensor in state.items():
+        assert into[name].dtype == tensor.dtype
+        assert bytes(into[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8)), name
+    assert checkpoint.diff(path, save(into, tmp_path / "d")).ok
+
+
+def test_other_dtypes_are_converted_as_dcp_does(tmp_path):
+    path = save({"w": torch.arange(12.0).view(4, 3)}, tmp_path / "c")
+    assert torch.equal(load({"w": torch.zeros(4, 3).bfloat16()}, path)["w"], torch.arange(12.0).view(4, 3).bfloat16())
+    strided = torch.zeros(3, 4).t()
+    assert torch.equal(load({"w": strided}, path)["w"], torch.arange(12.0).view(4, 3))
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [(Opaque(), "'a.b' is a .*Opaque.*nothing is pickled.*register_codec"), ((torch.ones(1),), "'a.b'.*holds tensors")],
+    ids=["opaque", "tensors in a tuple"],
+)
+def test_a_value_that_cannot_be_held_is_refused_by_its_key_and_nothing_is_committed(tmp_path, value, match):
+    path = save({"w": torch.ones(2)}, tmp_path / "c")
+    before = sorted(path.rglob("*"))
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.zeros(2), "a": {"b": value}}, path)
+    assert isinstance(failure(caught), UnsupportedStateError)
+    with pytest.raises(UnsupportedStateError, match=match):
+        raise failure(caught)
+    assert sorted(path.rglob("*")) == before
+    assert torch.equal(load({"w": torch.zeros(2)}, path)["w"], torch.ones(2))
+
+
+def test_nothing_is_pickled_and_nothing_unpickled(tmp_path, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("pickle")
+
+    monkeypatch.setattr(torch, "save", forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    value = {"path": tmp_path, "set": {1, 2}, "none": None, "colour": Colour.RED}
+    checkpoint.register_codec(Colour)
+    path = save({"w": torch.ones(2), "v": value}, tmp_path / "c")
+    assert load({"w": torch.zeros(2), "v": dict.fromkeys(value)}, path)["v"] == value
+
+
+class OwnBytes(DefaultLoadPlanner):
+    def load_bytes(self, read_item, value):
+        raise AssertionError("never called")
+
+
+class NoLookup(dcp.SavePlanner):
+    """A planner that has no more than DCP asks of one."""
+
+    def __init__(self):
+        self.planner = DefaultSavePlanner()
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.planner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self):
+        return self.planner.create_local_plan()
+
+    def create_global_plan(self, all_plans):
+        return self.planner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan):
+        return self.planner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item):
+        return self.planner.resolve_data(write_item)
+
+
+def test_planners_of_other_kinds_are_served_or_told(tmp_path):
+    def save_by(state):
+        dcp.save(state, storage_writer=checkpoint.DcpWriter(tmp_path / "c"), planner=NoLookup())
+
+    save_by({"w": torch.ones(2)})
+    with pytest.raises(CheckpointException) as caught:
+        save_by({"w": torch.ones(2), "step": 1})
+    assert "'step' isn't a tensor, and NoLookup gives only pickled bytes" in str(failure(caught))
+    path = save({"w": torch.ones(2), "step": 1}, tmp_path / "c")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"step": 0}, storage_reader=checkpoint.DcpReader(path), planner=OwnBytes())
+    assert "'step' is stored as typed JSON" in str(failure(caught))
+    flat = {"step": 0, "w": torch.zeros(2)}
+    dcp.load(flat, storage_reader=checkpoint.DcpReader(path), planner=DefaultLoadPlanner(False, False))
+    assert flat["step"] == 1
+
+
+def test_a_planner_that_caches_plans_saves_again_and_again(tmp_path):
+    path = tmp_path / "c"
+    for step in range(3):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        planner._cached_plans_key = "test_checkpoint_dcp"
+        dcp.save(
+            {"w": torch.full((3,), float(step)), "step": step},
+            storage_writer=checkpoint.DcpWriter(path),
+            planner=planner,
+        )
+        assert checkpoint.verify(path).ok
+        stored = checkpoint.read(path)
+        assert stored["w"].full().tolist() == [step] * 3
+        assert stored.trainer_state() == {"step": step}
+        assert len(list(path.rglob("*.safetensors"))) == 1
+
+
+def test_async_save_stages_then_writes(tmp_path):
+    state = {"w": torch.arange(1000.0), "step": 3}
+    future = dcp.async_save(state, storage_writer=checkpoint.DcpWriter(tmp_path / "c"), no_dist=True)
+    state["w"].zero_()
+    future.result()
+    assert torch.equal(checkpoint.read(tmp_path / "c")["w"].full(), torch.arange(1000.0))
+    bad = dcp.async_save({"f": Opaque()}, storage_writer=checkpoint.DcpWriter(tmp_path / "c"), no_dist=True)
+    with pytest.raises(CheckpointException):
+        bad.result()
+
+
+def test_one_writer_and_one_reader_serve_many_paths(tmp_path):
+    writer, reader = checkpoint.DcpWriter(fsync=False), checkpoint.DcpReader()
+    for step in range(2):
+        dcp.save({"w": torch.full((2,), step)}, checkpoint_id=tmp_path / str(step), storage_writer=writer)
+    for step in range(2):
+        into = {"w": torch.full((2,), 9)}
+        dcp.load(into, checkpoint_id=tmp_path / str(step), storage_reader=reader)
+        assert into["w"].tolist() == [step] * 2
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(1)}, storage_writer=checkpoint.DcpWriter())
+    assert "There is no path" in str(failure(caught))
+
+
+def test_errors_of_loading_are_told(tmp_path):
+    with pytest.raises(CheckpointException, match="holds no committed checkpoint"):
+        load({"w": torch.zeros(3)}, tmp_path / "nothing")
+    path = save({"w": torch.ones(3)}, tmp_path / "c")
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: v"):
+        load({"v": torch.zeros(3)}, path)
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        load({"w": torch.zeros(4)}, path)
+    (file,) = (path / "model").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": torch.zeros(3)}, path)
+    assert isinstance(failure(caught), CorruptCheckpointError)
+    load({"w": torch.zeros(3)}, path, verify=False)
+
+
+def test_saving_without_collectives_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="use_collectives"):
+        dcp.save({"w": torch.ones(1)}, storage_writer=checkpoint.DcpWriter(tmp_path / "c"), use_collectives=False)
+
+
+def test_a_store_that_fails_is_an_error_of_ours_and_leaves_nothing(tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "model").write_text("in the way")
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.ones(1)}, tmp_path / "c")
+    assert isinstance(failure(caught), CheckpointError)
+    assert "could not be written" in str(failure(caught))

@@ -1,0 +1,68 @@
+"""The checkpoint as a library: no Trainer, no process group, plain and nested state dicts, slices."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard import checkpoint
+
+
+def test_modules_nested_and_flat_states_are_one(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    flat = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    nested = {
+        "0": {"weight": flat["0.weight"], "bias": flat["0.bias"]},
+        "1": {name.removeprefix("1."): tensor for name, tensor in flat.items() if name.startswith("1.")},
+    }
+    states = {"module": model, "flat": flat, "nested": nested}
+    assert not torch.distributed.is_initialized()
+    for source, state in states.items():
+        checkpoint.save(state, tmp_path / source, fsync=False)
+        assert checkpoint.diff(tmp_path / source, tmp_path / "module"), source
+    for source in states:
+        for tensor in (*model.state_dict().values(), *flat.values()):
+            tensor.detach().zero_()
+        for target, state in states.items():
+            assert checkpoint.load(tmp_path / source, state) == ([], [])
+            checkpoint.save(state, tmp_path / "again", fsync=False)
+            assert checkpoint.diff(tmp_path / "again", tmp_path / source), (source, target)
+
+
+ROW_BYTES = 2000
+
+
+@pytest.mark.parametrize(
+    ("index", "rows", "blocks"),
+    [
+        (slice(10, 20), 10, 1),
+        (slice(-1, None), 1, 1),
+        ((7, slice(3, 5)), 2 * 4 / ROW_BYTES, 1),
+        (slice(2090, 2100), 10, 2),  # the first block ends within row 2097
+        (slice(5, 5), 0, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("digests", [True, False])
+def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, index, rows, blocks, digests):
+    tensor = torch.arange(10_000 * 500, dtype=torch.int32).view(10_000, 500)
+    checkpoint.save({"w": tensor}, tmp_path / "c", digests=digests, fsync=False)
+    stored = checkpoint.read(tmp_path / "c")
+    asked = []
+    reading = stored.store.reading
+
+    @contextlib.contextmanager
+    def counted(name):
+        def read(segments):
+            asked.append(sum(buffer.nbytes for _, buffer in segments))
+            inner(segments)
+
+        with reading(name) as inner:
+            yield read
+
+    stored.store.reading = counted
+    assert torch.equal(stored["w"][index], tensor[index])
+    block = stored.manifest.block_bytes
+    last = tensor.nbytes % block if digests and index == slice(-1, None) else block * blocks
+    assert sum(asked) == (last if digests else rows * ROW_BYTES)
