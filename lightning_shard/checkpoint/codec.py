@@ -26,6 +26,7 @@ import torch
 
 from lightning_shard.checkpoint.dtensor import is_dtensor
 from lightning_shard.checkpoint.header import DTYPE_NAMES, DTYPES
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 TAG = "$"
@@ -209,6 +210,7 @@ class _Encoder:
                 f"{_shown(path)} is a DTensor: pass sharded tensors in state= or optimizer=, where each rank writes its"
                 " part."
             )
+        check_storable(_shown(path).strip("'"), tensor)
         name = base = ".".join(part.strip("[]") for part in path) or "tensor"
         number = 1
         while name in self.tensors:

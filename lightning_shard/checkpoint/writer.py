@@ -17,8 +17,9 @@ from lightning_shard.checkpoint.commit import Account, Failure, Ranks, commit, m
 from lightning_shard.checkpoint.dtensor import Frame, Located, common_mesh, is_dtensor, local_tensor, locate
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME, FileEntry, digest
 from lightning_shard.checkpoint.plan import Box, Shared, share
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, open_store
-from lightning_shard.checkpoint.transfer import Piece, check_storable, write_file
+from lightning_shard.checkpoint.transfer import Piece, write_file
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def save(
     try:
         store = open_store(path, storage_options)
         sections = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
+        for tensors in sections.values():
+            for name, tensor in tensors.items():
+                check_storable(name, tensor)
         frame = _frame({**sections["model"], **sections["optimizer"]}, mesh, ranks)
         account = Account(ranks.rank, frame.ranks if frame is not None else ranks.members, _fingerprint(sections))
         saver = _Saver(store, attempt, ranks.rank, digests, fsync, account, names)
@@ -154,8 +158,6 @@ class _Saver:
 
     def section(self, section: str, tensors: Mapping[str, Tensor], frame: Frame | None) -> None:
         unique, aliases = _find_aliases(tensors)
-        for name, tensor in unique.items():
-            check_storable(name, tensor)
         pieces = my_pieces([locate(name, tensor, frame) for name, tensor in sorted(unique.items())], self.rank)
         if pieces:
             self._write(section, f"{section}/rank-{self.rank:05d}-{self.attempt}.safetensors", pieces)

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline import tree
@@ -57,7 +58,7 @@ def check_replicas(states: Iterable[dict[str, Any]]) -> None:
         for name, entries in state["state"].items():
             if isinstance(state["parameters"][name], DTensor):
                 for path, value in tree.walk(entries):
-                    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+                    if _is_plain(value) and value.ndim:
                         own["/".join((str(index), name, *path))] = _digest(value)
     everyone: list[dict[str, str]] = [own]
     if dist.is_initialized():
@@ -82,10 +83,22 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
     """
     agreed = dict(state)
     for name, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and name not in parameters and value.numel():
-            agreed[name] = value.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(agreed[name], group=group, group_src=0)
+        if name not in parameters and _is_plain(value) and value.numel():
+            agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+            # as bytes: not every backend knows every dtype
+            dist.broadcast(agreed[name].view(-1).view(torch.uint8), group=group, group_src=0)
     return agreed
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it's a tensor of elements in memory; any other is saved in parts, or refused when it is."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    try:
+        check_storable("", value)
+    except UnsupportedStateError:
+        return False
+    return True
 
 
 def _digest(batch: Any) -> str:
