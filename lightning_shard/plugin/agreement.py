@@ -81,13 +81,25 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
 
     A collective call over the group. The module's own are left as they are.
     """
+    plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
+    if _equal_everywhere(_digest(plain), group):
+        return state
+    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(digests, {name: _digest(value) for name, value in plain.items()}, group=group)
     agreed = dict(state)
-    for name, value in state.items():
-        if name not in parameters and _is_plain(value) and value.numel():
+    for name in sorted(set.intersection(*map(set, digests))):
+        if any(other[name] != digests[0][name] for other in digests):
+            value = plain[name]
             agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
             # as bytes: not every backend knows every dtype
             dist.broadcast(agreed[name].view(-1).view(torch.uint8), group=group, group_src=0)
     return agreed
+
+
+def _equal_everywhere(value: str, group: Any) -> bool:
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return len(set(values)) == 1
 
 
 def _is_plain(value: Any) -> bool:
@@ -106,7 +118,8 @@ def _digest(batch: Any) -> str:
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())
         if isinstance(leaf, Tensor):
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            digest.update(plain.view(-1).view(torch.uint8).numpy().data)
         elif isinstance(leaf, (str, int, float)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_shard.checkpoint import all_or_none
-from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
+from lightning_shard.errors import ConfigurationError, PlacementError, ShardError, StateMismatchError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
 from lightning_shard.parallel.tensor import Plan
@@ -490,10 +490,14 @@ class HybridShardStrategy(ModelParallelStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for index, optimizer in enumerate(self.optimizers):
-            load_optimizer(
-                optimizer, index, self._names, checkpoint["optimizer_tensors"], checkpoint["optimizer_states"][index]
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise StateMismatchError(
+                f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
+                f" {len(self.optimizers)}: make the same ones."
             )
+        for index, optimizer in enumerate(self.optimizers):
+            load_optimizer(optimizer, index, self._names, checkpoint["optimizer_tensors"], states[index])
         assert self.lightning_module is not None
         drop_replaced_schedulers(self.lightning_module.trainer)
 
