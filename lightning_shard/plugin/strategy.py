@@ -468,13 +468,12 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._generators = loaded.pop("rank_state", None)
         module = self.lightning_module
         assert module is not None
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            own = module.state_dict(keep_vars=True)
-            elsewhere = set(self._names_of_other_stages()) - own.keys()
-            live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-            others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
-            with all_or_none():
-                loaded |= restore(others, live, elsewhere)
+        own = module.state_dict(keep_vars=True)
+        elsewhere = set(self._names_of_other_stages()) - own.keys()
+        live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
+        with all_or_none():
+            loaded |= restore(others, live, elsewhere)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
