@@ -208,7 +208,7 @@ class _Encoder:
         if is_dtensor(tensor):
             raise UnsupportedStateError(
                 f"{_shown(path)} is a DTensor: pass sharded tensors in state= or optimizer=, where each rank writes its"
-                " part."
+                " part (a Trainer's callbacks: in dicts, lists or tuples)."
             )
         check_storable(_shown(path).strip("'"), tensor)
         name = base = ".".join(part.strip("[]") for part in path) or "tensor"

@@ -269,7 +269,7 @@ def fit_all(makes: list[str], sizes: dict[str, int] | None, folder: str, resume:
     return {make: fit(make, sizes, folder, resume) for make in makes}
 
 
-SOME = ["amsgrad", "SequentialLR", "nested"]
+SOME = ["SequentialLR", "nested"]
 
 
 @pytest.fixture(scope="module")

@@ -192,6 +192,16 @@ class Odd(L.Callback):
         return {"deep": [self.value]}
 
 
+class Listing(L.Callback):
+    """Holds DTensors where no name says whose they are."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.held = [p.detach().clone() for p in module.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+
 def hold_or_refuse(folder: str) -> None:
     sizes = layout(data=2)
     path = str(Path(folder, "one.ckpt"))
@@ -219,6 +229,12 @@ def hold_or_refuse(folder: str) -> None:
     trainer.fit(Configured(config), loader(8))
     trainer.save_checkpoint(path)
     assert checkpoint.read(path).trainer_state()["hyper_parameters"] == {"width": 8, "twice": 8}
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**layout(pipeline=2)), devices=2, max_steps=1, callbacks=[Listing()], **QUIET
+    )
+    trainer.fit(Everything(), loader(8))
+    with pytest.raises(UnsupportedStateError, match=r"'state/callbacks/Listing/held/0' is a DTensor in a list"):
+        trainer.save_checkpoint(path)
     swa = StochasticWeightAveraging(0.1)
     with pytest.raises(ConfigurationError, match="StochasticWeightAveraging of a module with BatchNorm"):
         L.Trainer(
