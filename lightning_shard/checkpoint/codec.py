@@ -26,6 +26,7 @@ import torch
 
 from lightning_shard.checkpoint.dtensor import is_dtensor
 from lightning_shard.checkpoint.header import DTYPE_NAMES, DTYPES
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 TAG = "$"
@@ -41,6 +42,13 @@ class _Codec:
     name: str
     encode: Callable[[Any], Any] | None
     decode: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Stands for a sharded tensor in a tree: its name in the ``optimizer`` section, where each rank saves its part."""
+
+    name: str
 
 
 _by_type: dict[type, _Codec] = {}
@@ -95,7 +103,8 @@ def encode(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 @dataclass
 class _Encoder:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    _names: dict[int, str] = field(default_factory=dict)
+    _names: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    """By id, and with the tensor itself: a freed one's id, as of what a codec made, is given to another."""
     _open: set[int] = field(default_factory=set)
 
     def value(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -129,6 +138,8 @@ class _Encoder:
             return self._mapping(value, path, "dict")
         if isinstance(value, torch.Tensor):
             return {TAG: "tensor", "v": self._tensor(value, path)}
+        if kind is Reference:
+            return {TAG: "stored", "v": value.name}
         scalar = _SCALARS.get(kind)
         if scalar is not None:
             tag, to_json = scalar
@@ -159,9 +170,7 @@ class _Encoder:
         if module == "numpy":
             return self._numpy(value, path)
         if module == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig"):
-            from omegaconf import OmegaConf
-
-            return self.value(OmegaConf.to_container(value, resolve=True, throw_on_missing=False), path)
+            return self.value(_plain_config(value, path), path)
         if kind.__name__ == "AttributeDict" and isinstance(value, dict) and "lightning" in module:
             return self._mapping(dict(value), path, "dict")
         raise UnsupportedStateError(
@@ -195,19 +204,20 @@ class _Encoder:
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         known = self._names.get(id(tensor))
         if known is not None:
-            return known
+            return known[1]
         if is_dtensor(tensor):
             raise UnsupportedStateError(
                 f"{_shown(path)} is a DTensor: pass sharded tensors in state= or optimizer=, where each rank writes its"
-                " part."
+                " part (a Trainer's callbacks: in dicts, lists or tuples)."
             )
+        check_storable(_shown(path).strip("'"), tensor)
         name = base = ".".join(part.strip("[]") for part in path) or "tensor"
         number = 1
         while name in self.tensors:
             number += 1
             name = f"{base}#{number}"
         self.tensors[name] = tensor.detach()
-        self._names[id(tensor)] = name
+        self._names[id(tensor)] = (tensor, name)
         return name
 
     def _numpy(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -225,6 +235,21 @@ class _Encoder:
         if isinstance(value, np.ndarray):
             return {TAG: "ndarray", "shape": list(array.shape), **encoded}
         return {TAG: "numpy", **encoded}
+
+
+def _plain_config(value: Any, path: tuple[str, ...]) -> Any:
+    """An omegaconf config as dicts and lists: interpolations resolved, missing values as ``"???"``."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedStateError(
+            f"{_shown(path)} is a config that can't be resolved ({reason}): give it the missing value, or save"
+            " OmegaConf.to_container(config) instead."
+        ) from error
 
 
 def _ordered(value: Any) -> Any:
@@ -271,11 +296,18 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def decode(tree: Any, tensor: Callable[[str], torch.Tensor], *, lenient: bool = False) -> Any:
+def decode(
+    tree: Any,
+    tensor: Callable[[str], torch.Tensor],
+    stored: Callable[[str], Any] = Reference,
+    *,
+    lenient: bool = False,
+) -> Any:
     """The value that was encoded.
 
     Args:
         tensor: Gives the tensor of a name.
+        stored: Gives what stands for a :class:`Reference` to a name.
         lenient: Give the encoded form of types that aren't registered here, where otherwise it is an error.
 
     Raises:
@@ -283,7 +315,7 @@ def decode(tree: Any, tensor: Callable[[str], torch.Tensor], *, lenient: bool = 
         CorruptCheckpointError: Not what :func:`encode` gives.
     """
     try:
-        return _Decoder(tensor, lenient).value(tree)
+        return _Decoder(tensor, stored, lenient).value(tree)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
@@ -293,6 +325,7 @@ def decode(tree: Any, tensor: Callable[[str], torch.Tensor], *, lenient: bool = 
 @dataclass
 class _Decoder:
     tensor: Callable[[str], torch.Tensor]
+    stored: Callable[[str], Any]
     lenient: bool
 
     def value(self, tree: Any) -> Any:
@@ -313,6 +346,8 @@ class _Decoder:
             return collections.deque(self.value(raw), tree["maxlen"])
         if tag == "tensor":
             return self.tensor(raw)
+        if tag == "stored":
+            return self.stored(raw)
         if tag in ("namespace", "simple_namespace"):
             space = argparse.Namespace() if tag == "namespace" else types.SimpleNamespace()
             vars(space).update(self.value(raw))

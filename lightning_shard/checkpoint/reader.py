@@ -77,6 +77,9 @@ class StoredTensor:
             raise TypeError("len() of a 0-d tensor")
         return self.entry.shape[0]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
+        return self  # what is stored doesn't change
+
     def __repr__(self) -> str:
         return f"StoredTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -153,7 +156,11 @@ class Checkpoint(StoredTensors):
         return codec.parse(data, f"{self.path}/{file.path}")
 
     def trainer_state(self, *, lenient: bool = False) -> Any:
-        """The tree that was saved as ``trainer_state``, or None. ``lenient``: see :func:`codec.decode`."""
+        """The tree that was saved as ``trainer_state``, or None.
+
+        Tensors in it are read; sharded ones (:class:`codec.Reference`) are given as :class:`StoredTensor`.
+        ``lenient``: see :func:`codec.decode`.
+        """
         tree = self.state_json()
         tensors = StoredTensors(self.manifest.trainer, self).full() if tree is not None else {}
 
@@ -162,7 +169,7 @@ class Checkpoint(StoredTensors):
                 raise CorruptCheckpointError(f"{self.path}: the trainer state refers to a tensor {name!r}: no such.")
             return tensors[name]
 
-        return codec.decode(tree, tensor, lenient=lenient)
+        return codec.decode(tree, tensor, self.optimizer.__getitem__, lenient=lenient)
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
         """What that rank saved as ``rank_state``; nothing for a rank that didn't save any."""

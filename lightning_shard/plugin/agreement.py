@@ -1,15 +1,18 @@
-"""All ranks of a pipeline and of a tensor group must read the same batch."""
+"""What ranks must agree on: the batch of a pipeline and a tensor group, and what is saved as the same on all."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import BatchError
+from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.errors import BatchError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline import tree
 
@@ -39,12 +42,84 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
             )
 
 
+def check_replicas(states: Iterable[dict[str, Any]]) -> None:
+    """Compare what optimizers keep as plain tensors for sharded parameters; a collective call over all ranks.
+
+    Such a tensor is saved as the same on every rank that holds its parameter.
+
+    Args:
+        states: Of :func:`named_optimizer_state`.
+
+    Raises:
+        UnsupportedStateError: On every rank, where one differs: a rank's own part, that doesn't say of what.
+    """
+    own = {}
+    for index, state in enumerate(states):
+        for name, entries in state["state"].items():
+            if isinstance(state["parameters"][name], DTensor):
+                for path, value in tree.walk(entries):
+                    if _is_plain(value) and value.ndim:
+                        own["/".join((str(index), name, *path))] = _digest(value)
+    everyone: list[dict[str, str]] = [own]
+    if dist.is_initialized():
+        everyone = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    first: dict[str, tuple[int, str]] = {}
+    for rank, found in enumerate(everyone):
+        for key, value in found.items():
+            other, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                raise UnsupportedStateError(
+                    f"Optimizer state {key!r} is a plain tensor that differs between ranks {other} and {rank}, while"
+                    " its parameter is sharded: how the parts make up a whole isn't known, so they can't be saved. Have"
+                    " the optimizer keep it as a DTensor, made from the parameter by torch.zeros_like."
+                )
+
+
+def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group: Any) -> dict[str, Any]:
+    """A state dict with the first data rank's values of what is no parameter, such as BatchNorm's statistics.
+
+    A collective call over the group. The module's own are left as they are.
+    """
+    plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
+    if _equal_everywhere(_digest(plain), group):
+        return state
+    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(digests, {name: _digest(value) for name, value in plain.items()}, group=group)
+    agreed = dict(state)
+    for name in sorted(set.intersection(*map(set, digests))):
+        if any(other[name] != digests[0][name] for other in digests):
+            value = plain[name]
+            agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+            # as bytes: not every backend knows every dtype
+            dist.broadcast(agreed[name].view(-1).view(torch.uint8), group=group, group_src=0)
+    return agreed
+
+
+def _equal_everywhere(value: str, group: Any) -> bool:
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return len(set(values)) == 1
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it's a tensor of elements in memory; any other is saved in parts, or refused when it is."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    try:
+        check_storable("", value)
+    except UnsupportedStateError:
+        return False
+    return True
+
+
 def _digest(batch: Any) -> str:
     digest = xxhash.xxh3_128()
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())
         if isinstance(leaf, Tensor):
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            digest.update(plain.view(-1).view(torch.uint8).numpy().data)
         elif isinstance(leaf, (str, int, float)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
+from lightning_shard.plugin.sharded_values import lift, merge_over_stages, restore
 from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
 
 
@@ -88,12 +89,16 @@ class ShardedCheckpointIO(CheckpointIO):
         if site is not None:
             extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
             described = merge_stages(site.gather_over_stages(described)) if described is not None else None
+        rest.pop("hparams_type", None)  # a class; its values are saved as plain ones
+        rest, sharded = lift(rest, "state", with_siblings=True)
+        if site is not None:
+            rest = merge_over_stages(rest, site.gather_over_stages)
         if described is not None:
             rest["optimizer_states"] = described
         if extra:
             rest["extra_state"] = extra
         arguments: dict[str, Any] = {
-            "optimizer": optimizer,
+            "optimizer": {**optimizer, **sharded},
             "trainer_state": rest,
             "rank_state": randomness.capture(site.device) if site else None,
             "mesh": site.mesh if site else None,
@@ -149,9 +154,9 @@ class ShardedCheckpointIO(CheckpointIO):
             name: value.full() if isinstance(value, ckpt.StoredTensor) else value
             for name, value in loaded["state_dict"].items()
         }
-        if loaded.pop("optimizer_tensors"):
+        if any(not name.startswith("state/") for name in loaded.pop("optimizer_tensors")):
             loaded.pop("optimizer_states", None)
-        return loaded
+        return {key: value if key == "state_dict" else restore(value, {}, ()) for key, value in loaded.items()}
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it."""

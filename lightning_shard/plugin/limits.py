@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
@@ -22,17 +23,13 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
     Raises:
         ConfigurationError: The first that doesn't go with the layout, and the way out.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ConfigurationError(
-                f"{type(callback).__name__} keeps a copy of the module from before it is sharded, and can't average"
-                " what is sharded since: leave it out."
-            )
     if layout.pipeline_parallel_size == 1:
         return
     fits = trainer.state.fn == TrainerFn.FITTING
     scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
     takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    has_batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
     for applies, reason in (
         (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
         (
@@ -40,6 +37,10 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
             "manual optimization: let the Trainer optimize (automatic_optimization=True)",
         ),
         (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
+        (
+            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and has_batch_norm,
+            "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
+        ),
         (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
     ):
         if applies:
@@ -53,10 +54,36 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layou
     """Check what ``configure_optimizers`` made.
 
     Raises:
-        ConfigurationError: An optimizer that decides by itself how often a step runs.
+        ConfigurationError: An optimizer that can't be right on the layout, or that torch hasn't for sharded tensors.
     """
-    if layout.pipeline_parallel_size > 1 and any(isinstance(o, torch.optim.LBFGS) for o in optimizers):
-        raise ConfigurationError(
-            "LBFGS doesn't go with several pipeline stages, each of which would search for a step of its own: use"
-            " another optimizer, or pipeline_parallel_size=1."
-        )
+    for optimizer in optimizers:
+        reason = _unfit(optimizer, layout)
+        if reason is not None:
+            raise ConfigurationError(f"{type(optimizer).__name__} {reason}")
+
+
+def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    if isinstance(optimizer, torch.optim.LBFGS):
+        if layout.pipeline_parallel_size > 1 or layout.tensor_parallel_size > 1:
+            return (
+                "searches for one step along all parameters, which pipeline stages and tensor-parallel ranks don't hold"
+                " together: use another optimizer, or pipeline_parallel_size=1 and tensor_parallel_size=1."
+            )
+        if any(p.ndim and p.size(0) % layout.shard_size for p in parameters):
+            return (
+                "flattens parameters, which torch can't where their first sizes aren't multiples of the"
+                f" {layout.shard_size} ranks that they are sharded over: use another optimizer, or another number of"
+                " ranks."
+            )
+    if not parameters:
+        return None
+    # as of torch 2.13; each raises in its first step, on one rank too
+    if isinstance(optimizer, torch.optim.Adafactor) and any(p.ndim > 1 for p in parameters):
+        return "can't step on sharded parameters (torch's squares norms in place that are partial): use AdamW or Muon."
+    if isinstance(optimizer, torch.optim.Rprop):
+        return "can't step on sharded parameters (torch's writes by index): use another optimizer."
+    fused = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
+    if fused and any(group.get("fused") for group in optimizer.param_groups):
+        return "can't step on sharded parameters with fused=True: leave it out."
+    return None

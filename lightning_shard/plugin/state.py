@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.errors import ConfigurationError, StateMismatchError
+from lightning_shard.errors import ConfigurationError, StateMismatchError, UnsupportedStateError
 from lightning_shard.pipeline.stage import Hollow
+from lightning_shard.pipeline.tree import map_leaves, walk
+from lightning_shard.plugin.sharded_values import lift
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 
@@ -44,24 +46,50 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, 
     Args:
         optimizer: Over this rank's parameters.
         names: ``id(parameter)`` to name.
+
+    Returns:
+        ``"state"`` by parameter's name, ``"shared"`` with what is the state of none, ``"param_groups"``, and the
+        ``"parameters"`` by name.
+
+    Raises:
+        UnsupportedStateError: The optimizer's own state dict has more than torch's.
     """
+    more = optimizer.state_dict().keys() - {"state", "param_groups"}
+    if more:
+        raise UnsupportedStateError(
+            f"{type(optimizer).__name__} keeps {', '.join(map(repr, sorted(more)))} beside 'state' and 'param_groups',"
+            " which no layout knows how to divide: have it keep that in its state, or save it in"
+            " LightningModule.on_save_checkpoint and leave it out of the optimizer's state_dict."
+        )
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {names[id(p)]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    return {
+        "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)},
+        "shared": {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
+        "param_groups": groups,
+        "parameters": parameters,
+    }
 
 
 def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups, and values that aren't tensors."""
+    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups, and values that aren't tensors.
+
+    A DTensor inside a list or dict, or of another shape than its parameter, is among both: the rest refers to it.
+    """
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
     for index, state in enumerate(states):
         values: dict[str, dict[str, Any]] = {}
         for name, entries in state["state"].items():
+            shape = state["parameters"][name].shape
             for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{index}/{name}/{key}"] = value
+                label = f"{index}/{name}/{key}"
+                if isinstance(value, Tensor) and not (isinstance(value, DTensor) and value.shape != shape):
+                    tensors[label] = value
                 else:
-                    values.setdefault(name, {})[key] = value
-        rest.append({"values": values, "param_groups": state["param_groups"]})
+                    values.setdefault(name, {})[key], lifted = lift(value, label)
+                    tensors.update(lifted)
+        rest.append({"values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
     return tensors, rest
 
 
@@ -71,7 +99,8 @@ def merge_stages(rests: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for rest in rests:
         for index, own in enumerate(rest):
             if index == len(merged):
-                merged.append({"values": {}, "param_groups": [{**g, "params": []} for g in own["param_groups"]]})
+                groups = [{**group, "params": []} for group in own["param_groups"]]
+                merged.append({"values": {}, "shared": own["shared"], "param_groups": groups})
             merged[index]["values"].update(own["values"])
             for group, own_group in zip(merged[index]["param_groups"], own["param_groups"]):
                 group["params"] = group["params"] + own_group["params"]
@@ -118,22 +147,39 @@ def load_module(
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
                 " share."
             )
-        pairs = []
-        for name, target in own.items():
-            value = stored.get(name)
-            if isinstance(value, ckpt.StoredTensor):
-                pairs.append((value, target.detach()))
-            elif isinstance(value, Tensor):
-                _fill(name, target, value)
-        ckpt.load_tensors(pairs)
+        _fill(own, stored)
         if others:
             whole = {n: v.full() if isinstance(v, ckpt.StoredTensor) else v for n, v in others.items()}
             module.load_state_dict(whole, strict=False)
     return missing, unexpected
 
 
-def _fill(name: str, target: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of a whole tensor that a hook put into the checkpoint."""
+def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bool) -> None:
+    """Fill tensors, in place, by name, from stored or plain ones; a collective call.
+
+    Raises:
+        StateMismatchError: Shapes that differ; with ``strict``, names that are missing.
+    """
+    with ckpt.all_or_none():
+        missing = sorted(targets.keys() - stored.keys())
+        if strict and missing:
+            raise StateMismatchError(f"The checkpoint's tensors aren't the average's: {_some('missing', missing)}.")
+        _fill(targets, stored)
+
+
+def _fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    pairs = []
+    for name, target in targets.items():
+        value = stored.get(name)
+        if isinstance(value, ckpt.StoredTensor):
+            pairs.append((value, target.detach()))
+        elif isinstance(value, Tensor):
+            _copy_part(name, target, value)
+    ckpt.load_tensors(pairs)
+
+
+def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of a whole tensor that a hook put into the checkpoint, or of one that is laid out alike."""
     if value.shape != target.shape:
         raise StateMismatchError(
             f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
@@ -172,30 +218,52 @@ def load_optimizer(
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in stored.items():
         owner, name, entry = key.split("/", 2)
-        if int(owner) == index:
+        if owner == str(index):
             by_parameter.setdefault(name, {})[entry] = value
-    pairs = []
+    optimizer.state.update(rest.get("shared", {}))
+    pairs: list[tuple[ckpt.StoredTensor, Tensor]] = []
     for group in optimizer.param_groups:
+        # torch keeps step counts on the CPU, unless the step itself runs on the device.
+        step_on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[id(parameter)]
-            state: dict[str, Any] = dict(rest["values"].get(name, {}))
-            for entry, value in by_parameter.get(name, {}).items():
-                # torch keeps step counts on the CPU, unless the step itself runs on the device.
-                on_device = bool(group.get("capturable") or group.get("fused"))
-                target = _like(parameter, value, parameter.device if on_device or value.shape else torch.device("cpu"))
-                pairs.append((value, target))
-                state[entry] = target
+            values = rest["values"].get(name, {})
+            referred = {value.name for _, value in walk(values) if isinstance(value, ckpt.StoredTensor)}
+            state: dict[str, Any] = {}
+            for entry, value in {**by_parameter.get(name, {}), **values}.items():
+                if entry in values or value.name not in referred:
+                    device = torch.device("cpu") if entry == "step" and not step_on_device else parameter.device
+                    state[entry] = _placed(value, parameter, device, entry in values, pairs)
             if state:
                 optimizer.state[parameter] = state
     with ckpt.all_or_none():
         ckpt.load_tensors(pairs)
 
 
-def _like(parameter: Tensor, stored: Any, device: torch.device) -> Tensor:
-    """An empty tensor for a stored one: laid out as its parameter where it has the parameter's shape."""
-    if stored.shape and tuple(stored.shape) == tuple(parameter.shape):
-        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
-    return torch.empty(tuple(stored.shape), dtype=stored.dtype, device=device)
+def _placed(
+    value: Any, parameter: Tensor, device: torch.device, referred: bool, pairs: list[tuple[ckpt.StoredTensor, Tensor]]
+) -> Any:
+    """A parameter's state with empty tensors for the stored ones, which are added to ``pairs``.
+
+    Args:
+        device: For what is no DTensor.
+        referred: The state refers to the stored tensors, which were DTensors then.
+    """
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, ckpt.StoredTensor):
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+        if leaf.shape and leaf.shape == parameter.shape:
+            target: Tensor = torch.empty_like(parameter.detach(), dtype=leaf.dtype)
+        else:
+            target = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            if referred and isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                target = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        pairs.append((leaf, target))
+        return target
+
+    return map_leaves(place, value)
 
 
 def _some(what: str, names: list[str]) -> str:

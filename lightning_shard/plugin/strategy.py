@@ -22,15 +22,17 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
+from lightning_shard.checkpoint import all_or_none
+from lightning_shard.errors import ConfigurationError, PlacementError, ShardError, StateMismatchError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
 from lightning_shard.plugin import loops, randomness
-from lightning_shard.plugin.agreement import check_same_batch
+from lightning_shard.plugin.agreement import check_replicas, check_same_batch, same_on_data_ranks
 from lightning_shard.plugin.assemble import Assembly, Settings, assemble
+from lightning_shard.plugin.averaging import average_shards, drop_replaced_schedulers, postpone_copies
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.failure import FailureWatch
 from lightning_shard.plugin.gather import gather_parameters
@@ -43,10 +45,12 @@ from lightning_shard.plugin.precision import clip_over_all_axes
 from lightning_shard.plugin.redirect import call_through
 from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
+from lightning_shard.plugin.sharded_values import restore
 from lightning_shard.plugin.state import check_optimizers, load_module, load_optimizer, named_optimizer_state
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
+_LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 
 
 class HybridShardStrategy(ModelParallelStrategy):
@@ -195,6 +199,7 @@ class HybridShardStrategy(ModelParallelStrategy):
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        postpone_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = loops.take_over_sampling(self.lightning_module.trainer)
         warn_of_stock_callbacks(self.lightning_module.trainer)
@@ -300,6 +305,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            average_shards(trainer.callbacks, module)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -452,8 +458,16 @@ class HybridShardStrategy(ModelParallelStrategy):
         return named_optimizer_state(optimizer, self._names)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        check_replicas(checkpoint.get("optimizer_states", ()))
+        parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        states: dict[str, Any] = {
+            key: same_on_data_ranks(checkpoint[key], parameters, self.groups.data)
+            for key in ("state_dict", "current_model_state")  # the second is the first's where that is an average
+            if key in checkpoint
+        }
         self.checkpoint_io.save_checkpoint(
-            {**checkpoint, "lightning_shard": {"seed": self._seed}},
+            {**checkpoint, **states, "lightning_shard": {"seed": self._seed}},
             self.broadcast(filepath),
             storage_options=storage_options,
         )
@@ -462,6 +476,14 @@ class HybridShardStrategy(ModelParallelStrategy):
         loaded = self.checkpoint_io.open_checkpoint(self.broadcast(checkpoint_path))
         self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
         self._generators = loaded.pop("rank_state", None)
+        module = self.lightning_module
+        assert module is not None
+        own = module.state_dict(keep_vars=True)
+        elsewhere = set(self._names_of_other_stages()) - own.keys()
+        live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
+        with all_or_none():
+            loaded |= restore(others, live, elsewhere)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -477,10 +499,16 @@ class HybridShardStrategy(ModelParallelStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for index, optimizer in enumerate(self.optimizers):
-            load_optimizer(
-                optimizer, index, self._names, checkpoint["optimizer_tensors"], checkpoint["optimizer_states"][index]
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise StateMismatchError(
+                f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
+                f" {len(self.optimizers)}: make the same ones."
             )
+        for index, optimizer in enumerate(self.optimizers):
+            load_optimizer(optimizer, index, self._names, checkpoint["optimizer_tensors"], states[index])
+        assert self.lightning_module is not None
+        drop_replaced_schedulers(self.lightning_module.trainer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

@@ -1,0 +1,161 @@
+"""Lightning's weight averaging callbacks, over this rank's part of a module that is cut and sharded.
+
+They copy the module when they are set up, which is before it is sharded. Here that copy isn't made, and once the module
+is assembled they are given an average of its sharded parameters instead, which lies beside them on the same device.
+
+Private parts of Lightning 2.6 used here: ``_average_model`` of both callbacks, the names by which their modules copy,
+``StochasticWeightAveraging._scheduler_state`` and ``_clear_schedulers``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    StochasticWeightAveraging,
+    WeightAveraging,
+    stochastic_weight_avg,
+    weight_averaging,
+)
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+from lightning_shard.parallel.data import reshard
+from lightning_shard.plugin.state import fill
+
+
+def postpone_copies(callbacks: Iterable[pl.Callback]) -> None:
+    """Before callbacks are set up: have those that average copy nothing then."""
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            vars(callback)["setup"] = partial(_set_up, callback)
+
+
+def average_shards(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -> None:
+    """Give the callbacks their averages of an assembled module."""
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            callback._average_model = ShardedCopy(module)  # type: ignore[assignment]
+        elif isinstance(callback, WeightAveraging) and isinstance(callback._average_model, _Postponed):
+            callback._average_model = ShardedAverage(module, callback._average_model)
+
+
+def drop_replaced_schedulers(trainer: pl.Trainer) -> None:
+    """After callbacks were restored and before schedulers are: those that averaging had replaced when it was saved.
+
+    Lightning does so in ``on_fit_start``, which knows of them only where restoring comes before the strategy's setup.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+            callback._clear_schedulers(trainer)
+
+
+class _Postponed:
+    """In place of an AveragedModel that would copy the module: what it was to be made with."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Any = None,
+        avg_fn: Any = None,
+        multi_avg_fn: Any = None,
+        use_buffers: bool = False,
+    ) -> None:
+        self.avg_fn = avg_fn
+        self.multi_avg_fn = multi_avg_fn
+        self.use_buffers = use_buffers
+
+
+def _set_up(callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    del vars(callback)["setup"]
+    with (
+        _in_place_of(weight_averaging, "AveragedModel", _Postponed),
+        # it would call configure_model, which the Trainer does next, to have all there is to copy
+        _in_place_of(weight_averaging, "is_overridden", lambda *_: False),
+        _in_place_of(stochastic_weight_avg, "deepcopy", lambda _: None),
+    ):
+        callback.setup(trainer, pl_module, stage)
+
+
+@contextlib.contextmanager
+def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+class ShardedCopy(nn.Module):
+    """Copies of a module's parameters and buffers, sharded like them and without anything that computes."""
+
+    def __init__(self, live: pl.LightningModule) -> None:
+        super().__init__()
+        reshard(live)
+        self._live = (live,)  # not a part of this module
+        self._copies = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in live.named_parameters()}
+        self._buffer_copies = {name: buffer.detach().clone() for name, buffer in live.named_buffers()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCopy:
+        return self  # AveragedModel copies what it is given
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        reshard(self._live[0])  # who walks over these does so over the module's own beside them
+        return iter(self._copies.values())
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return iter(self._buffer_copies.values())
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The module's own with the copies in it; what is no parameter or buffer is the module's present state."""
+        (live,) = self._live
+        copies = self._by_live_tensor()
+        state = {} if destination is None else destination
+        for name, value in live.state_dict(keep_vars=True).items():
+            state[prefix + name] = copies.get(id(value), value)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        (live,) = self._live
+        copies = self._by_live_tensor()
+        own = live.state_dict(keep_vars=True)
+        fill({name: copies[id(value)] for name, value in own.items() if id(value) in copies}, state_dict, strict=strict)
+
+    def _by_live_tensor(self) -> dict[int, Tensor]:
+        (live,) = self._live
+        reshard(live)
+        copies = {id(tensor): self._copies[name] for name, tensor in live.named_parameters()}
+        return copies | {id(tensor): self._buffer_copies[name] for name, tensor in live.named_buffers()}
+
+
+class ShardedAverage(AveragedModel):
+    """torch's average of a model, of sharded parameters."""
+
+    def __init__(self, live: pl.LightningModule, settings: _Postponed) -> None:
+        average = settings.avg_fn or get_swa_avg_fn()
+        if settings.multi_avg_fn is not None:
+            average = partial(_one_by_one, settings.multi_avg_fn)
+        super().__init__(ShardedCopy(live), avg_fn=average, use_buffers=settings.use_buffers)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return self.module.parameters()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        own = {name.removeprefix("module."): value for name, value in state_dict.items() if name.startswith("module.")}
+        self.module.load_state_dict(own, strict=strict)
+        self.n_averaged.copy_(state_dict["n_averaged"])
+
+
+def _one_by_one(
+    function: Callable[[list[Tensor], list[Tensor], Any], None], average: Tensor, current: Tensor, count: Any
+) -> Tensor:
+    """A function of lists on one pair: lists would mix DTensors of several meshes and plain buffers."""
+    function([average], [current], count)
+    return average
