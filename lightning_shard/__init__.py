@@ -6,12 +6,13 @@ Importing registers ``Trainer(strategy="hybrid_shard")``. Where Lightning isn't 
 
 from importlib.util import find_spec
 
-__all__ = ["HybridShardStrategy", "ShardedCheckpointIO"]
+__all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO"]
 
 if find_spec("lightning") is not None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+    from lightning_shard.plugin.model_checkpoint import ModelCheckpoint
     from lightning_shard.plugin.strategy import HybridShardStrategy
 
     if HybridShardStrategy.strategy_name not in StrategyRegistry:

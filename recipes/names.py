@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 CONFIG = Path(__file__).parents[1] / "conf"
 # Settings of a group that train.py uses itself, beside those of the group's target.
-OF_TRAINING = {"checkpoint": {"resume"}}
+OF_TRAINING = {"checkpoint": {"resume", "storage_options"}}
 OF_HYDRA = {"_target_", "_args_", "_convert_", "_partial_", "_recursive_"}
 
 

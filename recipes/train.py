@@ -3,6 +3,7 @@
 python recipes/train.py strategy.pipeline_parallel_size=2 trainer.devices=4
 python recipes/train.py strategy.tensor_parallel_size=2 trainer.devices=4 checkpoint.resume=last
 python recipes/train.py data=folder data.path=my_texts
+python recipes/train.py checkpoint=s3 checkpoint.dirpath=s3://bucket/my_run checkpoint.resume=last
 """
 
 import sys
@@ -10,7 +11,7 @@ import sys
 import hydra
 import lightning as L
 from hydra.utils import instantiate
-from names import refuse_unknown_names, refuse_unknown_overrides
+from names import OF_TRAINING, refuse_unknown_names, refuse_unknown_overrides
 from omegaconf import DictConfig
 
 
@@ -21,7 +22,9 @@ def train(config: DictConfig) -> None:
     model = instantiate(config.model)
     data = instantiate(config.data)
     strategy = instantiate(config.strategy, _convert_="all")
-    checkpoint = instantiate({name: value for name, value in config.checkpoint.items() if name != "resume"})
+    checkpoint = instantiate(
+        {name: value for name, value in config.checkpoint.items() if name not in OF_TRAINING["checkpoint"]}
+    )
     trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=[checkpoint])
     trainer.fit(model, data, ckpt_path=config.checkpoint.resume)
 

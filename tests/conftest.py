@@ -5,6 +5,7 @@ import hypothesis
 from lightning_shard.testing import preload
 
 preload(
+    "s3fs",
     "torch.distributed.pipelining",
     "torch.testing._internal.distributed.fake_pg",
     "transformers.models.gpt2.modeling_gpt2",

@@ -26,6 +26,7 @@ import torch
 
 from lightning_shard.checkpoint.dtensor import is_dtensor
 from lightning_shard.checkpoint.header import DTYPE_NAMES, DTYPES
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 TAG = "$"
@@ -207,8 +208,9 @@ class _Encoder:
         if is_dtensor(tensor):
             raise UnsupportedStateError(
                 f"{_shown(path)} is a DTensor: pass sharded tensors in state= or optimizer=, where each rank writes its"
-                " part."
+                " part (a Trainer's callbacks: in dicts, lists or tuples)."
             )
+        check_storable(_shown(path).strip("'"), tensor)
         name = base = ".".join(part.strip("[]") for part in path) or "tensor"
         number = 1
         while name in self.tensors:

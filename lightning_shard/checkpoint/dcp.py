@@ -69,8 +69,9 @@ from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import TensorEntry
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.reader import Checkpoint, StoredTensors, read
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
-from lightning_shard.checkpoint.transfer import Piece, check_storable, write_file, write_json
+from lightning_shard.checkpoint.transfer import Piece, write_file, write_json
 from lightning_shard.checkpoint.writer import WRITER, abandon
 from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
 

@@ -70,15 +70,7 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     Raises:
         CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't make up the tensor.
     """
-    per_file: dict[int, list[_Job]] = {}
-    for read in reads:
-        for file, job in _plan(read, manifest, verify):
-            per_file.setdefault(file, []).append(job)
-    batches = [
-        (manifest.files[file].path, batch)
-        for file, jobs in sorted(per_file.items())
-        for batch in _batches(sorted(jobs, key=lambda job: job.begin))
-    ]
+    batches = plan_reads(manifest, reads, verify=verify)
     threads = min(store.requests, len(batches))
     if threads <= 1:
         for path, batch in batches:
@@ -97,6 +89,19 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
     return sum(job.end - job.begin for _, batch in batches for job in batch)
+
+
+def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
+    """Per call of the store the file's path and the ranges of it that are read, in order."""
+    per_file: dict[int, list[_Job]] = {}
+    for read in reads:
+        for file, job in _plan(read, manifest, verify):
+            per_file.setdefault(file, []).append(job)
+    return [
+        (manifest.files[file].path, batch)
+        for file, jobs in sorted(per_file.items())
+        for batch in _batches(sorted(jobs, key=lambda job: job.begin))
+    ]
 
 
 def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _Job]]:

@@ -14,7 +14,8 @@ from lightning_shard.checkpoint.commit import Ranks
 from lightning_shard.checkpoint.dtensor import Frame, Located, common_mesh, is_dtensor, local_tensor, locate
 from lightning_shard.checkpoint.manifest import digest
 from lightning_shard.checkpoint.plan import Box, Shared, share
-from lightning_shard.checkpoint.transfer import Piece, check_storable
+from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.checkpoint.transfer import Piece
 from lightning_shard.errors import UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -78,13 +79,14 @@ def plan_part(
         CheckpointError: The tensors' meshes don't fit the ranks that save.
     """
     sections = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
+    for tensors in sections.values():
+        for name, tensor in tensors.items():
+            check_storable(name, tensor)
     frame = _frame({**sections["model"], **sections["optimizer"]}, mesh, ranks)
     part = Part(attempt, ranks.rank, frame.ranks if frame is not None else ranks.members, _fingerprint(sections))
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
     for section, tensors in sections.items():
         unique, aliases = _find_aliases(tensors)
-        for name, tensor in unique.items():
-            check_storable(name, tensor)
         pieces = my_pieces([locate(name, tensor, frame) for name, tensor in sorted(unique.items())], ranks.rank)
         if pieces:
             part.files.append(PartFile(section, f"{section}/{own}", pieces))

@@ -18,7 +18,6 @@ from lightning_shard.checkpoint.header import build_header, dtype_name
 from lightning_shard.checkpoint.manifest import BLOCK_BYTES, Chunk, FileEntry, digest
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.store import Buffer, Store
-from lightning_shard.errors import UnsupportedStateError
 
 STEP_BYTES = 2**20
 """How much is hashed, then written, at a time: small enough to stay in a core's cache."""
@@ -164,16 +163,3 @@ def _parts(tensor: Tensor, limit_bytes: int) -> Iterator[Tensor]:
     else:
         for first in range(0, tensor.shape[0], rows):
             yield tensor[first : first + rows]
-
-
-def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise UnsupportedStateError for tensors that have no bytes to write, or none that the format knows."""
-    if tensor.device.type == "meta":
-        raise UnsupportedStateError(f"{name!r} is on the meta device and has no data: materialize it before saving.")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedStateError(
-            f"{name!r} has layout {tensor.layout}, which the checkpoint can't hold: save its indices and values."
-        )
-    if tensor.is_quantized:
-        raise UnsupportedStateError(f"{name!r} is a quantized tensor: save its int_repr() and its scales.")
-    dtype_name(tensor.dtype, name)

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline import tree
@@ -57,7 +58,7 @@ def check_replicas(states: Iterable[dict[str, Any]]) -> None:
         for name, entries in state["state"].items():
             if isinstance(state["parameters"][name], DTensor):
                 for path, value in tree.walk(entries):
-                    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+                    if _is_plain(value) and value.ndim:
                         own["/".join((str(index), name, *path))] = _digest(value)
     everyone: list[dict[str, str]] = [own]
     if dist.is_initialized():
@@ -80,12 +81,36 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
 
     A collective call over the group. The module's own are left as they are.
     """
+    plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
+    if _equal_everywhere(_digest(plain), group):
+        return state
+    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(digests, {name: _digest(value) for name, value in plain.items()}, group=group)
     agreed = dict(state)
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and name not in parameters and value.numel():
-            agreed[name] = value.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(agreed[name], group=group, group_src=0)
+    for name in sorted(set.intersection(*map(set, digests))):
+        if any(other[name] != digests[0][name] for other in digests):
+            value = plain[name]
+            agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+            # as bytes: not every backend knows every dtype
+            dist.broadcast(agreed[name].view(-1).view(torch.uint8), group=group, group_src=0)
     return agreed
+
+
+def _equal_everywhere(value: str, group: Any) -> bool:
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return len(set(values)) == 1
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it's a tensor of elements in memory; any other is saved in parts, or refused when it is."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    try:
+        check_storable("", value)
+    except UnsupportedStateError:
+        return False
+    return True
 
 
 def _digest(batch: Any) -> str:
@@ -93,7 +118,8 @@ def _digest(batch: Any) -> str:
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())
         if isinstance(leaf, Tensor):
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            digest.update(plain.view(-1).view(torch.uint8).numpy().data)
         elif isinstance(leaf, (str, int, float)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()

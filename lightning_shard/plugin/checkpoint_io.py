@@ -66,6 +66,11 @@ class ShardedCheckpointIO(CheckpointIO):
         self._fitting = False
         self._saver: ckpt.AsyncSaver | None = None
 
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """For the filesystem of checkpoints' paths, credentials included: not for logs."""
+        return dict(self._storage_options)
+
     def connect(self, site: Site, *, fitting: bool) -> None:
         """Told by the strategy at setup."""
         self._site = site

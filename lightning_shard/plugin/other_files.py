@@ -10,10 +10,14 @@ import lightning.pytorch as pl
 from lightning_shard.checkpoint import Checkpoint, StoredTensor
 from lightning_shard.errors import StateMismatchError
 
+WEIGHTS_ALONE = "lightning_shard_weights_alone"
+"""A key of what is loaded: there is no optimizer's state, and none is missing."""
+
 
 def weights_alone(stored: Checkpoint) -> dict[str, Any]:
     """A checkpoint for Lightning of a file that has weights only: training begins with them, at its first step."""
     return {
+        WEIGHTS_ALONE: True,
         "pytorch-lightning_version": pl.__version__,
         "state_dict": dict(stored),
         "epoch": 0,
@@ -53,11 +57,7 @@ def name_numbered(
     """
     named: list[dict[str, Any]] = []
     by_number: list[dict[str, str]] = []
-    if len(states) != len(names):
-        raise StateMismatchError(
-            f"The checkpoint has {len(states)} optimizers, and configure_optimizers made {len(names)}: make the same."
-        )
-    for index, (state, groups) in enumerate(zip(states, names)):
+    for index, (state, groups) in enumerate(zip(states, names, strict=True)):
         saved = [group["params"] for group in state["param_groups"]]
         if [len(numbers) for numbers in saved] != [len(group) for group in groups]:
             raise StateMismatchError(

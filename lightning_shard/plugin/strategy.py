@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import all_or_none
 from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
-from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
+from lightning_shard.errors import ConfigurationError, PlacementError, ShardError, StateMismatchError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
 from lightning_shard.parallel.tensor import Plan
@@ -40,7 +40,8 @@ from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_optimizers
 from lightning_shard.plugin.metrics import share_metrics
-from lightning_shard.plugin.other_files import name_numbered, with_prefix
+from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
+from lightning_shard.plugin.other_files import WEIGHTS_ALONE, name_numbered, with_prefix
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import clip_over_all_axes
 from lightning_shard.plugin.pretrained import describe
@@ -210,6 +211,7 @@ class HybridShardStrategy(ModelParallelStrategy):
         postpone_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = loops.take_over_sampling(self.lightning_module.trainer)
+        warn_of_stock_callbacks(self.lightning_module.trainer)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -489,13 +491,12 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._generators = loaded.pop("rank_state", None)
         module = self.lightning_module
         assert module is not None
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            own = module.state_dict(keep_vars=True)
-            elsewhere = set(self._names_of_other_stages()) - own.keys()
-            live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-            others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
-            with all_or_none():
-                loaded |= restore(others, live, elsewhere)
+        own = module.state_dict(keep_vars=True)
+        elsewhere = set(self._names_of_other_stages()) - own.keys()
+        live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
+        with all_or_none():
+            loaded |= restore(others, live, elsewhere)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -512,10 +513,17 @@ class HybridShardStrategy(ModelParallelStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if checkpoint.get(WEIGHTS_ALONE):
+            return
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise StateMismatchError(
+                f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
+                f" {len(self.optimizers)}: make the same ones."
+            )
         if any("numbered" in state for state in states):
             tensors, states = name_numbered(tensors, states, self._parameter_groups())
-        for index, optimizer in enumerate(self.optimizers if states else ()):
+        for index, optimizer in enumerate(self.optimizers):
             load_optimizer(optimizer, index, self._names, tensors, states[index])
         assert self.lightning_module is not None
         drop_replaced_schedulers(self.lightning_module.trainer)

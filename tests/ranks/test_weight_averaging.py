@@ -162,3 +162,34 @@ def test_averages_are_those_of_one_process_and_go_on_elsewhere(
         assert final.keys() == expected.final.keys()
         for name, value in final.items():
             assert torch.allclose(value, expected.final[name], atol=2e-5), (kind, name)
+
+
+def join_late(folder: str) -> tuple[int, float]:
+    """Averaging begins at a checkpoint that knows nothing of it, on a module that is on meta; the average is tested."""
+    L.seed_everything(3)
+
+    def run(callbacks: list[L.Callback], steps: int, resume: str | None) -> tuple[L.Trainer, Model]:
+        trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=steps, callbacks=callbacks, **QUIET)
+        module = Model("gpt", on_meta=True)
+        trainer.fit(module, loader(8), ckpt_path=resume)
+        trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
+        return trainer, module
+
+    run([], 1, None)
+    averaging: Any = EMAWeightAveraging(decay=0.5)
+    run([averaging], 2, f"{folder}/1.ckpt")
+    joined = int(averaging._average_model.n_averaged)
+    trainer, module = run([], 3, f"{folder}/2.ckpt")
+    (tested,) = trainer.test(module, loader(8, samples=32), ckpt_path=f"{folder}/2.ckpt", verbose=False)
+    assert "setup" not in vars(averaging)  # it is as Lightning made it, for other Trainers
+    return joined, tested["val_loss"]
+
+
+def test_averaging_begins_and_ends_at_any_checkpoint(tmp_path: Path) -> None:
+    (joined, loss), other = run_ranks(join_late, 2, str(tmp_path), elastic=True)
+    assert (joined, loss) == other == (1, loss)
+    model = Model("gpt")
+    model.load_state_dict(checkpoint.read(tmp_path / "2.ckpt").full())
+    with torch.no_grad():
+        losses = [float(model.loss(batch)) for batch in loader(16, samples=32)]
+    assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)

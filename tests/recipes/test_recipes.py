@@ -11,12 +11,14 @@ import torch
 from gpt import GPT, Attention, LanguageModel
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from hydra.utils import instantiate
 from names import CONFIG, refuse_unknown_names, refuse_unknown_overrides
 from omegaconf import OmegaConf
 from text import StandardLibrary, TextFolder, Windows
 
 TRAIN = CONFIG.parent / "recipes" / "train.py"
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIG.glob("*/*.yaml"))
+MUST_BE_GIVEN = {"data=folder": ["data.path=here"], "checkpoint=s3": ["checkpoint.dirpath=s3://bucket/run"]}
 POEM = "The quick brown fox jumps over the lazy dog, and the dog says nothing at all.\n" * 400
 
 
@@ -41,7 +43,7 @@ class TestConfiguration:
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option_composes_and_is_taken_by_its_targets(self, option: str) -> None:
         with initialize_config_dir(str(CONFIG), version_base="1.3"):
-            config = compose("config", [option, *(["data.path=here"] if option == "data=folder" else [])])
+            config = compose("config", [option, *MUST_BE_GIVEN.get(option, [])])
         OmegaConf.resolve(config)
         refuse_unknown_names(config)
 
@@ -83,6 +85,13 @@ class TestConfiguration:
             config = compose("config", ["strategy=single", "data=folder"])
         with pytest.raises(SystemExit, match=r"data\.path must be given"):
             refuse_unknown_names(config)
+
+    def test_the_store_of_the_checkpoints_gets_its_options(self) -> None:
+        option = "checkpoint.storage_options.client_kwargs.endpoint_url=http://here"
+        with initialize_config_dir(str(CONFIG), version_base="1.3"):
+            config = compose("config", ["checkpoint=s3", *MUST_BE_GIVEN["checkpoint=s3"], option])
+        strategy = instantiate(config.strategy, _convert_="all")
+        assert strategy.checkpoint_io.storage_options == {"client_kwargs": {"endpoint_url": "http://here"}}
 
     def test_an_unknown_option_is_left_to_hydra(self) -> None:
         refuse_unknown_overrides(["strategy=sngle"])

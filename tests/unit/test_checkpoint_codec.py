@@ -129,6 +129,29 @@ def test_tensors_are_referred_to_by_their_place_and_shared_ones_once():
     assert back["a"]["b"].item() == 0
 
 
+def test_tensors_that_a_codec_makes_are_not_taken_for_each_other(monkeypatch):
+    monkeypatch.setattr(codec, "_by_name", dict(codec._by_name))
+    monkeypatch.setattr(codec, "_by_type", dict(codec._by_type))
+    register_codec(Point, lambda p: torch.full((3,), float(p.x)), lambda v: Point(int(v[0]), v))
+    back = there_and_back([Point(i, None) for i in range(50)])
+    assert [point.x for point in back] == list(range(50))
+
+
+def test_a_reference_stands_for_a_sharded_tensor():
+    tree, tensors = codec.encode({"ema": [codec.Reference("state/ema/0")]})
+    assert not tensors
+    assert tree == {"ema": [{"$": "stored", "v": "state/ema/0"}]}
+    assert codec.decode(tree, tensors.__getitem__) == {"ema": [codec.Reference("state/ema/0")]}
+    assert codec.decode(tree, tensors.__getitem__, {"state/ema/0": 7}.__getitem__) == {"ema": [7]}
+
+
+@pytest.mark.parametrize("text", ["${nothing}", "${missing}", "${oc.env:NO_SUCH_VARIABLE}"])
+def test_a_config_that_cannot_be_resolved_is_refused_by_its_key(text):
+    config = OmegaConf.create({"a": text, "missing": "???"})
+    with pytest.raises(UnsupportedStateError, match=r"'hparams\.config' is a config that can't be resolved"):
+        codec.encode({"hparams": {"config": config}})
+
+
 def test_configs_become_plain_mappings():
     config = OmegaConf.create({"a": {"b": [1, "${c}"]}, "c": 5, "missing": "???"})
     assert there_and_back({"hparams": config}) == {"hparams": {"a": {"b": [1, 5]}, "c": 5, "missing": "???"}}

@@ -196,21 +196,80 @@ def test_mismatches_are_told_before_anything_is_written(tmp_path):
     assert half["w0"].sum() == 2
 
 
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        (torch.ones(2, device="meta"), "meta device"),
-        (torch.ones(2).to_sparse(), "layout"),
-        (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "quantized"),
-        (3, "'a.b' is a int, not a tensor"),
-        (None, "trainer_state"),
-    ],
-    ids=["meta", "sparse", "quantized", "int", "None"],
-)
-def test_what_is_no_plain_tensor_is_refused_at_save(tmp_path, value, match):
-    with pytest.raises(UnsupportedStateError, match=match):
+class Scaled(torch.Tensor):
+    """As quantized weights are kept: an operation on it sees other elements than those in memory."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].inner)
+        return func(*(arg.inner.float() * 3 if isinstance(arg, Scaled) else arg for arg in args), **(kwargs or {}))
+
+
+NO_PLAIN_TENSORS = {
+    "meta": (torch.ones(2, device="meta"), "meta device"),
+    "sparse": (torch.ones(2).to_sparse(), "layout .*indices and values"),
+    "mkldnn": (torch.ones(2).to_mkldnn(), "layout .*to_dense"),
+    "nested": (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested tensor"),
+    "quantized": (torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "quantized"),
+    "wrapper": (Scaled(torch.ones(2, dtype=torch.int8)), r"Scaled, .*\(inner\).*register_codec\(Scaled"),
+    "wrapper as parameter": (nn.Parameter(Scaled(torch.ones(2, dtype=torch.int8))), "Scaled"),
+    "lazy": (nn.UninitializedParameter(), "not initialized"),
+    "sub-byte dtype": (torch.empty(2, dtype=torch.uint8).view(torch.uint4), "dtype torch.uint4"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PLAIN_TENSORS)
+def test_what_is_no_plain_tensor_is_refused_at_save(tmp_path, name):
+    value, match = NO_PLAIN_TENSORS[name]
+    checkpoint.save({"a": torch.ones(1)}, tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+    for state, rest in [({"a": {"b": value}}, {}), ({}, {"trainer_state": {"a": {"b": value}}})]:
+        with pytest.raises(UnsupportedStateError, match=f"'a.b' .*{match}"):
+            checkpoint.save(state, tmp_path / "c", **rest)
+        assert sorted(tmp_path.rglob("*")) == before
+    assert checkpoint.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("value", [3, None, [torch.ones(1)]], ids=str)
+def test_what_is_no_tensor_belongs_into_the_trainer_state(tmp_path, value):
+    with pytest.raises(UnsupportedStateError, match=r"'a\.b' is a .*trainer_state"):
         checkpoint.save({"a": {"b": value}}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
+    checkpoint.save({}, tmp_path / "c", trainer_state={"a": {"b": value}})
+    assert checkpoint.read(tmp_path / "c").trainer_state() == {"a": {"b": value}}
+
+
+def test_every_kind_of_tensor_in_the_trainer_state(tmp_path):
+    shared = torch.arange(6.0)
+    state = {
+        **{str(dtype): tensor_of(dtype) for dtype in DTYPES.values()},
+        **STRIDED,
+        "0-d": torch.tensor(3),
+        "empty": torch.empty(0, 2),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "views": [shared[:4], shared[2:]],
+        "same": (shared, shared),
+    }
+    checkpoint.save({}, tmp_path / "c", trainer_state=state)
+    back = checkpoint.read(tmp_path / "c").trainer_state()
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor):
+            assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape), name
+            assert raw(back[name]) == raw(tensor), name
+    assert [view.tolist() for view in back["views"]] == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    assert back["same"][0] is back["same"][1]
+    assert type(back["parameter"]) is torch.Tensor
 
 
 def test_names_that_meet_when_joined_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from lightning_shard.checkpoint.store.local import LocalStore
 from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, Store
 from lightning_shard.errors import CheckpointError
 
-__all__ = ["Buffer", "LocalStore", "Reader", "Segment", "Store", "as_path", "open_store"]
+__all__ = ["Buffer", "LocalStore", "Reader", "Segment", "Store", "as_path", "open_filesystem", "open_store"]
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
@@ -34,6 +34,22 @@ def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | N
     from lightning_shard.checkpoint.store.remote import RemoteStore
 
     return RemoteStore(root, storage_options or {})
+
+
+def open_filesystem(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> tuple[Any, str]:
+    """The fsspec filesystem of a store, and the path as that names it: for the folders that checkpoints lie in.
+
+    Raises:
+        CheckpointError: As :func:`open_store`.
+    """
+    import fsspec
+
+    from lightning_shard.checkpoint.store.remote import RemoteStore
+
+    store = open_store(path, storage_options)
+    if isinstance(store, RemoteStore):
+        return store.fs, store.base
+    return fsspec.filesystem("file"), os.path.abspath(store.root)
 
 
 def as_path(path: str | os.PathLike[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import posixpath
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ PUT_BYTES = 16 * 2**20
 ATTEMPTS = 6
 MAX_WAIT_S = 10.0
 
-_PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "memory"}
+_PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "webdav", "memory"}
+"""Elsewhere what is put may be seen half written: there it is put under another name, and moved."""
 _FINAL = (
     FileNotFoundError,
     PermissionError,
@@ -86,15 +88,18 @@ class RemoteStore:
         if isinstance(options.get("auth"), list):  # YAML and JSON have no tuples, which libraries for HTTP insist on
             options["auth"] = tuple(options["auth"])
         try:
-            self.fs, self._base = fsspec.core.url_to_fs(root, **options)
+            self.fs, self.base = fsspec.core.url_to_fs(root, **options)
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{root} can't be opened: {error}.") from error
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._put_is_atomic = bool(protocols & _PUT_IS_ATOMIC)
+        self._has_folders = not protocols & (_PUT_IS_ATOMIC - {"webdav"})
+        # memory:// shows a file from its first byte; it is no place for large ones anyway
+        self._put_bytes = sys.maxsize if "memory" in protocols else PUT_BYTES
 
     def _path(self, name: str) -> str:
-        return posixpath.join(self._base, name)
+        return posixpath.join(self.base, name)
 
     def read(self, name: str) -> bytes:
         return retried(self.fs.cat_file, self._path(name))
@@ -126,9 +131,9 @@ class RemoteStore:
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)
         try:
-            if not self._put_is_atomic:
+            if self._has_folders:
                 retried(self.fs.makedirs, posixpath.dirname(path), exist_ok=True)
-            if size_bytes <= PUT_BYTES:
+            if size_bytes <= self._put_bytes:
                 data = b"".join(bytes(buffer) for buffer in buffers)  # each at once: its memory may be used again
                 assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
                 retried(self.fs.pipe_file, path, data)
@@ -165,6 +170,8 @@ class RemoteStore:
             retried(self.fs.rm_file, self._path(name))
 
     def remove_empty_folders(self) -> None:
+        if not self._has_folders:
+            return
         for folder in ("model", "optimizer", "trainer", ""):
             with contextlib.suppress(Exception):
                 self.fs.rmdir(self._path(folder).rstrip("/"))
@@ -177,8 +184,8 @@ class RemoteStore:
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
-            base = self.fs._strip_protocol(self._base).rstrip("/")
-            paths = retried(self.fs.find, self._base, maxdepth=2)
+            base = self.fs._strip_protocol(self.base).rstrip("/")
+            paths = retried(self.fs.find, self.base, maxdepth=2)
             return sorted(str(path)[len(base) :].lstrip("/") for path in paths)
         return []
 

@@ -14,6 +14,15 @@ from lightning_shard.checkpoint.store.remote import RemoteStore, retried
 PART_BYTES = 8 * 2**20
 PARTS_IN_FLIGHT = 4
 """With :data:`PART_BYTES`, the memory that an upload takes, plus one part that is being filled."""
+_CONFIG: dict[str, Any] = {
+    # our own digests cover every byte; and some servers send an object's checksum with a range of it, at which botocore
+    # fails
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+    # faults are met in one place, `retried`: three of them multiply to minutes where a server is gone
+    "retries": {"total_max_attempts": 1, "mode": "standard"},
+    "connect_timeout": 10,
+}
 _MAX_PARTS = 10_000  # of one object, by S3's rules
 
 
@@ -21,14 +30,13 @@ class S3Store(RemoteStore):
     """A prefix of a bucket, by s3fs."""
 
     def __init__(self, root: str, storage_options: dict[str, Any]) -> None:
-        # Listings are never cached, since other ranks write too. Our own digests cover every byte; and servers that are
-        # not AWS send an object's checksum with a range of it, at which botocore fails.
-        config = {
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-            **(storage_options.get("config_kwargs") or {}),
-        }
+        import fsspec
+
+        given = {**fsspec.config.conf.get("s3", {}), **storage_options}
+        config = {**_CONFIG, **(given.get("config_kwargs") or {})}
+        # listings are never cached, since other ranks write too
         super().__init__(root, {"use_listings_cache": False, **storage_options, "config_kwargs": config})
+        self.fs.retries = 1
 
     def _stream(self, path: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
         bucket, key, _ = self.fs.split_path(path)

@@ -4,7 +4,7 @@ By hand in plain torch, under Lightning's own ModelParallelStrategy, and under o
 FSDP2 with a unit per block. Rounds of the three are interleaved in the same processes, so that whatever else the
 machine does hits all alike; each round's first steps are left out. The figure is the ratio of medians over all rounds.
 
-    python benchmarks/bench_step.py        # writes benchmarks/results/step-<date>.json
+    python benchmarks/step.py        # writes benchmarks/results/step-<date>.json
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def main() -> None:
     Console().print(table)
     result = {
         "date": date.today().isoformat(),
-        "command": "python benchmarks/bench_step.py",
+        "command": "python benchmarks/step.py",
         "machine": f"{platform.machine()}, {torch.get_num_threads()} thread per rank, torch {torch.__version__}",
         "rounds": ROUNDS,
         "steps_per_round": STEPS - WARMUP - 1,

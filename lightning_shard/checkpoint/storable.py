@@ -1,0 +1,42 @@
+"""Which tensors are plain elements in memory: the others are refused by name before anything is read of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_shard.checkpoint.dtensor import is_dtensor
+from lightning_shard.checkpoint.header import dtype_name
+from lightning_shard.errors import UnsupportedStateError
+
+
+def check_storable(name: str, tensor: Tensor) -> None:
+    """Raise UnsupportedStateError for tensors that have no bytes to write, or none that the format knows."""
+    if is_lazy(tensor):
+        raise UnsupportedStateError(
+            f"{name!r} is not initialized yet, as in a lazy module: run the module once before saving."
+        )
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # type: ignore[comparison-overlap]
+        kind = type(tensor)
+        parts = ", ".join(tensor.__tensor_flatten__()[0]) if hasattr(tensor, "__tensor_flatten__") else ""
+        raise UnsupportedStateError(
+            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, whose elements aren't those that lie in memory: save"
+            f" what it is made of{parts and f' ({parts})'}, or a plain tensor of its values. In"
+            f" trainer_state a codec does so: checkpoint.register_codec({kind.__qualname__}, encode, decode)."
+        )
+    if tensor.is_quantized:
+        raise UnsupportedStateError(f"{name!r} is a quantized tensor: save its int_repr() and its scales.")
+    if tensor.is_nested:
+        raise UnsupportedStateError(f"{name!r} is a nested tensor: save its values and lengths.")
+    if tensor.layout is not torch.strided:
+        sparse = str(tensor.layout).startswith("torch.sparse")
+        raise UnsupportedStateError(
+            f"{name!r} has layout {tensor.layout}, which the checkpoint can't hold: save"
+            f" {'its indices and values' if sparse else 'it as a plain tensor, by to_dense()'}."
+        )
+    if tensor.device.type == "meta":
+        raise UnsupportedStateError(f"{name!r} is on the meta device and has no data: materialize it before saving.")
+    dtype_name(tensor.dtype, name)

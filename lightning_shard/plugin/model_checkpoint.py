@@ -1,0 +1,283 @@
+"""Lightning's ModelCheckpoint where a checkpoint is a directory, on the local disk or on any store.
+
+What Lightning 2.6 does there, and is done otherwise here:
+
+- It makes filesystems without storage options, and takes ``file://`` for the name of a folder.
+- It looks for ``last`` by paths that it has normalised as if they were of the local disk, and asks a store when a
+  directory was modified, which object stores don't know.
+- It takes every path that exists for a checkpoint; one without a manifest is none.
+- On remote stores it removes whatever leaves the top k, also the checkpoint that the run was resumed from.
+
+Private parts of Lightning 2.6 used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
+``_remove_checkpoint``, ``_link_checkpoint``, ``_fs``, ``_last_checkpoint_saved``; by way of this class having the same
+name ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
+about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_Found`).
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+import lightning.pytorch as pl
+from fsspec.utils import get_protocol
+from lightning.pytorch import callbacks
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
+
+from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.store import as_path, open_filesystem
+from lightning_shard.checkpoint.store.remote import retried
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+
+__all__ = ["ModelCheckpoint", "warn_of_stock_callbacks"]
+
+T = TypeVar("T")
+
+_warnings = WarningCache()
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint):
+    """Lightning's callback of this name, with the same arguments, for checkpoints that are directories.
+
+    ``dirpath`` (or where it is None, the Trainer's ``default_root_dir``) may be of any store that fsspec knows, such as
+    ``s3://bucket/run``. The store's options are those of the strategy's :class:`ShardedCheckpointIO`, over fsspec's own
+    configuration. With ``ckpt_path="last"`` the newest committed checkpoint of that name is resumed from, also in a new
+    process. A directory without a manifest, as a save that was cut off leaves it, is no checkpoint: it is neither found
+    nor in the way. The checkpoint that a run was resumed from is never removed, nor is any outside of ``dirpath``.
+
+    With strategies that write a checkpoint to one file, it is Lightning's own callback.
+
+    Raises:
+        ConfigurationError: ``save_last="link"`` with a remote ``dirpath``; a URL that was made a ``pathlib.Path``.
+    """
+
+    @wraps(callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        # Lightning would make a filesystem of the path at once, for which some stores need options
+        super().__init__(None, *args, **kwargs)
+        self.dirpath = _normalised(dirpath) if dirpath else None
+        self._resumed_from: str | None = None
+        self._refuse_remote_link()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        io = _sharded_io(trainer)
+        if io is None:
+            super().setup(trainer, pl_module, stage)
+            return
+        self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
+        self._refuse_remote_link()
+        self._fs, _ = open_filesystem(dirpath, io.storage_options)
+        if stage == TrainerFn.FITTING:
+            _on_first_rank(trainer, lambda: self.__warn_if_dir_not_empty(dirpath))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if (io := _sharded_io(trainer)) is not None:
+            # before the first save: it may be a link, which then leads elsewhere
+            self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
+            self._forget_what_is_gone(trainer, io)
+
+    def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:
+        """Whether a checkpoint is at the path, or a single file, which can't be saved over; the same on every rank."""
+        io = _sharded_io(trainer)
+        if io is None:
+            return super().file_exists(filepath, trainer)
+        path = os.fspath(filepath)
+        if path == self._last_checkpoint_saved:
+            return True  # it may still be on its way, without a manifest
+        return _on_first_rank(trainer, lambda: _is_committed(path, io) or bool(self._fs.isfile(path)))
+
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        """The newest committed one, if any. Every rank looks for itself: they are not yet connected."""
+        dirpath = _normalised(self.__resolve_ckpt_dir(trainer))
+        io = _sharded_io(trainer)
+        if io is None:
+            self._fs, _ = open_filesystem(dirpath)
+            return super()._find_last_checkpoints(trainer)
+        # a name such as "{epoch}-last" is one of many
+        pattern = ".*".join(re.escape(part) for part in re.split(r"\{.*?\}", self.CHECKPOINT_NAME_LAST))
+        pattern = rf"{pattern}(?:{re.escape(self.CHECKPOINT_JOIN_CHAR)}v(\d+))?{re.escape(self.FILE_EXTENSION)}"
+        fs, folder = open_filesystem(dirpath, io.storage_options)
+        found = []
+        for name in _names(fs, folder):
+            if last := re.fullmatch(pattern, name):
+                committed = _committed(fs, posixpath.join(folder, name, MANIFEST_NAME))
+                if committed is not None:
+                    # stores tell the time in seconds: of two in the same one, the higher version is the later
+                    found.append((committed, int(last[1] or 0), name))
+        return {_Found(posixpath.join(dirpath, name), committed) for committed, _, name in sorted(found)[-1:]}
+
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        if _sharded_io(trainer) is None:
+            return super()._should_remove_checkpoint(trainer, previous, current)
+        if previous == current or self._place(previous) == self._resumed_from:
+            return False
+        return self._is_in_dirpath(previous)
+
+    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        if trainer.is_global_zero and os.path.islink(filepath):
+            os.unlink(filepath)  # of save_last="link": what it leads to stays, or is removed by its own name
+        else:
+            super()._remove_checkpoint(trainer, filepath)
+
+    @staticmethod
+    def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        if (io := _sharded_io(trainer)) is not None:
+            io.wait()  # until then, the link would lead to a checkpoint that may never be one
+            if trainer.is_global_zero and os.path.isdir(linkpath) and not os.path.islink(linkpath):
+                ckpt.remove(linkpath)  # the manifest first, before Lightning removes the folder
+        callbacks.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+
+    def _forget_what_is_gone(self, trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
+        """A run that ended between two saves may have removed checkpoints that the one resumed from still lists."""
+        listed = [path for path in {**self.best_k_models, self.best_model_path: None} if self._is_in_dirpath(path)]
+        if not listed:
+            return
+        gone = _on_first_rank(trainer, lambda: [path for path in listed if not _is_committed(path, io)])
+        if not gone:
+            return
+        rank_zero_warn(f"The run that is resumed listed checkpoints that are gone since: {', '.join(gone)}.")
+        self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in gone}
+        # fewer than k are left, so there is no k-th
+        self.kth_best_model_path = ""
+        if self.best_model_path in gone:
+            best = min if self.mode == "min" else max
+            self.best_model_path = best(self.best_k_models, key=self.best_k_models.__getitem__, default="")
+            self.best_model_score = self.best_k_models.get(self.best_model_path)
+
+    def _is_in_dirpath(self, path: str) -> bool:
+        return bool(path) and self._place(path).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
+
+    def _place(self, path: str) -> str:
+        """The same for all spellings of one place."""
+        path = str(self._fs._strip_protocol(as_path(path)))
+        return os.path.realpath(path) if _is_local(str(self.dirpath)) else path
+
+    def _refuse_remote_link(self) -> None:
+        if self.save_last == "link" and self.dirpath is not None and not _is_local(str(self.dirpath)):
+            raise ConfigurationError(
+                f'save_last="link" needs a local dirpath, and {get_protocol(str(self.dirpath))}:// has no links: use'
+                " save_last=True."
+            )
+
+
+class _Found(str):
+    """The path of a checkpoint that was looked up, with the time of its commit.
+
+    Lightning asks once more, of a filesystem that it makes from ``str(path)`` without storage options: whether the path
+    exists, then when it was modified. Until then ``str(path)`` leads to one that answers from here.
+    """
+
+    committed: datetime
+    asked: bool
+
+    def __new__(cls, path: str, committed: datetime) -> _Found:
+        found = super().__new__(cls, path)
+        found.committed = committed
+        found.asked = False
+        return found
+
+    def __getnewargs__(self) -> tuple[str, datetime]:  # type: ignore[override]
+        return super().__str__(), self.committed
+
+    def __str__(self) -> str:
+        return super().__str__() if self.asked else f"{_Answers.protocol}://"
+
+
+class _Answers(fsspec.AbstractFileSystem):
+    """Tells of a :class:`_Found` what is known about it."""
+
+    protocol = "lightning-shard-found"
+
+    def exists(self, path: _Found, **_: Any) -> bool:
+        return True
+
+    def modified(self, path: _Found) -> datetime:
+        path.asked = True
+        return path.committed
+
+
+fsspec.register_implementation(_Answers.protocol, _Answers, clobber=True)
+
+
+def warn_of_stock_callbacks(trainer: pl.Trainer) -> None:
+    """Tell once, before the callbacks are set up, that one of Lightning's own saves to a remote store."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    logged = trainer.loggers[0].save_dir if trainer.loggers else None
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, callbacks.ModelCheckpoint) or isinstance(callback, ModelCheckpoint):
+            continue
+        dirpath = str(callback.dirpath or logged or trainer.default_root_dir)
+        if not _is_local(dirpath):
+            _warnings.warn(
+                f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves to"
+                f" {get_protocol(dirpath)}:// here, where it doesn't find ckpt_path='last', removes the checkpoint that"
+                " a run was resumed from, takes a save that was cut off for a checkpoint, and doesn't know the"
+                " storage_options of ShardedCheckpointIO. Use lightning_shard.ModelCheckpoint instead: it takes the"
+                " same arguments."
+            )
+
+
+def _sharded_io(trainer: pl.Trainer) -> ShardedCheckpointIO | None:
+    """None where the strategy writes checkpoints of another kind."""
+    io = trainer.strategy.checkpoint_io
+    return io if isinstance(io, ShardedCheckpointIO) else None
+
+
+def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
+    """What only rank 0 does, since it asks the store or changes it; its result, or its error, on every rank."""
+    result: Any = None
+    with ckpt.all_or_none():
+        if trainer.is_global_zero:
+            result = look()
+    return trainer.strategy.broadcast(result)
+
+
+def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
+    return ckpt.exists(path, storage_options=io.storage_options)
+
+
+def _names(fs: Any, folder: str) -> list[str]:
+    try:
+        return [posixpath.basename(path.rstrip("/")) for path in retried(fs.ls, folder, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _committed(fs: Any, manifest: str) -> datetime | None:
+    """When a manifest was written; None where there is none."""
+    try:
+        when = retried(fs.modified, manifest)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except NotImplementedError:
+        when = datetime.min if fs.exists(manifest) else None
+    if when is None:
+        return None
+    return when if when.tzinfo else when.replace(tzinfo=UTC)
+
+
+def _is_local(path: str) -> bool:
+    return get_protocol(path) in ("file", "local")
+
+
+def _normalised(path: str | os.PathLike[str]) -> str:
+    """One spelling for each directory, since Lightning compares them: what it does for local paths, for all."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not isinstance(path, str) and re.match(r"[A-Za-z][\w+.-]+:/", text):
+        raise ConfigurationError(f"dirpath ({path!r}) was a URL before it was made a Path: pass it as a str.")
+    if _is_local(text):
+        return os.path.realpath(os.path.expanduser(rest if separator else text))
+    return f"{scheme}://{rest.rstrip('/')}"

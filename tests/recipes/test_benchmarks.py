@@ -1,0 +1,56 @@
+"""The benchmarks, at sizes that measure nothing: they run through, check what they time, and write what they say."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def result_of(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a script's main here, where the processes to come have been prepared for, and reads what it has written."""
+
+    def run(script: str, results: Path, *arguments: str) -> dict[str, Any]:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", "--quick", "--results", str(results), *arguments])
+        importlib.import_module(f"benchmarks.{script}").main()
+        (written,) = results.glob("*.json")
+        assert written.name.startswith(f"{script}-20")
+        return json.loads(written.read_text())
+
+    return run
+
+
+def test_the_benchmark_of_checkpoints_measures_all_contenders_in_turn(result_of: Run, tmp_path: Path) -> None:
+    sizes = ["--mib", "1", "--gather-mib", "1", "--ranks", "2", "--folder", str(tmp_path)]
+    questions = ["save", "load", "stall", "memory", "gather"]
+    result = result_of("checkpoint", tmp_path / "results", *sizes, "--only", *questions)
+    skipped = {row["contender"] for row in result["rows"] if "seconds" not in row and "mib" not in row}
+    assert skipped <= {"torch-checkpointing"}, "the only one that isn't a dependency"
+    by_question: dict[str, set[str]] = {}
+    for row in result["rows"]:
+        by_question.setdefault(row["what"].split(" ")[0], set()).add(row["contender"])
+    assert by_question.keys() == {"save,", "load,", "load", "stall", "memory", "gather"}
+    assert {"raw pwrite", "lightning_shard", "torch DCP FileSystemWriter"} < by_question["save,"]
+    assert {"raw preadv", "lightning_shard", "torch DCP FileSystemReader"} < by_question["load,"]
+    assert all(row["of_reference"] > 0 for row in result["rows"] if "reference" in row)
+    assert not [path for path in tmp_path.iterdir() if path.name != "results"], "what was measured is removed"
+
+
+def test_the_benchmark_of_planning_reckons_a_manifest_that_covers_every_parameter(
+    result_of: Run, tmp_path: Path
+) -> None:
+    result = result_of("planning", tmp_path)
+    layer, width = 12, 512
+    matrices = 4 * layer * width**2 + 2 * 51_200 * width + 2048 * width
+    vectors = 4 * (3 * width + 4 * width + 2 * width + 4 * width) + width
+    assert result["parameters"] == matrices + vectors
+    assert result["files"] == 2 * 8, "a model and an optimizer file of each rank"
+    assert result["loading_rank_reads_ranges"] >= result["loading_rank_reads_files"] > 0
