@@ -90,18 +90,24 @@ def register_codec(
 # -- encoding ---------------------------------------------------------------------------------------------------------
 
 
-def encode(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def encode(
+    value: Any, check: Callable[[str, torch.Tensor], None] = check_storable
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """A tree as JSON values, and the tensors in it by the names that the JSON refers to them by.
+
+    Args:
+        check: Refuses a tensor, given the path to it, that can't be stored.
 
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key path and the way out.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(check)
     return encoder.value(value, ()), encoder.tensors
 
 
 @dataclass
 class _Encoder:
+    check: Callable[[str, torch.Tensor], None]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     _names: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
     """By id, and with the tensor itself: a freed one's id, as of what a codec made, is given to another."""
@@ -210,7 +216,7 @@ class _Encoder:
                 f"{_shown(path)} is a DTensor: pass sharded tensors in state= or optimizer=, where each rank writes its"
                 " part (a Trainer's callbacks: in dicts, lists or tuples)."
             )
-        check_storable(_shown(path).strip("'"), tensor)
+        self.check(_shown(path).strip("'"), tensor)
         name = base = ".".join(part.strip("[]") for part in path) or "tensor"
         number = 1
         while name in self.tensors:

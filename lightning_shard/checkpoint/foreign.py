@@ -140,7 +140,7 @@ def _torch(path: str, store: Store, name: str) -> Found:
         tensors, optimizer, rest = lightning_ckpt.take_apart(content)
     else:
         tensors, optimizer, rest = dict(_leaves(content, "")), {}, None
-    state, others = codec.encode(rest)
+    state, others = codec.encode(rest, lambda name, tensor: None)  # what is stored already can be
     sections = {"model": tensors, "optimizer": optimizer, "trainer": others}
     raw = {title: _entries(section) for title, section in sections.items()}
     return Found(store, Manifest("", [FileEntry(name, size)], writer="torch", raw_sections=raw, source=path), state)
