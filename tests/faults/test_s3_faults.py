@@ -40,8 +40,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def handle_one_request(self) -> None:
-        with contextlib.suppress(ConnectionError):
+        try:
             super().handle_one_request()
+        except ConnectionError:
+            self.close_connection = True
 
     def log_message(self, *_: object) -> None:
         pass

@@ -15,7 +15,8 @@ PART_BYTES = 8 * 2**20
 PARTS_IN_FLIGHT = 4
 """With :data:`PART_BYTES`, the memory that an upload takes, plus one part that is being filled."""
 _CONFIG: dict[str, Any] = {
-    # our own digests cover every byte; and some servers send an object's checksum with a range of it, a fault to botocore
+    # our own digests cover every byte; and some servers send an object's checksum with a range of it, at which botocore
+    # fails
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
     # faults are met in one place, `retried`: three of them multiply to minutes where a server is gone
