@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.commit import Ranks, all_or_none, new_attempt
+from lightning_shard.checkpoint.manifest import digest
 from lightning_shard.checkpoint.part import Part, PartFile, plan_part
 from lightning_shard.checkpoint.transfer import byte_view, is_plain
 from lightning_shard.checkpoint.writer import Order, write_together
@@ -42,6 +43,9 @@ class AsyncSaver:
         ranks = Ranks.of(group)
         self._own_group = None if ranks.alone else dist.new_group(list(ranks.members), backend="gloo")
         self._ranks = Ranks.of(self._own_group) if self._own_group is not None else ranks
+        # each save's attempt follows from this, so that the ranks needn't talk of it
+        self._seed = self._ranks.broadcast(new_attempt() if self._ranks.first else None)
+        self._saves = 0
         self._copies = _Copies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._saving: Future[None] | None = None
@@ -73,10 +77,10 @@ class AsyncSaver:
             CheckpointError: The last save failed.
         """
         self._say_if_waiting()
-        self.wait()
         ranks = self._ranks
-        attempt = ranks.broadcast(new_attempt() if ranks.first else None)
+        self._saves += 1
         with all_or_none(ranks.group):
+            self.drain()
             part = plan_part(
                 state,
                 optimizer=optimizer,
@@ -84,7 +88,7 @@ class AsyncSaver:
                 rank_state=rank_state,
                 mesh=mesh,
                 ranks=ranks,
-                attempt=attempt,
+                attempt=digest(f"{self._seed} {self._saves}".encode())[: len(self._seed)],
             )
             part.files = self._copies.of(part.files)
         self._path = path

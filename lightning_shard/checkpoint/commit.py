@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -102,25 +102,62 @@ class Failure:
         raise (kind if ours and kind is not None else RankCheckpointFailure)(prefix + text)
 
 
+Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
+
+
+def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
+    """Do each rank's work, and on the first rank what follows from all their results; a collective call.
+
+    Returns:
+        On every rank, what the first one decided.
+
+    Raises:
+        BaseException: If work failed on a rank, or the decision did, on every rank: those that failed raise their own
+            error, the others that of the first one.
+    """
+    own: BaseException | None = None
+    report: Any = None
+    try:
+        report = work()
+    except BaseException as error:
+        own = error
+        report = Failure.of(ranks.rank, error)
+    reports = ranks.gather(report)
+    outcome: Any = None
+    if ranks.first:
+        outcome = next((report for report in reports if isinstance(report, Failure)), None)
+        if outcome is None:
+            try:
+                outcome = decide(reports)
+            except BaseException as error:
+                own = error
+                outcome = Failure.of(ranks.rank, error)
+    outcome = ranks.broadcast(outcome)
+    if own is not None:
+        raise own
+    if isinstance(outcome, Failure):
+        outcome.raise_here(ranks.rank)
+    return outcome
+
+
 @contextlib.contextmanager
 def all_or_none(group: Any = None) -> Iterator[None]:
     """Run a block on every rank of a group; if it fails on one, every rank raises. A collective call.
 
     The failing ranks raise their own error; the others the one of the first rank that failed.
     """
-    ranks = Ranks.of(group)
-    own: BaseException | None = None
+    own: list[BaseException] = []
     try:
         yield
     except BaseException as error:
-        own = error
-    failure = None if own is None else Failure.of(ranks.rank, own)
-    reports = ranks.gather(failure)
-    first = ranks.broadcast(next((report for report in reports if report is not None), None))
-    if own is not None:
-        raise own
-    if first is not None:
-        first.raise_here(ranks.rank)
+        own.append(error)
+
+    def fail() -> None:
+        if own:
+            raise own[0]
+
+    together(Ranks.of(group), fail, lambda _: None)
 
 
 def new_attempt() -> str:

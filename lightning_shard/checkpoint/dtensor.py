@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class Frame:
         self._coordinates = {
             int(r): tuple(index) for r, index in zip(self.ranks, itertools.product(*(range(n) for n in grid.shape)))
         }
-        self._holders: dict[Any, tuple[int, ...]] = {}
+        self._holders: dict[tuple[int, tuple[int, ...]], tuple[Tensor, tuple[int, ...]]] = {}
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, ranks: tuple[int, ...], rank: int) -> Frame:
@@ -79,10 +80,11 @@ class Frame:
 
     def holders(self, name: str, mesh_ranks: Tensor, shard_axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold what this rank holds of a tensor that ``shard_axes`` of ``mesh_ranks`` shard."""
-        key = (tuple(mesh_ranks.shape), tuple(mesh_ranks.flatten().tolist()), shard_axes)
+        key = (id(mesh_ranks), shard_axes)
         if key not in self._holders:
-            self._holders[key] = self._find_holders(name, mesh_ranks, shard_axes)
-        return self._holders[key]
+            # with the tensor, so that no other one gets its id
+            self._holders[key] = mesh_ranks, self._find_holders(name, mesh_ranks, shard_axes)
+        return self._holders[key][1]
 
     def _find_holders(self, name: str, mesh_ranks: Tensor, shard_axes: tuple[int, ...]) -> tuple[int, ...]:
         members = [int(r) for r in mesh_ranks.flatten()]
@@ -140,10 +142,10 @@ def target_boxes(name: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[Loca
         return tuple(tensor.shape), (LocalBox(Box.whole(tensor.shape), (0,) * tensor.ndim),)
     value: Any = tensor
     shape = tuple(value.shape)
-    coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None:
+    place = _place_in(value.device_mesh)
+    if place.coordinate is None:
         return shape, ()
-    splits = _splits(name, value.placements, tuple(value.device_mesh.shape), tuple(coordinate))
+    splits = _splits(name, value.placements, place.sizes, place.coordinate)
     boxes = _boxes(shape, splits, tuple(value._local_tensor.shape))
     if boxes is None:
         raise CheckpointError(
@@ -171,10 +173,11 @@ def locate(name: str, tensor: Tensor, frame: Frame | None) -> Located:
     if not is_dtensor(tensor):
         return Located(name, local, shape, boxes, frame.ranks)
     value: Any = tensor
-    if value.device_mesh.get_coordinate() is None:
+    place = _place_in(value.device_mesh)
+    if place.coordinate is None:
         return Located(name, local, shape, (), (frame.rank,))
     axes = tuple(axis for axis, placement in enumerate(value.placements) if not placement.is_replicate())
-    return Located(name, local, shape, boxes, frame.holders(name, _mesh_ranks(value.device_mesh), axes))
+    return Located(name, local, shape, boxes, frame.holders(name, place.ranks, axes))
 
 
 def common_mesh(state: Mapping[str, Tensor], ranks: tuple[int, ...]) -> DeviceMesh | None:
@@ -226,8 +229,32 @@ def _splits(
     return tuple(splits)
 
 
-def _mesh_ranks(mesh: DeviceMesh) -> Tensor:
-    return mesh.mesh.cpu()
+@dataclass(frozen=True)
+class _MeshPlace:
+    """A mesh and this rank's coordinate in it, None if it isn't in it. Meshes reckon them anew whenever asked."""
+
+    ranks: Tensor
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+
+
+# By identity: meshes of two process groups, one after the other, are equal where this process has another rank.
+_places: dict[int, tuple[ref[DeviceMesh], _MeshPlace]] = {}
+
+
+def _place_in(mesh: DeviceMesh) -> _MeshPlace:
+    known = _places.get(id(mesh))
+    if known is not None and known[0]() is mesh:
+        return known[1]
+    coordinate = mesh.get_coordinate()
+    ranks = mesh.mesh.cpu()
+    place = _MeshPlace(ranks, tuple(ranks.shape), None if coordinate is None else tuple(coordinate))
+    _places[id(mesh)] = ref(mesh, partial(_forget, id(mesh))), place
+    return place
+
+
+def _forget(key: int, _: object) -> None:
+    _places.pop(key, None)
 
 
 def _short(ranks: Any) -> str:

@@ -244,39 +244,41 @@ class Manifest:
             dtype, shape = str(raw["dtype"]), tuple(int(size) for size in raw["shape"])
             if dtype not in DTYPES:
                 raise FormatVersionError(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here.")
-            chunks = tuple(
-                Chunk(
-                    int(chunk["file"]),
-                    int(chunk["bytes"][0]),
-                    int(chunk["bytes"][1]),
-                    tuple(int(offset) for offset in chunk["offsets"]),
-                    tuple(int(size) for size in chunk["sizes"]),
-                    str(chunk.get("digests", "")),
-                )
-                for chunk in raw["chunks"]
-            )
+            if min(shape, default=0) < 0:
+                raise ValueError(f"shape {shape}")
+            width = item_bytes(dtype)
+            chunks = tuple([self._parse_chunk(title, chunk, shape, width) for chunk in raw["chunks"]])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise self.corrupt(f"{title} is damaged: {type(error).__name__} {error}") from error
-        width = item_bytes(dtype)
-        for chunk in chunks:
-            if not 0 <= chunk.file < len(self.files):
-                raise self.corrupt(f"{title} refers to file {chunk.file} of {len(self.files)}")
-            file = self.files[chunk.file]
-            inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-                offset >= 0 and size >= 0 and offset + size <= whole
-                for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape)
-            )
-            if not inside or min(shape, default=0) < 0:
-                raise self.corrupt(f"{title} of shape {shape} has a chunk at {chunk.offsets} of {chunk.sizes}")
-            if chunk.end - chunk.begin != math.prod(chunk.sizes) * width or not (
-                file.header_bytes <= chunk.begin <= chunk.end <= file.bytes
-            ):
-                raise self.corrupt(f"{title} has a chunk at bytes {chunk.begin}..{chunk.end} of {file.path}")
-            if chunk.digests:
-                blocks = -(-(chunk.end - chunk.begin) // self.block_bytes) if self.block_bytes else 0
-                if len(chunk.digests) != blocks * DIGEST_HEX_CHARS:
-                    raise self.corrupt(f"{title} has {len(chunk.digests)} digits of digests for {blocks} blocks")
         return TensorEntry(dtype, shape, chunks)
+
+    def _parse_chunk(self, title: str, raw: dict[str, Any], shape: tuple[int, ...], width: int) -> Chunk:
+        """Large runs have hundreds of thousands: plain loops, and each number looked at once."""
+        number, (begin, end) = raw["file"], raw["bytes"]
+        offsets, sizes = tuple(raw["offsets"]), tuple(raw["sizes"])
+        digests = raw.get("digests", "")
+        for value in (number, begin, end, *offsets, *sizes):
+            if type(value) is not int:
+                raise TypeError(f"{value!r} is no integer")
+        if type(digests) is not str:
+            raise TypeError(f"digests {digests!r}")
+        if not 0 <= number < len(self.files):
+            raise self.corrupt(f"{title} refers to file {number} of {len(self.files)}")
+        inside = len(offsets) == len(sizes) == len(shape)
+        nbytes = width
+        for offset, size, whole in zip(offsets, sizes, shape):
+            inside = inside and 0 <= offset <= offset + size <= whole
+            nbytes *= size
+        if not inside:
+            raise self.corrupt(f"{title} of shape {shape} has a chunk at {offsets} of {sizes}")
+        file = self.files[number]
+        if end - begin != nbytes or not file.header_bytes <= begin <= end <= file.bytes:
+            raise self.corrupt(f"{title} has a chunk at bytes {begin}..{end} of {file.path}")
+        if digests:
+            blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
+            if len(digests) != blocks * DIGEST_HEX_CHARS:
+                raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
+        return Chunk(number, begin, end, offsets, sizes, digests)
 
 
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:

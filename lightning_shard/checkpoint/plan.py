@@ -32,14 +32,7 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both, or None where there are none."""
-        offsets, sizes = [], []
-        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            start, stop = max(a, b), min(a + n, b + m)
-            if start >= stop:
-                return None
-            offsets.append(start)
-            sizes.append(stop - start)
-        return Box(tuple(offsets), tuple(sizes))
+        return intersection(self.offsets, self.sizes, other)
 
     def first(self, shape: Sequence[int]) -> int:
         """The place of its first element in a row-major tensor of that shape."""
@@ -48,6 +41,19 @@ class Box:
     def within(self, outer: Box) -> Box:
         """The same box, counted from the corner of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+
+def intersection(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box | None:
+    """The elements of a box that are also in the one at ``offsets`` of ``sizes``; None where there are none."""
+    corner, extent = [], []
+    for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
+        start = a if a > b else b
+        length = (a + n if a + n < b + m else b + m) - start
+        if length <= 0:
+            return None
+        corner.append(start)
+        extent.append(length)
+    return Box(tuple(corner), tuple(extent))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint import codec, foreign
-from lightning_shard.checkpoint.commit import Ranks, all_or_none
+from lightning_shard.checkpoint.commit import Ranks, all_or_none, together
 from lightning_shard.checkpoint.dtensor import local_tensor, target_boxes
 from lightning_shard.checkpoint.fetch import Read, read_boxes
 from lightning_shard.checkpoint.header import DTYPES
@@ -241,21 +241,29 @@ def load(
         StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written then.
     """
     ranks = Ranks.of(group)
+    wanted: dict[str, dict[str, Tensor]] = {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+
+    def ask() -> list[str]:
+        wanted[""] = flatten(into.state_dict(keep_vars=True) if isinstance(into, torch.nn.Module) else into)
+        if optimizer is not None:
+            wanted["optimizer:"] = flatten(optimizer)
+        return [prefix + name for prefix, names in wanted.items() for name in names]
+
+    finder = _Finder(path, storage_options, verify)
+    found, asked = together(
+        ranks, ask, lambda everyone: (finder.find(), sorted({n for asked in everyone for n in asked}))
+    )
     with all_or_none(group):
-        state = into.state_dict(keep_vars=True) if isinstance(into, torch.nn.Module) else into
-        wanted = {"": flatten(state)} | ({"optimizer:": flatten(optimizer)} if optimizer is not None else {})
-    checkpoint = read_together(path, storage_options, verify, ranks)
-    with all_or_none(group):
+        checkpoint = finder.open(found)
         model: Mapping[str, StoredTensor] = checkpoint
         if strip_prefix or rename:
             model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
-    stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
-    missing = [prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix])]
-    asked = [prefix + name for prefix, names in wanted.items() for name in names]
-    everyone = ranks.gather(asked)
-    asked_by_any = set(ranks.broadcast(sorted({name for names in everyone for name in names})))
-    unexpected = [prefix + name for prefix in wanted for name in stored[prefix] if prefix + name not in asked_by_any]
-    with all_or_none(group):
+        stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
+        missing += [prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix])]
+        asked_by_any = set(asked)
+        unexpected += [prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any]
         if strict and (missing or unexpected):
             raise StateMismatchError(_differences(checkpoint.path, missing, unexpected))
         pairs = [
@@ -342,22 +350,37 @@ def _open(
 def read_together(
     path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool, ranks: Ranks
 ) -> Checkpoint:
-    """The checkpoint, of which the first rank reads the manifest for all: a small file, and many ranks.
+    """The checkpoint, of which the first rank reads the manifest for all. Collective."""
+    finder = _Finder(path, storage_options, verify)
+    found = together(ranks, lambda: None, lambda _: finder.find())
+    with all_or_none(ranks.group):
+        return finder.open(found)
+
+
+class _Finder:
+    """Finds a checkpoint on the first rank and opens it on all: its manifest is a small file, and the ranks are many.
 
     The state of another program's file is known to the first rank only.
     """
-    found: tuple[str, bytes, Any] | Exception | None = None
-    if ranks.first:
+
+    def __init__(self, path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool) -> None:
+        self._path = path
+        self._options = storage_options
+        self._verify = verify
+        self._state: Any = None
+
+    def find(self) -> tuple[str, bytes]:
+        """The directory of its files, and the manifest's bytes."""
         try:
-            found = _find(as_path(path), storage_options)
+            root, data, self._state = _find(as_path(self._path), self._options)
+        except CheckpointError:
+            raise
         except Exception as error:
-            found = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-    failure = ranks.broadcast(found if isinstance(found, Exception) else None)
-    if failure is not None:
-        raise failure
-    root, data = ranks.broadcast(found[:2] if isinstance(found, tuple) else None)
-    with all_or_none(ranks.group):
-        return _open(as_path(path), storage_options, verify, root, data, found[2] if isinstance(found, tuple) else None)
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        return root, data
+
+    def open(self, found: tuple[str, bytes]) -> Checkpoint:
+        return _open(as_path(self._path), self._options, self._verify, *found, self._state)
 
 
 def _find(path: str, storage_options: dict[str, Any] | None) -> tuple[str, bytes, Any]:

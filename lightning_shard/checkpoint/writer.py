@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.commit import Account, Failure, Ranks, commit, merge, new_attempt
+from lightning_shard.checkpoint.commit import Account, Ranks, commit, merge, new_attempt, together
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.part import Part, plan_part
 from lightning_shard.checkpoint.store import Store, open_store
@@ -93,37 +93,31 @@ class Order:
 
 def write_together(order: Order, ranks: Ranks, plan: Callable[[], Part]) -> None:
     """Write each rank's part and commit; if any rank fails, in ``plan`` or after, every rank raises."""
-    account: Account | Failure
-    own: BaseException | None = None
     store: Store | None = None
     part: Part | None = None
-    try:
+
+    def write() -> Account:
+        nonlocal store, part
         store = open_store(order.path, order.storage_options)
         part = plan()
-        account = _write(part, store, order)
+        return _write(part, store, order)
+
+    def conclude(accounts: list[Account]) -> None:
+        assert store is not None
+        assert part is not None
+        layout = _plain(order.layout)
+        manifest = merge(accounts, attempt=part.attempt, layout=layout, writer=WRITER, digests=order.digests)
+        commit(store, manifest, durable=order.fsync)
+
+    try:
+        together(ranks, write, conclude)
     except BaseException as error:
-        own = error
-        account = Failure.of(ranks.rank, error)
-    accounts = ranks.gather(account)
-    verdict: Failure | None = None
-    if ranks.first:
-        verdict = next((a for a in accounts if isinstance(a, Failure)), None)
-        if verdict is None:
-            try:
-                assert store is not None
-                assert part is not None
-                manifest = merge(
-                    accounts, attempt=part.attempt, layout=_plain(order.layout), writer=WRITER, digests=order.digests
-                )
-                commit(store, manifest, durable=order.fsync)
-            except BaseException as error:
-                own = error
-                verdict = Failure.of(ranks.rank, error)
-    verdict = ranks.broadcast(verdict)
-    if verdict is not None:
         if store is not None and part is not None:
             abandon(store, part.paths())
-        _raise(own, verdict, order.path, ranks.rank)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            path = os.fspath(order.path)
+            raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
+        raise
 
 
 def _write(part: Part, store: Store, order: Order) -> Account:
@@ -155,12 +149,3 @@ def abandon(store: Store, names: Iterable[str]) -> None:
             store.remove(name)
         if not store.exists(MANIFEST_NAME):
             store.remove_empty_folders()
-
-
-def _raise(own: BaseException | None, verdict: Failure, path: Any, rank: int) -> None:
-    if own is None:
-        verdict.raise_here(rank)
-    assert own is not None
-    if isinstance(own, OSError) and not isinstance(own, CheckpointError):
-        raise CheckpointError(f"The checkpoint {os.fspath(path)} could not be written: {own}.") from own
-    raise own
