@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import Chunk, Manifest, TensorEntry, digest
-from lightning_shard.checkpoint.plan import Box, coverage_fault, intersection
+from lightning_shard.checkpoint.plan import Box, coverage_fault
 from lightning_shard.checkpoint.store import Buffer, Reader, Store
 from lightning_shard.checkpoint.transfer import byte_view, is_plain
 from lightning_shard.errors import CorruptCheckpointError
@@ -105,11 +105,7 @@ def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> li
 
 
 def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _Job]]:
-    found = []
-    for chunk in read.entry.chunks:
-        part = intersection(chunk.offsets, chunk.sizes, read.box)
-        if part is not None:
-            found.append((chunk, part))
+    found = read.entry.overlapping(read.box)
     if len(found) != 1 or found[0][1] != read.box:
         fault = coverage_fault(read.box.sizes, [part.within(read.box) for _, part in found])
         if fault is not None:

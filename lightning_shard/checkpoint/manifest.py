@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from lightning_shard.checkpoint.header import DTYPES, item_bytes
+from lightning_shard.checkpoint.plan import Box, intersection
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 
 FORMAT = "lightning_shard"
@@ -71,11 +73,53 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * item_bytes(self.dtype)
+
+    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
+        """The chunks that hold a part of the box, each with that part."""
+        chunks = self.chunks.near(box) if isinstance(self.chunks, _Chunks) else self.chunks
+        parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in chunks)
+        return [(chunk, part) for chunk, part in parts if part is not None]
+
+
+class _Chunks(Sequence[Chunk]):
+    """Chunks that are checked when they are looked at, and not kept: large runs have many, and a rank needs few.
+
+    Args:
+        load: Gives them as JSON, from text each time where the manifest is kept as text.
+    """
+
+    def __init__(self, load: Callable[[], list[Any]], parse: Callable[[Any], Chunk]) -> None:
+        self._load = load
+        self._parse = parse
+
+    def __len__(self) -> int:
+        return len(self._load())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self._parse, self._load())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def near(self, box: Box) -> Iterator[Chunk]:
+        """Those that may overlap with the box."""
+        for raw in self._load():
+            try:
+                outside = intersection(raw["offsets"], raw["sizes"], box) is None
+            except (KeyError, TypeError, ValueError):
+                outside = False  # the parser tells what is wrong
+            if not outside:
+                yield self._parse(raw)
 
 
 class Section(Mapping[str, TensorEntry]):
@@ -105,7 +149,8 @@ class Section(Mapping[str, TensorEntry]):
             raise self._manifest.corrupt(f"{title} is not valid JSON ({error})") from error
         target = raw.get("same_as") if isinstance(raw, dict) else None
         if target is None:
-            entry = self._manifest.parse_tensor(title, raw)
+            text = self.raw.text(name) if isinstance(self.raw, _Lines) else None
+            entry = self._manifest.parse_tensor(title, raw, text)
         else:
             if target not in self.raw or (isinstance(self.raw[target], dict) and "same_as" in self.raw[target]):
                 raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
@@ -238,22 +283,35 @@ class Manifest:
         if self.block_bytes < 0 or self.block_bytes % 64:
             raise self.corrupt(f"digests have blocks of {self.block_bytes} bytes, which is no multiple of 64")
 
-    def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
-        """A tensor's entry, with every number checked against the shape, the dtype and the file's size."""
+    def parse_tensor(self, title: str, raw: Any, text: bytes | None = None) -> TensorEntry:
+        """A tensor's entry, with every number checked against the shape, the dtype and the file's size.
+
+        Args:
+            title: For errors.
+            raw: Its JSON.
+            text: The same as text, if the manifest is kept so.
+        """
         try:
             dtype, shape = str(raw["dtype"]), tuple(int(size) for size in raw["shape"])
             if dtype not in DTYPES:
                 raise FormatVersionError(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here.")
             if min(shape, default=0) < 0:
                 raise ValueError(f"shape {shape}")
-            width = item_bytes(dtype)
-            chunks = tuple([self._parse_chunk(title, chunk, shape, width) for chunk in raw["chunks"]])
+            load = raw["chunks"].copy if text is None else partial(_chunks_in, text)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise self.corrupt(f"{title} is damaged: {type(error).__name__} {error}") from error
-        return TensorEntry(dtype, shape, chunks)
+            raise self._damaged(title, error) from error
+        return TensorEntry(dtype, shape, _Chunks(load, partial(self._parse_chunk, title, shape, item_bytes(dtype))))
 
-    def _parse_chunk(self, title: str, raw: dict[str, Any], shape: tuple[int, ...], width: int) -> Chunk:
-        """Large runs have hundreds of thousands: plain loops, and each number looked at once."""
+    def _damaged(self, title: str, error: Exception) -> CorruptCheckpointError:
+        return self.corrupt(f"{title} is damaged: {type(error).__name__} {error}")
+
+    def _parse_chunk(self, title: str, shape: tuple[int, ...], width: int, raw: Any) -> Chunk:
+        try:
+            return self._checked_chunk(title, shape, width, raw)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise self._damaged(title, error) from error
+
+    def _checked_chunk(self, title: str, shape: tuple[int, ...], width: int, raw: Any) -> Chunk:
         number, (begin, end) = raw["file"], raw["bytes"]
         offsets, sizes = tuple(raw["offsets"]), tuple(raw["sizes"])
         digests = raw.get("digests", "")
@@ -279,6 +337,10 @@ class Manifest:
             if len(digests) != blocks * DIGEST_HEX_CHARS:
                 raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
         return Chunk(number, begin, end, offsets, sizes, digests)
+
+
+def _chunks_in(text: bytes) -> list[Any]:
+    return json.loads(text)["chunks"]
 
 
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -340,6 +402,9 @@ class _Lines(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return json.loads(self._lines[name])
+
+    def text(self, name: str) -> bytes:
+        return self._lines[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_shard.checkpoint import codec
@@ -111,7 +111,7 @@ def _tensors(checkpoint: Checkpoint, report: VerifyReport) -> Iterator[tuple[str
             try:
                 entry = section[name]
                 if section.alias_of(name) is None:
-                    yield label, entry
+                    yield label, replace(entry, chunks=tuple(entry.chunks))
             except FormatVersionError:
                 raise
             except CheckpointError as error:
