@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="several files of at most this size, such as 5GB, and an index",
     )
+    _option_of(gather, "--out-storage-option", "for the store that is written to")
     gather.add_argument("--no-verify", action="store_true", help="don't compare what is read with its digests")
 
     diff = _verb(verbs, "diff", _diff, "compare two checkpoints, of any layouts: names, values and state")
@@ -104,14 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION",
         help=f"compare only this one of {', '.join(checkpoint.SECTIONS)}; may be repeated",
     )
-    diff.add_argument(
-        "--other-storage-option",
-        action="append",
-        default=[],
-        type=_option,
-        metavar="KEY=VALUE",
-        help="for the other checkpoint, where it needs others; may be repeated",
-    )
+    _option_of(diff, "--other-storage-option", "for the other checkpoint, where it needs others")
     return parser
 
 
@@ -120,15 +114,13 @@ def _verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], summa
     parser.set_defaults(verb=run)
     parser.add_argument("path", help="a checkpoint's directory or manifest, local or a URL that fsspec knows")
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
-    parser.add_argument(
-        "--storage-option",
-        action="append",
-        default=[],
-        type=_option,
-        metavar="KEY=VALUE",
-        help="for fsspec; the value may be JSON; may be repeated",
-    )
+    _option_of(parser, "--storage-option", "for fsspec; the value may be JSON")
     return parser
+
+
+def _option_of(parser: argparse.ArgumentParser, name: str, purpose: str) -> None:
+    what = f"{purpose}; may be repeated"
+    parser.add_argument(name, action="append", default=[], type=_option, metavar="KEY=VALUE", help=what)
 
 
 # -- verbs ------------------------------------------------------------------------------------------------------------
@@ -210,6 +202,7 @@ def _gather(arguments: argparse.Namespace) -> int:
             max_shard_bytes=arguments.max_shard_bytes,
             verify=not arguments.no_verify,
             storage_options=_options(arguments),
+            out_storage_options=dict(arguments.out_storage_option),
             progress=progress,
         )
     elapsed = time.monotonic() - started

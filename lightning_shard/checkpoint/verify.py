@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lightning_shard.checkpoint import codec
 from lightning_shard.checkpoint.header import CARRIERS, HeaderEntry, parse_header
-from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Chunk, FileEntry, TensorEntry, digest
+from lightning_shard.checkpoint.manifest import DIGEST_HEX_CHARS, MANIFEST_NAME, Chunk, FileEntry, TensorEntry, digest
 from lightning_shard.checkpoint.plan import Box, coverage_fault
 from lightning_shard.checkpoint.reader import Checkpoint, read
 from lightning_shard.checkpoint.store import as_path
@@ -88,13 +89,22 @@ def verify(
         for chunk in entry.chunks:
             chunks[chunk.file].append((name, entry, chunk))
     total = sum(file.bytes for file in manifest.files)
+
+    def advance(faults: list[Fault], nbytes: int) -> None:
+        report.faults += faults
+        report.bytes += nbytes
+        if progress is not None:
+            progress(report.bytes, total)
+
     with ThreadPoolExecutor(checkpoint.store.requests, thread_name_prefix="checkpoint-verify") as pool:
-        work = zip(manifest.files, chunks, strict=True)
-        for file, faults in zip(manifest.files, pool.map(lambda item: list(_check(checkpoint, *item)), work)):
-            report.faults += faults
-            report.bytes += file.bytes
-            if progress is not None:
-                progress(report.bytes, total)
+        stretches: list[_Stretch] = []
+        checked = pool.map(partial(_check_file, checkpoint), manifest.files, chunks)
+        for file, own, (faults, readable) in zip(manifest.files, chunks, checked, strict=True):
+            found = list(_stretches(checkpoint, file, own)) if readable else []
+            stretches += found
+            advance(faults, file.bytes - sum(stretch.end - stretch.begin for stretch in found))
+        for stretch, faults in zip(stretches, pool.map(partial(_check_stretch, checkpoint), stretches), strict=True):
+            advance(faults, stretch.end - stretch.begin)
     if not report.faults:
         try:
             checkpoint.trainer_state(lenient=True)
@@ -118,33 +128,71 @@ def _tensors(checkpoint: Checkpoint, report: VerifyReport) -> Iterator[tuple[str
                 report.faults.append(Fault(MANIFEST_NAME, label, str(error)))
 
 
-def _check(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]) -> Iterator[Fault]:
+def _check_file(
+    checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]
+) -> tuple[list[Fault], bool]:
+    """Size and header; with what is wrong, whether the tensors' bytes can be looked at."""
+    faults: list[Fault] = []
     try:
         size = checkpoint.store.size(file.path)
         if size != file.bytes:
-            yield Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written")
+            faults.append(Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written"))
             if size < file.bytes or not file.header_bytes:
-                return
+                return faults, False
         if not file.header_bytes:
             if file.path.endswith(".json"):
-                yield from _check_json(checkpoint, file)
-            return
+                faults += _check_json(checkpoint, file)
+            return faults, False
         header = _bytes(checkpoint, file, 0, file.header_bytes)
         if file.digest is not None and digest(header) != file.digest:
-            yield Fault(file.path, None, f"its header (the first {file.header_bytes} bytes) differs from its digest")
-            return
+            what = f"its header (the first {file.header_bytes} bytes) differs from its digest"
+            return [*faults, Fault(file.path, None, what)], False
         entries, _ = parse_header(bytes(header), file.path)
-        yield from _check_header(file, list(entries.values()), chunks)
-        for name, _, chunk in chunks:
-            grid = checkpoint.manifest.block_bytes if chunk.digests else 0
-            for block, begin in enumerate(range(chunk.begin, chunk.end, grid) if grid else ()):
-                end = min(begin + grid, chunk.end)
-                if digest(_bytes(checkpoint, file, begin, end)) != chunk.block_digest(block):
-                    yield Fault(file.path, name, f"bytes {begin:,} to {end:,} differ from their digest")
+        return [*faults, *_check_header(file, list(entries.values()), chunks)], True
     except FileNotFoundError:
-        yield Fault(file.path, None, "is missing")
+        return [*faults, Fault(file.path, None, "is missing")], False
     except (OSError, CheckpointError) as error:
-        yield Fault(file.path, None, str(error))
+        return [*faults, Fault(file.path, None, str(error))], False
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Bytes of one chunk that are read at once, and the digests of the blocks in them."""
+
+    file: FileEntry
+    name: str
+    begin: int
+    end: int
+    digests: tuple[str, ...]
+
+
+def _stretches(
+    checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]
+) -> Iterator[_Stretch]:
+    grid = checkpoint.manifest.block_bytes
+    blocks = max(1, checkpoint.store.step_bytes // grid) if grid else 0
+    for name, _, chunk in chunks:
+        count = len(chunk.digests) // DIGEST_HEX_CHARS
+        for first in range(0, count, blocks or 1):
+            last = min(first + blocks, count)
+            begin, end = chunk.begin + first * grid, min(chunk.begin + last * grid, chunk.end)
+            yield _Stretch(file, name, begin, end, tuple(chunk.block_digest(block) for block in range(first, last)))
+
+
+def _check_stretch(checkpoint: Checkpoint, stretch: _Stretch) -> list[Fault]:
+    grid = checkpoint.manifest.block_bytes
+    try:
+        data = _bytes(checkpoint, stretch.file, stretch.begin, stretch.end)
+    except (OSError, CheckpointError) as error:
+        return [Fault(stretch.file.path, stretch.name, str(error))]
+    faults = []
+    for index, expected in enumerate(stretch.digests):
+        block = data[index * grid : (index + 1) * grid]
+        if digest(block) != expected:
+            begin = stretch.begin + index * grid
+            what = f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest"
+            faults.append(Fault(stretch.file.path, stretch.name, what))
+    return faults
 
 
 def _check_header(
