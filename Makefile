@@ -13,8 +13,9 @@ export OMP_NUM_THREADS := 1
 demo: $(INSTALLED)
 	$(BIN)/python recipes/demo.py
 
+# Two files at a time: much of a test of several ranks is waiting for processes to start.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class AsyncSaver:
             CheckpointError: The last save failed.
         """
         self._say_if_waiting()
+        self._finish()
         ranks = self._ranks
         self._saves += 1
         with all_or_none(ranks.group):
@@ -111,6 +113,7 @@ class AsyncSaver:
         Raises:
             CheckpointError: It failed, on every rank; the checkpoint that was at its path before is still there.
         """
+        self._finish()  # before talking, which the thread does on the same group
         with all_or_none(self._ranks.group):
             self.drain()
 
@@ -120,11 +123,18 @@ class AsyncSaver:
         Raises:
             CheckpointError: The save failed.
         """
-        saving, after = self._saving, self._after
+        self._finish()
+        under_way = self._under_way()
         self._saving, self._after = None, []
-        for future in [saving, *after]:
-            if future is not None:
-                future.result()
+        for future in under_way:
+            future.result()
+
+    def _finish(self) -> None:
+        """Wait, and keep what came of it. Interrupted, it leaves all as it is: the thread still reads the copies."""
+        futures.wait(self._under_way())
+
+    def _under_way(self) -> list[Future[None]]:
+        return [future for future in (self._saving, *self._after) if future is not None]
 
     def close(self) -> None:
         """Drain, and free the memory and the process group."""

@@ -88,6 +88,8 @@ class Failure:
     rank: int
     kind: str
     message: str
+    files_stay: bool = False
+    """Whether what was being committed may have become the checkpoint all the same."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -106,15 +108,16 @@ Result = TypeVar("Result")
 Outcome = TypeVar("Outcome")
 
 
-def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
+def exchange(
+    ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]
+) -> tuple[BaseException | None, Outcome | Failure]:
     """Do each rank's work, and on the first rank what follows from all their results; a collective call.
 
     Returns:
-        On every rank, what the first one decided.
+        This rank's own error, and on every rank what the first one decided, or what failed first.
 
     Raises:
-        BaseException: If work failed on a rank, or the decision did, on every rank: those that failed raise their own
-            error, the others that of the first one.
+        Exception: The ranks could not talk; what the others know is unknown then.
     """
     own: BaseException | None = None
     report: Any = None
@@ -133,12 +136,17 @@ def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Re
             except BaseException as error:
                 own = error
                 outcome = Failure.of(ranks.rank, error)
-    outcome = ranks.broadcast(outcome)
+    return own, ranks.broadcast(outcome)
+
+
+def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
+    """The same, raising what failed: the ranks that failed raise their own error, the others that of the first one."""
+    own, outcome = exchange(ranks, work, decide)
     if own is not None:
         raise own
     if isinstance(outcome, Failure):
         outcome.raise_here(ranks.rank)
-    return outcome
+    return outcome  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -302,8 +310,8 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
 
 def remove_own_files(store: Store, which: Callable[[str], bool]) -> None:
     """Remove files that have a name that only this package gives; a failure to is no failure of the checkpoint."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):
         for name in store.names():
             if OWN_FILE.fullmatch(name) and which(name):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):
                     store.remove(name)

@@ -66,11 +66,11 @@ class Copier:
         dtype = DTYPES[part.entry.dtype]
         streams: list[tuple[Box, _Stream]] = []
         with contextlib.ExitStack() as files:
-            for chunk, found in part.entry.overlapping(part.box):
+            for chunk, held in part.entry.overlapping(part.box):
                 whole = Box(chunk.offsets, chunk.sizes)
                 # a chunk's elements of a part that is contiguous in the tensor are contiguous in the chunk too
-                begin = found.within(whole).first(chunk.sizes) * dtype.itemsize
-                end = begin + found.numel * dtype.itemsize
+                begin = held.within(whole).first(chunk.sizes) * dtype.itemsize
+                end = begin + held.numel * dtype.itemsize
                 streams.append((whole, _Stream(part, chunk, begin, end, byte_view(self._piece), files)))
             for band in slabs(part.box, BAND_BYTES // max(dtype.itemsize, part.dtype.itemsize)):
                 target = self._band[: band.numel * part.dtype.itemsize].view(part.dtype).view(band.sizes)

@@ -72,7 +72,7 @@ from lightning_shard.checkpoint.reader import Checkpoint, StoredTensors, read
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.transfer import Piece, write_file, write_json
-from lightning_shard.checkpoint.writer import WRITER, abandon
+from lightning_shard.checkpoint.writer import WRITER, abandon, may_be_committed
 from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -186,6 +186,7 @@ class DcpWriter(StorageWriter):
         for account in accounts.values():
             account.mesh_ranks = tuple(accounts)
         values = {name: value for part in parts for name, value in part.values.items()}
+        committing = False
         names = [file.path for account in accounts.values() for files in account.written.values() for file, _ in files]
         try:
             if values:
@@ -197,9 +198,11 @@ class DcpWriter(StorageWriter):
                 list(accounts.values()), attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests
             )
             manifest.world_size = len(results)
+            committing = True
             commit(self._store, manifest, durable=self.fsync)
         except BaseException as error:
-            abandon(self._store, names)
+            if not (committing and may_be_committed(self._store, self._attempt)):
+                abandon(self._store, names)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
                 raise self._failed(error) from error
             raise

@@ -145,14 +145,15 @@ class Section(Mapping[str, TensorEntry]):
         title = f"{self._title} tensor {name!r}"
         try:
             raw = self.raw[name]
-        except ValueError as error:
-            raise self._manifest.corrupt(f"{title} is not valid JSON ({error})") from error
-        target = raw.get("same_as") if isinstance(raw, dict) else None
+            target = raw.get("same_as") if isinstance(raw, dict) else None
+            lost = target is not None and (target not in self.raw or "same_as" in self.raw[target])
+        except (ValueError, TypeError) as error:
+            raise self._manifest.corrupt(f"{title} is damaged: {error}") from error
         if target is None:
             text = self.raw.text(name) if isinstance(self.raw, _Lines) else None
             entry = self._manifest.parse_tensor(title, raw, text)
         else:
-            if target not in self.raw or (isinstance(self.raw[target], dict) and "same_as" in self.raw[target]):
+            if lost:
                 raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
             entry = self[target]
         self._parsed[name] = entry, target
@@ -271,6 +272,9 @@ class Manifest:
         return manifest
 
     def _check_files(self) -> None:
+        sections = (*self.raw_sections.values(), *self.raw_sections["ranks"].values())
+        if not all(isinstance(section, Mapping) for section in sections):
+            raise self.corrupt("a section of it is no object")
         for file in self.files:
             if not is_safe_path(file.path):
                 raise self.corrupt(f"it names the file {file.path!r}, which is not inside of the checkpoint")
@@ -297,6 +301,8 @@ class Manifest:
                 raise FormatVersionError(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here.")
             if min(shape, default=0) < 0:
                 raise ValueError(f"shape {shape}")
+            if not isinstance(raw["chunks"], list):
+                raise TypeError("its chunks are no list")
             load = raw["chunks"].copy if text is None else partial(_chunks_in, text)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise self._damaged(title, error) from error

@@ -81,6 +81,7 @@ def plan_part(
     sections = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
     for tensors in sections.values():
         for name, tensor in tensors.items():
+            _check_name(name)
             check_storable(name, tensor)
     frame = _frame({**sections["model"], **sections["optimizer"]}, mesh, ranks)
     part = Part(attempt, ranks.rank, frame.ranks if frame is not None else ranks.members, _fingerprint(sections))
@@ -133,8 +134,15 @@ def _frame(state: Mapping[str, Tensor], mesh: DeviceMesh | None, ranks: Ranks) -
     return Frame.of(mesh if mesh is not None else common_mesh(state, ranks.members), ranks.members, ranks.rank)
 
 
+def _check_name(name: str) -> None:
+    """safetensors keeps one name for itself, and its text is UTF-8."""
+    if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
+        raise UnsupportedStateError(f"{name!r} can't be a tensor's name in a safetensors file: rename it.")
+
+
 def _whole(tensors: Mapping[str, Tensor]) -> list[Piece]:
     for name, tensor in tensors.items():
+        _check_name(name)
         check_storable(name, tensor)
         if is_dtensor(tensor):
             raise UnsupportedStateError(f"{name!r} is a DTensor: pass it in state= or optimizer=.")

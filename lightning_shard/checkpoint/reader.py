@@ -303,8 +303,8 @@ def load_tensors(pairs: Iterable[tuple[StoredTensor, Tensor]], *, verify: bool =
             for dim, (offset, size) in enumerate(zip(place.local_offsets, place.box.sizes)):
                 if size != view.shape[dim]:
                     view = view.narrow(dim, offset, size)
-            # tied tensors are one memory and one stored tensor: read once
-            key = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype, id(stored.entry), place.box)
+            # tied tensors are one memory, which the first name's tensor fills, also if they were saved untied
+            key = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             if key in done:
                 continue
             done[key] = None

@@ -88,6 +88,10 @@ def verify(
             report.faults.append(Fault(MANIFEST_NAME, name, fault))
         for chunk in entry.chunks:
             chunks[chunk.file].append((name, entry, chunk))
+            if manifest.block_bytes and chunk.end > chunk.begin and not chunk.digests:
+                report.faults.append(
+                    Fault(MANIFEST_NAME, name, "it has no digests, and the checkpoint is one with them")
+                )
     total = sum(file.bytes for file in manifest.files)
 
     def advance(faults: list[Fault], nbytes: int) -> None:
@@ -135,6 +139,8 @@ def _check_file(
     faults: list[Fault] = []
     try:
         size = checkpoint.store.size(file.path)
+        if checkpoint.manifest.block_bytes and file.digest is None:
+            faults.append(Fault(file.path, None, "it has no digest, and the checkpoint is one with them"))
         if size != file.bytes:
             faults.append(Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written"))
             if size < file.bytes or not file.header_bytes:

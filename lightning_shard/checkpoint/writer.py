@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.commit import Account, Ranks, commit, merge, new_attempt, together
-from lightning_shard.checkpoint.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.commit import Account, Failure, Ranks, commit, exchange, merge, new_attempt
+from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.part import Part, plan_part
-from lightning_shard.checkpoint.store import Store, open_store
+from lightning_shard.checkpoint.store import LocalStore, Store, open_store
 from lightning_shard.checkpoint.transfer import write_file, write_json
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
@@ -95,6 +95,7 @@ def write_together(order: Order, ranks: Ranks, plan: Callable[[], Part]) -> None
     """Write each rank's part and commit; if any rank fails, in ``plan`` or after, every rank raises."""
     store: Store | None = None
     part: Part | None = None
+    fault: BaseException | None = None
 
     def write() -> Account:
         nonlocal store, part
@@ -102,22 +103,46 @@ def write_together(order: Order, ranks: Ranks, plan: Callable[[], Part]) -> None
         part = plan()
         return _write(part, store, order)
 
-    def conclude(accounts: list[Account]) -> None:
+    def conclude(accounts: list[Account]) -> Failure | None:
+        nonlocal fault
         assert store is not None
         assert part is not None
         layout = _plain(order.layout)
         manifest = merge(accounts, attempt=part.attempt, layout=layout, writer=WRITER, digests=order.digests)
-        commit(store, manifest, durable=order.fsync)
+        try:
+            commit(store, manifest, durable=order.fsync)
+        except BaseException as error:
+            fault = error
+            return dataclasses.replace(Failure.of(ranks.rank, error), files_stay=may_be_committed(store, part.attempt))
+        return None
 
+    # Where the ranks can't talk to the end, or this one is interrupted, the first may yet commit: then all files stay,
+    # and the next save clears what no manifest names.
+    own, outcome = exchange(ranks, write, conclude)
+    if outcome is None:
+        return
+    if store is not None and part is not None and not outcome.files_stay:
+        abandon(store, part.paths())
+    error = own or fault
+    if error is None:
+        outcome.raise_here(ranks.rank)
+    assert error is not None
+    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        path = os.fspath(order.path)
+        raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
+    raise error
+
+
+def may_be_committed(store: Store, attempt: str) -> bool:
+    """After putting the manifest has failed: whether it is there all the same, or may yet come."""
+    if not isinstance(store, LocalStore):
+        return True  # the answer may have been lost, not the request
     try:
-        together(ranks, write, conclude)
-    except BaseException as error:
-        if store is not None and part is not None:
-            abandon(store, part.paths())
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            path = os.fspath(order.path)
-            raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
-        raise
+        return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt == attempt
+    except FileNotFoundError:
+        return False
+    except Exception:
+        return True
 
 
 def _write(part: Part, store: Store, order: Order) -> Account:

@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
 from lightning_shard.plugin.other_files import weights_alone
@@ -83,6 +85,11 @@ class ShardedCheckpointIO(CheckpointIO):
             UnsupportedStateError: A value that JSON with tags can't hold; names its key and the way out.
             CheckpointError: It couldn't be written; the one that was at ``path`` before is still there.
         """
+        if self._site is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigurationError(
+                "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are"
+                " several: use strategy='hybrid_shard'."
+            )
         rest = dict(checkpoint)
         state = rest.pop("state_dict", {})
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -240,11 +240,13 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._watch.report(exception)
 
     def teardown(self) -> None:
-        self.checkpoint_io.teardown()
-        super().teardown()
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()
+            if self._watch is not None:
+                self._watch.stop()
+                self._watch = None
 
     # The model
 

@@ -259,3 +259,46 @@ def test_a_killed_rank_leaves_the_earlier_checkpoint(tmp_path):
     assert checkpoint.read(path)["w"][0].tolist() == [1, 1, 1]
     checkpoint.save(STATE, path)
     assert len(files(path)) == 1
+
+
+def test_an_interruption_after_the_commit_takes_nothing_away(saved, monkeypatch):
+    new = {"w": torch.zeros(10, 10)}
+    original = LocalStore.names
+
+    def interrupted(self):
+        original(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStore, "names", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(new, saved)
+    monkeypatch.undo()
+    assert checkpoint.verify(saved).ok
+    assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
+
+
+def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(saved, monkeypatch):
+    new = {"w": torch.zeros(10, 10)}
+    monkeypatch.setattr("lightning_shard.checkpoint.store.local._fsync_folder", lambda path: None)
+    original = os.replace
+
+    def replaced(*paths):
+        original(*paths)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpoint.save(new, saved)
+    assert checkpoint.verify(saved).ok
+    assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
+
+
+def test_what_may_be_damaged_in_a_line_of_the_manifest_is_a_fault(saved):
+    path = Path(saved, "manifest.json")
+    text = path.read_text()
+    for damaged in (text.replace('"chunks":[', '"chunk":['), text.replace('"chunks":[{', '"chunks":5,"x":[{')):
+        assert damaged != text
+        path.write_text(damaged)
+        assert not checkpoint.verify(saved).ok
+        with pytest.raises(CorruptCheckpointError):
+            checkpoint.read(saved)["w"].full()

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -120,3 +121,16 @@ def test_close_brings_a_save_to_its_end(tmp_path, gate):
     threading.Timer(0.1, gate.set).start()
     saver.close()
     assert checkpoint.verify(tmp_path / "c").ok
+
+
+def test_an_interrupted_wait_keeps_the_save_and_its_memory(tmp_path, gate, saver, monkeypatch):
+    saver.save({"w": torch.ones(4)}, tmp_path / "first")
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            saver.save({"w": torch.zeros(4)}, tmp_path / "second")
+    threading.Timer(0.1, gate.set).start()
+    saver.save({"w": torch.zeros(4)}, tmp_path / "third")
+    saver.wait()
+    assert torch.equal(checkpoint.read(tmp_path / "first")["w"].full(), torch.ones(4))
+    assert torch.equal(checkpoint.read(tmp_path / "third")["w"].full(), torch.zeros(4))

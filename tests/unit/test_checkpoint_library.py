@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint.store.protocol import adjacent
+from lightning_shard.errors import UnsupportedStateError
 
 
 def test_modules_nested_and_flat_states_are_one(tmp_path):
@@ -66,3 +68,23 @@ def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, inde
     block = stored.manifest.block_bytes
     last = tensor.nbytes % block if digests and index == slice(-1, None) else block * blocks
     assert sum(asked) == (last if digests else rows * ROW_BYTES)
+
+
+def test_tied_memory_takes_the_first_of_two_tensors_that_were_saved_untied(tmp_path):
+    checkpoint.save({"a": torch.zeros(3), "b": torch.ones(3)}, tmp_path / "c")
+    memory = torch.empty(3)
+    checkpoint.load(tmp_path / "c", {"a": memory, "b": memory})
+    assert torch.equal(memory, torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "lone \ud800"])
+def test_names_that_safetensors_has_no_place_for_are_refused(tmp_path, name):
+    with pytest.raises(UnsupportedStateError, match="rename it"):
+        checkpoint.save({name: torch.ones(1)}, tmp_path / "c")
+
+
+def test_gaps_are_read_over_only_within_a_span():
+    buffers = [memoryview(bytearray(10)) for _ in range(4)]
+    segments = list(zip((0, 15, 30, 1000), buffers))
+    assert [(start, stop) for start, stop, _ in adjacent(segments, 5, 25)] == [(0, 25), (30, 40), (1000, 1010)]
+    assert [(start, stop) for start, stop, _ in adjacent(segments)] == [(0, 10), (15, 25), (30, 40), (1000, 1010)]

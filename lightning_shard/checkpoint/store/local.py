@@ -30,6 +30,8 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self._made: set[str] = set()
+        """Folders in which one was made."""
 
     @property
     def requests(self) -> int:
@@ -67,7 +69,11 @@ class LocalStore:
         try:
             fd = os.open(path, flags, 0o666)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            folder = missing = os.path.dirname(os.path.abspath(path))
+            while not os.path.exists(missing):
+                missing = os.path.dirname(missing)
+                self._made.add(missing)
+            os.makedirs(folder, exist_ok=True)
             fd = os.open(path, flags, 0o666)
         try:
             written = 0
@@ -96,7 +102,7 @@ class LocalStore:
             _fsync_folder(os.path.dirname(self._path(name)))
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self._path(name))
 
     def remove_empty_folders(self) -> None:
@@ -121,7 +127,7 @@ class LocalStore:
 
     def sync(self, names: Iterable[str]) -> None:
         folders = {os.path.dirname(self._path(name)) for name in names}
-        for folder in folders | {self.root}:
+        for folder in folders | self._made | {self.root}:
             _fsync_folder(folder)
         if folders:
             _fsync_folder(os.path.dirname(os.path.abspath(self.root)))

@@ -64,12 +64,18 @@ class Store(Protocol):
         """Make the folder entries of these files survive a crash of the machine."""
 
 
-def adjacent(segments: Sequence[Segment], max_gap: int = 0) -> Iterable[tuple[int, int, list[Segment]]]:
-    """Segments that follow on one another, with at most ``max_gap`` bytes between, as (start, stop, segments)."""
+def adjacent(
+    segments: Sequence[Segment], max_gap: int = 0, max_span: int = 0
+) -> Iterable[tuple[int, int, list[Segment]]]:
+    """Segments that follow on one another, as (start, stop, segments).
+
+    Between two there may be up to ``max_gap`` bytes, as long as the whole isn't longer than ``max_span``.
+    """
     start = stop = 0
     joined: list[Segment] = []
     for offset, buffer in segments:
-        if joined and not 0 <= offset - stop <= max_gap:
+        near = offset == stop or (0 < offset - stop <= max_gap and offset + buffer.nbytes - start <= max_span)
+        if joined and not near:
             yield start, stop, joined
             joined = []
         if not joined:

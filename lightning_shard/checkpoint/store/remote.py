@@ -115,7 +115,7 @@ class RemoteStore:
         path = self._path(name)
 
         def read(segments: Sequence[Segment]) -> None:
-            for start, stop, joined in adjacent(segments, MAX_GAP_BYTES):
+            for start, stop, joined in adjacent(segments, MAX_GAP_BYTES, STEP_BYTES):
                 if stop == start:
                     continue
                 data = memoryview(retried(self.fs.cat_file, path, start=start, end=stop))
@@ -162,8 +162,13 @@ class RemoteStore:
             self.write(name, buffers, size_bytes, durable=durable)
             return
         temporary = f"{name}.tmp"
-        self.write(temporary, buffers, size_bytes, durable=durable)
-        retried(self.fs.mv, self._path(temporary), self._path(name))
+        try:
+            self.write(temporary, buffers, size_bytes, durable=durable)
+            self.fs.mv(self._path(temporary), self._path(name))  # once: it can't be told whether it was done
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self._path(temporary))
+            raise
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
