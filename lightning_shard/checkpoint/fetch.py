@@ -26,7 +26,8 @@ from lightning_shard.checkpoint.transfer import byte_view, is_plain
 from lightning_shard.errors import CorruptCheckpointError
 
 BATCH_BYTES = 8 * 2**20
-"""How much one thread fetches of one file at a time; times the store's ``requests``, the bound of what is in flight."""
+"""How much one thread fetches of one file at a time, or the store's ``step_bytes`` where that is more; times its
+``requests``, the bound of what is in flight."""
 SPAN_BYTES = 16 * 2**20
 """A strided part of a chunk is read together with what lies between, up to this length at a time."""
 _SCRATCH_ALIGNMENT = 64
@@ -70,7 +71,7 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     Raises:
         CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't make up the tensor.
     """
-    batches = plan_reads(manifest, reads, verify=verify)
+    batches = plan_reads(manifest, reads, verify=verify, batch_bytes=max(BATCH_BYTES, store.step_bytes))
     threads = min(store.requests, len(batches))
     if threads <= 1:
         for path, batch in batches:
@@ -91,7 +92,9 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     return sum(job.end - job.begin for _, batch in batches for job in batch)
 
 
-def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
+def plan_reads(
+    manifest: Manifest, reads: Iterable[Read], *, verify: bool, batch_bytes: int = BATCH_BYTES
+) -> list[tuple[str, list[_Job]]]:
     """Per call of the store the file's path and the ranges of it that are read, in order."""
     per_file: dict[int, list[_Job]] = {}
     for read in reads:
@@ -100,7 +103,7 @@ def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> li
     return [
         (manifest.files[file].path, batch)
         for file, jobs in sorted(per_file.items())
-        for batch in _batches(sorted(jobs, key=lambda job: job.begin))
+        for batch in _batches(sorted(jobs, key=lambda job: job.begin), batch_bytes)
     ]
 
 
@@ -215,12 +218,12 @@ def _blocks(chunk: Chunk, begin: int, end: int, block_bytes: int) -> list[tuple[
     ]
 
 
-def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+def _batches(jobs: Sequence[_Job], batch_bytes: int) -> Iterator[list[_Job]]:
     batch: list[_Job] = []
     total = 0
     for job in jobs:
         nbytes = job.end - job.begin
-        if batch and total + nbytes > BATCH_BYTES:
+        if batch and total + nbytes > batch_bytes:
             yield batch
             batch, total = [], 0
         batch.append(job)

@@ -20,8 +20,9 @@ from lightning_shard.errors import CheckpointError
 
 Result = TypeVar("Result")
 
-STEP_BYTES = 8 * 2**20
-REQUESTS = 16
+# Few long ranges: each request has a price, and some servers hash the whole object for each.
+STEP_BYTES = 16 * 2**20
+REQUESTS = 8
 MAX_GAP_BYTES = 256 * 2**10
 """Ranges this near each other are read as one: it costs less than another round trip."""
 PUT_BYTES = 16 * 2**20
