@@ -86,7 +86,21 @@ class _Part:
     values: dict[str, Any]
 
 
-class DcpWriter(StorageWriter):
+class _AtPath:
+    """What DCP asks of readers and writers alike: where, which its ``checkpoint_id`` may tell later."""
+
+    checkpoint_id: str | os.PathLike[str] | None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(os.fspath(checkpoint_id))
+
+
+class DcpWriter(_AtPath, StorageWriter):
     """For ``dcp.save`` and ``dcp.async_save``: writes a checkpoint of this package's format.
 
     Tensors that share memory are written under each of their names, since DCP plans them so.
@@ -112,14 +126,6 @@ class DcpWriter(StorageWriter):
         self.digests = digests
         self._store: Store | None = None
         self._attempt = ""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.checkpoint_id = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(os.fspath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -211,7 +217,7 @@ class DcpWriter(StorageWriter):
         return CheckpointError(f"The checkpoint {_path(self.checkpoint_id)} could not be written: {error}.")
 
 
-class DcpReader(StorageReader):
+class DcpReader(_AtPath, StorageReader):
     """For ``dcp.load``: reads any checkpoint of this package's format, into any layout.
 
     As with DCP's own readers, values are converted where a tensor of the state has another dtype.
@@ -236,14 +242,6 @@ class DcpReader(StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._tensors: dict[str, TensorEntry] = {}
         self._values: dict[str, Any] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.checkpoint_id = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(os.fspath(checkpoint_id))
 
     def read_metadata(self) -> Metadata:
         """What the manifest tells, as DCP has it.
