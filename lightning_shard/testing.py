@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -48,6 +48,8 @@ FAILURE_GRACE_S = 3.0
 """How long the other ranks may go on after the first failure, to report failures of their own."""
 EXIT_GRACE_S = 10.0
 """How long a rank may take to exit after every rank has returned."""
+STACKS_GRACE_S = 5.0
+"""How long all ranks together may take to write their stacks: on a starved machine even a signal handler waits."""
 
 _preloaded = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "lightning.pytorch", "lightning_shard"]
 
@@ -172,6 +174,7 @@ class _Rank:
         self.index = index
         self.pipe: connection.Connection = ours
         self.stacks = job.stacks
+        self.known_bytes = 0
         # not a daemon: those may not have children, and a DataLoader's workers are children
         self.process: BaseProcess = context.Process(target=_serve, args=(job, theirs), daemon=False)
         self.process.start()
@@ -197,21 +200,27 @@ class _Rank:
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return f"died ({how})\n{self._read_stacks()}"
 
-    def dump_stacks(self) -> str:
-        """The Python stacks of all the rank's threads, written by a signal handler in C: it may be deep in a wait."""
-        pid = self.process.pid
-        if pid is None or not self.process.is_alive():
-            return f"exited with code {self.process.exitcode}"
-        before = self.stacks.stat().st_size if self.stacks.exists() else 0
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-        size = before
-        for _ in range(20):
+    def ask_for_stacks(self) -> None:
+        """Have a signal handler in C write the Python stacks of all the rank's threads: it may be deep in a wait."""
+        self.known_bytes = self._written()
+        if self.process.pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)
+
+    def stacks_by(self, deadline: float) -> str:
+        """The stacks that were asked for, or why there are none."""
+        size = self.known_bytes
+        while self.process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
-            last, size = size, self.stacks.stat().st_size if self.stacks.exists() else 0
-            if before < size == last:
+            last, size = size, self._written()
+            if self.known_bytes < size == last:
                 break
-        return self._read_stacks() or "no stack: it had not started to run the function"
+        if not self.process.is_alive():
+            return f"exited with code {self.process.exitcode}\n{self._read_stacks()}"
+        return f"{self._read_stacks() or 'no stacks came'}\n{_doing(self.process.pid)}"
+
+    def _written(self) -> int:
+        return self.stacks.stat().st_size if self.stacks.exists() else 0
 
     def _read_stacks(self) -> str:
         return self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
@@ -292,8 +301,8 @@ def _collect(processes: list[_Rank], options: _Options) -> list[Any]:
         return [results[index] for index in range(len(processes))]
     waited = "hung" if not failures else "was still running"
     accounts = dict(failures)
-    for index, rank in pending.items():
-        accounts[index] = f"{waited}; its stacks, the innermost call first:\n{rank.dump_stacks()}"
+    for index, stacks in _all_stacks(pending.values()).items():
+        accounts[index] = f"{waited}; its stacks, the innermost call first:\n{stacks}"
     for rank in processes:
         accounts.setdefault(rank.index, "returned")
     raise RanksFailed(_headline(failures, list(pending), options), accounts)
@@ -308,15 +317,37 @@ def _headline(failures: dict[int, str], pending: list[int], options: _Options) -
     return f"no end within {options.timeout_s:g} s on ranks {pending} of {options.world_size}"
 
 
+def _all_stacks(processes: Iterable[_Rank]) -> dict[int, str]:
+    deadline = time.monotonic() + STACKS_GRACE_S
+    waited_for = list(processes)
+    for rank in waited_for:
+        rank.ask_for_stacks()
+    return {rank.index: rank.stacks_by(deadline) for rank in waited_for}
+
+
+def _doing(pid: int | None) -> str:
+    """Whether a process waits, works or can't be reached: tells a hang from a starved machine. Linux only."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return ""
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"state {fields[0]}, {used_s:.1f} s of processor time used; the machine's load averages: {load}"
+
+
 def _await_exit(processes: list[_Rank]) -> None:
     deadline = time.monotonic() + EXIT_GRACE_S
     accounts = {}
+    lingering = []
     for rank in processes:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         if rank.process.is_alive():
-            accounts[rank.index] = f"returned, but didn't exit within {EXIT_GRACE_S:g} s:\n{rank.dump_stacks()}"
+            lingering.append(rank)
         elif rank.process.exitcode:
             accounts[rank.index] = f"returned, and then {rank.death()}"
+    for index, stacks in _all_stacks(lingering).items():
+        accounts[index] = f"returned, but didn't exit within {EXIT_GRACE_S:g} s:\n{stacks}"
     if accounts:
         raise RanksFailed(f"ranks {list(accounts)} of {len(processes)} returned, but didn't exit well", accounts)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_shard import errors
@@ -79,6 +80,15 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=self.members[0], group=self.group)
         return box[0]
+
+    def any(self, value: bool) -> bool:
+        """Whether the value is true on some rank: one round, where objects take four."""
+        if self.alone:
+            return value
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else None
+        flag = torch.tensor(int(value), dtype=torch.int32, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,9 @@ def all_or_none(group: Any = None) -> Iterator[None]:
         if own:
             raise own[0]
 
-    together(Ranks.of(group), fail, lambda _: None)
+    ranks = Ranks.of(group)
+    if ranks.any(bool(own)):
+        together(ranks, fail, lambda _: None)
 
 
 def new_attempt() -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -120,9 +120,14 @@ def is_dtensor(value: Any) -> bool:
     # without a process group there are none, and importing them costs a second
     if not torch.distributed.is_available() or type(value) in (Tensor, torch.nn.Parameter):
         return False
+    return isinstance(value, _dtensor_class())
+
+
+@cache
+def _dtensor_class() -> type:
     from torch.distributed.tensor import DTensor
 
-    return isinstance(value, DTensor)
+    return DTensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Files to tensors: boxes become byte ranges, those that touch are merged, and a few threads fetch them.
 
-A range goes into the tensor's own memory where it is contiguous there too, else through a scratch buffer. With digests,
-whole blocks are read and checked, so a box's edges cost up to a block each.
+A range goes into the tensor's own memory where it is contiguous there too. Else it is copied there from the system's
+memory, if the store can map its files, or through a scratch buffer. With digests, whole blocks are read and checked, so
+a box's edges cost up to a block each.
 """
 
 from __future__ import annotations
@@ -115,53 +116,45 @@ def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _
             raise manifest.corrupt(f"the chunks of {read.name!r} don't make up the tensor: {fault}")
     block_bytes = manifest.block_bytes if verify else 0
     for chunk, part in found:
-        chunk_box = Box(chunk.offsets, chunk.sizes)
-        inside = part.within(chunk_box)
         target = narrow(read.target, part.within(read.box))
-        for region, view in _regions(inside, target, chunk.sizes, DTYPES[read.entry.dtype]):
-            yield from (
-                (chunk.file, job) for job in _jobs(read, chunk, region, view, block_bytes if chunk.digests else 0)
-            )
-
-
-def _regions(
-    region: Box, target: Tensor, chunk_sizes: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[tuple[Box, Tensor]]:
-    """Cut a region of a chunk, and its target, into ones that can be read in place or that span few bytes."""
-    first, last = _span(region, chunk_sizes)
-    direct = last - first == region.numel and target.dtype == dtype and is_plain(target)
-    if direct or (last - first) * dtype.itemsize <= SPAN_BYTES:
-        yield region, target
-        return
-    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
-    rows = max(1, SPAN_BYTES // (math.prod(chunk_sizes[dim + 1 :]) * dtype.itemsize))
-    for start in range(0, region.sizes[dim], rows):
-        offsets, sizes = list(region.offsets), list(region.sizes)
-        offsets[dim] += start
-        sizes[dim] = min(rows, sizes[dim] - start)
-        yield from _regions(
-            Box(tuple(offsets), tuple(sizes)), target.narrow(dim, start, sizes[dim]), chunk_sizes, dtype
-        )
+        inside = part.within(Box(chunk.offsets, chunk.sizes))
+        for job in _jobs(read, chunk, inside, target, block_bytes if chunk.digests else 0):
+            yield chunk.file, job
 
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
-    """The reads for one region of a chunk; with digests, of whole blocks."""
+    """The reads for one region of a chunk, each in place or of a span of few bytes; with digests, of whole blocks."""
     dtype = DTYPES[read.entry.dtype]
-    width = dtype.itemsize
     first, last = _span(region, chunk.sizes)
-    if last - first != region.numel or target.dtype != dtype or not is_plain(target):
+    if last - first == region.numel and target.dtype == dtype and is_plain(target):
+        yield from _jobs_in_place(read, chunk, (first, last), target, block_bytes)
+    elif (last - first) * dtype.itemsize <= SPAN_BYTES:
         yield _scratch_job(read, chunk, (first, last), target, _strides(chunk.sizes), block_bytes)
-        return
-    memory, flat = byte_view(target), target.reshape(-1)
+    else:
+        dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+        rows = max(1, SPAN_BYTES // (math.prod(chunk.sizes[dim + 1 :]) * dtype.itemsize))
+        for start in range(0, region.sizes[dim], rows):
+            offsets, sizes = list(region.offsets), list(region.sizes)
+            offsets[dim] += start
+            sizes[dim] = min(rows, sizes[dim] - start)
+            part = Box(tuple(offsets), tuple(sizes))
+            yield from _jobs(read, chunk, part, target.narrow(dim, start, sizes[dim]), block_bytes)
+
+
+def _jobs_in_place(
+    read: Read, chunk: Chunk, elements: tuple[int, int], target: Tensor, block_bytes: int
+) -> Iterator[_Job]:
+    """For elements that lie as they do in the target; those in blocks that reach beyond go through scratch."""
+    width = target.element_size()
+    first, last = elements
+    memory = byte_view(target)
     for begin, end in _windows(first * width, last * width, block_bytes):
         if block_bytes and (begin % block_bytes or (end % block_bytes and end != chunk.end - chunk.begin)):
-            elements = begin // width, end // width
-            part = flat[elements[0] - first : elements[1] - first]
-            yield _scratch_job(read, chunk, elements, part, (1,), block_bytes)
+            part = target.view(-1)[begin // width - first : end // width - first]
+            yield _scratch_job(read, chunk, (begin // width, end // width), part, (1,), block_bytes)
         else:
             into = memory[begin - first * width : end - first * width]
-            blocks = _blocks(chunk, begin, end, block_bytes)
-            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, blocks)
+            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, _blocks(chunk, begin, end, block_bytes))
 
 
 def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -267,24 +260,47 @@ def _scratch() -> _Scratch:
 
 
 def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) -> None:
+    with naming_what_fails(store, path, batch[0].name):
+        rest = [job for job in batch if not _copy_from_map(store, path, job)]
+        if rest:
+            _read(store, path, rest, scratch)
+
+
+def _copy_from_map(store: Store, path: str, job: _Job) -> bool:
+    """Copy what can't be read in place, once, from where the store has it in memory; whether that was possible."""
+    if job.target is None or job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
+        return False
+    memory = store.mapped(path, job.begin, job.end)
+    if memory is None:
+        return False
+    _check(job, memory, f"{store.root}/{path}")
+    _copy_out(job, torch.frombuffer(memory, dtype=job.dtype))
+    return True
+
+
+def _copy_out(job: _Job, elements: Tensor) -> None:
+    assert job.target is not None
+    job.target.copy_(elements.as_strided(job.target.shape, job.strides, elements.storage_offset() + job.offset))
+
+
+def _read(store: Store, path: str, jobs: Sequence[_Job], scratch: _Scratch) -> None:
     places, total = [], 0
-    for job in batch:
+    for job in jobs:
         places.append(total)
         if job.into is None:
             total += -(-(job.end - job.begin) // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-    room = scratch.room(total, any(job.target is not None and job.target.device.type == "cuda" for job in batch))
+    room = scratch.room(total, any(job.target is not None and job.target.device.type == "cuda" for job in jobs))
     memory = byte_view(room) if total else memoryview(b"")
     buffers = [
         memory[place : place + job.end - job.begin] if job.into is None else job.into
-        for job, place in zip(batch, places)
+        for job, place in zip(jobs, places)
     ]
-    with naming_what_fails(store, path, batch[0].name), store.reading(path) as read:
-        for group in _steps(list(zip(batch, buffers)), store.step_bytes):
+    with store.reading(path) as read:
+        for group in _steps(list(zip(jobs, buffers)), store.step_bytes):
             _read_and_check(read, group, store.step_bytes, f"{store.root}/{path}")
-    for job, place, buffer in zip(batch, places, buffers):
+    for job, place, buffer in zip(jobs, places, buffers):
         if job.target is not None:
-            elements = room[place : place + buffer.nbytes].view(job.dtype)
-            job.target.copy_(elements.as_strided(job.target.shape, job.strides, elements.storage_offset() + job.offset))
+            _copy_out(job, room[place : place + buffer.nbytes].view(job.dtype))
 
 
 def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Sequence[tuple[_Job, Buffer]]]:
@@ -300,22 +316,24 @@ def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Seq
 
 def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int, file: str) -> None:
     """Read, and hash what was read while it is in cache."""
-    if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes:
+    if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes or not jobs[0][0].blocks:
         read([(job.begin, buffer) for job, buffer in jobs])
         for job, buffer in jobs:
-            for start, stop, expected in job.blocks:
-                check_digest(digest(buffer[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
+            _check(job, buffer, file)
         return
     job, buffer = jobs[0]
-    for start, stop, expected in job.blocks or [(0, buffer.nbytes, "")]:
+    for start, stop, expected in job.blocks:
         hasher = xxhash.xxh3_128()
         for begin in range(start, stop, step_bytes):
             part = buffer[begin : min(begin + step_bytes, stop)]
             read([(job.begin + begin, part)])
-            if expected:
-                hasher.update(part)
-        if expected:
-            check_digest(hasher.hexdigest(), expected, job.name, job.begin + start, job.begin + stop, file)
+            hasher.update(part)
+        check_digest(hasher.hexdigest(), expected, job.name, job.begin + start, job.begin + stop, file)
+
+
+def _check(job: _Job, memory: Buffer, file: str) -> None:
+    for start, stop, expected in job.blocks:
+        check_digest(digest(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
 def check_digest(found: str, expected: str, name: str, begin: int, end: int, file: str) -> None:

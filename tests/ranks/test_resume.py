@@ -77,7 +77,13 @@ def curve() -> list[float]:
     return combine(seen, sizes).losses
 
 
-SOURCES = {"unstaged": ["dp4", "tp2", "dp2×tp2"], "staged": [name for name in LAYOUTS if name.startswith("pp")]}
+SOURCES = {
+    "unstaged": ["dp4", "tp2", "dp2×tp2"],
+    "stages": ["pp2", "pp4"],
+    "shards of stages": ["pp2×dp2", "pp2×tp2"],
+    "all axes": ["pp2×dp2×tp2"],
+}
+"""In several, so that a run of eight ranks is far from its limit of a minute on a slow machine."""
 
 
 @pytest.mark.parametrize("sources", SOURCES)

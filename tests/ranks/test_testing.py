@@ -122,6 +122,7 @@ def test_a_hang_ends_in_time_with_every_ranks_stack_and_leaves_no_process(tmp_pa
     assert time.monotonic() - started < 12
     for account in caught.value.accounts.values():
         assert "in write_pid_then" in account
+        assert "state S, " in account  # it waits: a hang, not a starved machine
     assert "in barrier" in caught.value.accounts[0]
     assert_gone(tmp_path, 4)
 

@@ -55,6 +55,19 @@ class StoreContract:
             read([(start, buffer) for (start, _), buffer in zip(parts, buffers)])
         assert [bytes(buffer) for buffer in buffers] == [SMALL[start:stop] for start, stop in parts]
 
+    def test_a_mapping_if_there_is_one_shows_the_bytes_and_keeps_to_the_file(self, store: Store) -> None:
+        content = bytes(range(256)) * 40  # several pages
+        store.write("model/a", [memoryview(content)], len(content), durable=False)
+        for begin, end in ((0, 1), (17, 5000), (4096, 8192), (9000, len(content))):
+            memory = store.mapped("model/a", begin, end)
+            assert memory is None or bytes(memory) == content[begin:end]
+        if store.mapped("model/a", 0, 1) is not None:
+            for length in (1, 10_000):
+                with pytest.raises(CorruptCheckpointError, match="model/a is truncated"):
+                    store.mapped("model/a", 17, len(content) + length)
+            with pytest.raises(FileNotFoundError):
+                store.mapped("model/b", 0, 1)
+
     def test_a_read_beyond_the_end_is_an_error(self, store: Store) -> None:
         store.write("model/a", [memoryview(SMALL)], len(SMALL), durable=False)
         with pytest.raises((CorruptCheckpointError, OSError)), store.reading("model/a") as read:

@@ -47,12 +47,17 @@ ROW_BYTES = 2000
     ids=str,
 )
 @pytest.mark.parametrize("digests", [True, False])
-def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, index, rows, blocks, digests):
+@pytest.mark.parametrize("maps", [True, False])
+def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, index, rows, blocks, digests, maps):
     tensor = torch.arange(10_000 * 500, dtype=torch.int32).view(10_000, 500)
     checkpoint.save({"w": tensor}, tmp_path / "c", digests=digests, fsync=False)
     stored = checkpoint.read(tmp_path / "c")
     asked = []
-    reading = stored.store.reading
+    reading, mapped = stored.store.reading, stored.store.mapped
+
+    def counted_map(name, begin, end):
+        asked.append(end - begin if maps else 0)
+        return mapped(name, begin, end) if maps else None
 
     @contextlib.contextmanager
     def counted(name):
@@ -63,7 +68,7 @@ def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, inde
         with reading(name) as inner:
             yield read
 
-    stored.store.reading = counted
+    stored.store.reading, stored.store.mapped = counted, counted_map
     assert torch.equal(stored["w"][index], tensor[index])
     block = stored.manifest.block_bytes
     last = tensor.nbytes % block if digests and index == slice(-1, None) else block * blocks

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, adjacent, too_short
@@ -14,6 +16,7 @@ STEP_BYTES = 2**20
 MAX_THREADS = 8
 _IOV_MAX = 1024
 _MAX_CALL_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB per call
+_MADV_POPULATE_READ = 22  # of Linux 5.14; Python's mmap has no name for it before 3.14
 
 
 def thread_count() -> int:
@@ -61,6 +64,28 @@ class LocalStore:
             yield read
         finally:
             os.close(fd)
+
+    def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
+        """See the protocol. The pages are brought in by a call that can fail, not by touching them, which would kill
+        the process where the disk fails or the file has been cut off.
+        """
+        if sys.platform != "linux" or end == begin:
+            return None
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size < end:
+                raise too_short(name, end)
+            start = begin - begin % mmap.ALLOCATIONGRANULARITY
+            # private and "writable": torch and numpy complain of memory that isn't
+            pages = mmap.mmap(fd, end - start, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+            pages.madvise(_MADV_POPULATE_READ)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENODEV, errno.ENOMEM, errno.EACCES):
+                return None  # an older kernel, or a mount that can't map
+            raise
+        finally:
+            os.close(fd)
+        return memoryview(pages)[begin - start :]
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)

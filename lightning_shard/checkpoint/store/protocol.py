@@ -43,6 +43,16 @@ class Store(Protocol):
     def reading(self, name: str) -> AbstractContextManager[Reader]:
         """Open a file for reading parts of it. Raises FileNotFoundError, then or at the first read."""
 
+    def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
+        """The bytes of a file from ``begin`` to ``end`` where the system has them in memory, for as long as it is held.
+
+        It must not be written to. None where that isn't possible, or not worth it: then they are to be read.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CorruptCheckpointError: The file is too short.
+        """
+
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         """Write a new file from buffers, each of which may be reused once the next one is asked for."""
 

@@ -111,6 +111,9 @@ class RemoteStore:
             raise CheckpointError(f"{self.root}/{name}: the store doesn't tell its size.")
         return int(size)
 
+    def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
+        return None
+
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Reader]:
         path = self._path(name)
