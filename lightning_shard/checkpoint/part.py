@@ -136,7 +136,13 @@ def _frame(state: Mapping[str, Tensor], mesh: DeviceMesh | None, ranks: Ranks) -
 
 def _check_name(name: str) -> None:
     """safetensors keeps one name for itself, and its text is UTF-8."""
-    if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        fits = False
+    else:
+        fits = name != "__metadata__"
+    if not fits:
         raise UnsupportedStateError(f"{name!r} can't be a tensor's name in a safetensors file: rename it.")
 
 
