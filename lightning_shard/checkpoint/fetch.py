@@ -159,6 +159,8 @@ def _jobs_in_place(
 
 def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
     """From the first to the last element of a region, as places in the row-major chunk."""
+    if region.sizes == chunk_sizes:
+        return 0, region.numel
     strides = _strides(chunk_sizes)
     first = sum(offset * stride for offset, stride in zip(region.offsets, strides))
     return first, first + sum((size - 1) * stride for size, stride in zip(region.sizes, strides)) + 1

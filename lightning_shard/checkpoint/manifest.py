@@ -6,6 +6,7 @@ hundreds of thousands of them, and a rank needs few.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -111,15 +112,21 @@ class _Chunks(Sequence[Chunk]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def near(self, box: Box) -> Iterator[Chunk]:
-        """Those that may overlap with the box."""
-        for raw in self._load():
+    def near(self, box: Box) -> list[Chunk]:
+        """Those that may overlap with the box: one where it is that very box, as on the layout that saved."""
+        loaded = self._load()
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        near = []
+        for raw in loaded:
             try:
+                if raw["sizes"] == sizes and raw["offsets"] == offsets:
+                    return [self._parse(raw)]
                 outside = intersection(raw["offsets"], raw["sizes"], box) is None
             except (KeyError, TypeError, ValueError):
                 outside = False  # the parser tells what is wrong
             if not outside:
-                yield self._parse(raw)
+                near.append(raw)
+        return [self._parse(raw) for raw in near]
 
 
 class Section(Mapping[str, TensorEntry]):
@@ -150,8 +157,7 @@ class Section(Mapping[str, TensorEntry]):
         except (ValueError, TypeError) as error:
             raise self._manifest.corrupt(f"{title} is damaged: {error}") from error
         if target is None:
-            text = self.raw.text(name) if isinstance(self.raw, _Lines) else None
-            entry = self._manifest.parse_tensor(title, raw, text)
+            entry = self._manifest.parse_tensor(title, raw)
         else:
             if lost:
                 raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
@@ -219,7 +225,8 @@ class Manifest:
         lines.append(f'"state_file":{_dump(self.state_file)}')
         for name in ("model", "optimizer", "trainer"):
             section = self.raw_sections.get(name, {})
-            lines.append(_lines(name, [f"{_dump(key)}:{_dump(value)}" for key, value in section.items()], "{}"))
+            value_of = section.text if isinstance(section, _Lines) else lambda key, raw=section: _dump(raw[key])
+            lines.append(_lines(name, [f"{_dump(key)}:{value_of(key)}" for key in section], "{}"))
         ranks = self.raw_sections.get("ranks", {})
         lines.append(_lines("ranks", [f"{_dump(str(rank))}:{_dump(ranks[rank])}" for rank in ranks], "{}"))
         body = ("{" + ",\n".join(lines)).encode()
@@ -287,13 +294,12 @@ class Manifest:
         if self.block_bytes < 0 or self.block_bytes % 64:
             raise self.corrupt(f"digests have blocks of {self.block_bytes} bytes, which is no multiple of 64")
 
-    def parse_tensor(self, title: str, raw: Any, text: bytes | None = None) -> TensorEntry:
+    def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
         """A tensor's entry, with every number checked against the shape, the dtype and the file's size.
 
         Args:
             title: For errors.
-            raw: Its JSON.
-            text: The same as text, if the manifest is kept so.
+            raw: Its JSON; its chunks may still be text.
         """
         try:
             dtype, shape = str(raw["dtype"]), tuple(int(size) for size in raw["shape"])
@@ -301,11 +307,18 @@ class Manifest:
                 raise FormatVersionError(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here.")
             if min(shape, default=0) < 0:
                 raise ValueError(f"shape {shape}")
-            if not isinstance(raw["chunks"], list):
+            chunks = raw["chunks"]
+            if not isinstance(chunks, list | bytes):
                 raise TypeError("its chunks are no list")
-            load = raw["chunks"].copy if text is None else partial(_chunks_in, text)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise self._damaged(title, error) from error
+
+        def load() -> list[Any]:
+            try:
+                return chunks.copy() if isinstance(chunks, list) else json.loads(chunks)
+            except ValueError as error:
+                raise self._damaged(title, error) from error
+
         return TensorEntry(dtype, shape, _Chunks(load, partial(self._parse_chunk, title, shape, item_bytes(dtype))))
 
     def _damaged(self, title: str, error: Exception) -> CorruptCheckpointError:
@@ -343,10 +356,6 @@ class Manifest:
             if len(digests) != blocks * DIGEST_HEX_CHARS:
                 raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
         return Chunk(number, begin, end, offsets, sizes, digests)
-
-
-def _chunks_in(text: bytes) -> list[Any]:
-    return json.loads(text)["chunks"]
 
 
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -401,16 +410,21 @@ def _own_digest_fits(data: bytes) -> bool:
 
 
 class _Lines(Mapping[str, Any]):
-    """A section whose tensors are text, a line each, until they are asked for."""
+    """A section whose tensors are text, a line each, until they are asked for; then only their chunks are text."""
 
     def __init__(self, lines: Mapping[str, bytes]) -> None:
         self._lines = lines
 
     def __getitem__(self, name: str) -> Any:
-        return json.loads(self._lines[name])
+        line = self._lines[name]
+        head, found, chunks = line.partition(b',"chunks":[')
+        if found:
+            with contextlib.suppress(ValueError):  # those words may be a part of something else
+                return {**json.loads(head + b"}"), "chunks": b"[" + chunks[:-1]}
+        return json.loads(line)
 
-    def text(self, name: str) -> bytes:
-        return self._lines[name]
+    def text(self, name: str) -> str:
+        return self._lines[name].decode()
 
     def __contains__(self, name: object) -> bool:
         return name in self._lines
