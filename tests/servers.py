@@ -36,7 +36,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(kind: str, folder: Path) -> Iterator[Server]:
+def serve(kind: str, folder: Path, *more_flags: str) -> Iterator[Server]:
     """``kind``: ``s3`` (one bucket, with keys), ``webdav`` (with a password), or ``http`` (read-only)."""
     flags = {
         "s3": ["--auth-key", f"{KEY},{SECRET}"],
@@ -53,6 +53,7 @@ def serve(kind: str, folder: Path) -> Iterator[Server]:
         "serve",
         kind,
         *flags,
+        *more_flags,
         "--addr",
         "127.0.0.1:0",
         "--dir-cache-time",

@@ -21,7 +21,7 @@ from lightning_shard.errors import CheckpointError
 Result = TypeVar("Result")
 
 # Few long ranges: each request has a price, and some servers hash the whole object for each.
-STEP_BYTES = 16 * 2**20
+STEP_BYTES = 32 * 2**20
 REQUESTS = 8
 MAX_GAP_BYTES = 256 * 2**10
 """Ranges this near each other are read as one: it costs less than another round trip."""
