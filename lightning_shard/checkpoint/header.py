@@ -1,7 +1,7 @@
 """The safetensors header: names, dtypes, shapes and byte ranges to bytes, and back.
 
 A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. Ours are padded with spaces so that the data
-begins at a multiple of 64 bytes. https://github.com/safetensors/safetensors#format
+begins at a multiple of 4096 bytes, a page. https://github.com/safetensors/safetensors#format
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from lightning_shard.errors import CorruptCheckpointError, UnsupportedStateError
 
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors readers
 
 # Our dtype names are those of safetensors, and three more for what it, or its Python reader, has no name for.

@@ -256,10 +256,11 @@ class Manifest:
                 f"{source} has format version {version}, and this program reads up to {FORMAT_VERSION}: upgrade"
                 f" lightning-shard (it was written by {raw.get('writer') or 'an unnamed writer'})."
             )
+        intact = _own_digest_fits(data) if "manifest_digest" in raw else None
         try:
             grid = raw.get("digest") or {}
             if grid and grid["algorithm"] != DIGEST_ALGORITHM:
-                raise FormatVersionError(f"{source} has digests of a kind unknown here, {grid['algorithm']!r}.")
+                raise _unknown(f"{source} has digests of a kind unknown here, {grid['algorithm']!r}", intact)
             manifest = cls(
                 attempt=str(raw["attempt"]),
                 files=[_file_from_json(file) for file in raw["files"]],
@@ -271,7 +272,7 @@ class Manifest:
                 state_file=raw.get("state_file"),
                 raw_sections={name: raw.get(name, {}) for name in ("model", "optimizer", "trainer", "ranks")},
                 source=source,
-                intact=_own_digest_fits(data) if "manifest_digest" in raw else None,
+                intact=intact,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__} {error}.") from error
@@ -304,7 +305,7 @@ class Manifest:
         try:
             dtype, shape = str(raw["dtype"]), tuple(int(size) for size in raw["shape"])
             if dtype not in DTYPES:
-                raise FormatVersionError(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here.")
+                raise _unknown(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here", self.intact)
             if min(shape, default=0) < 0:
                 raise ValueError(f"shape {shape}")
             chunks = raw["chunks"]
@@ -404,6 +405,13 @@ def _file_from_json(raw: Mapping[str, Any]) -> FileEntry:
     )
 
 
+def _unknown(what: str, intact: bool | None) -> FormatVersionError | CorruptCheckpointError:
+    """The error for a word that only a newer version could have written, or damage."""
+    if intact is False:
+        return CorruptCheckpointError(f"{what}, and it differs from its own digest: it is damaged.")
+    return FormatVersionError(f"{what}: upgrade lightning-shard.")
+
+
 def _own_digest_fits(data: bytes) -> bool:
     body, mark, tail = data.rpartition(b',\n"manifest_digest":')
     return bool(mark) and tail == f'"{digest(body)}"}}\n'.encode()
@@ -418,7 +426,7 @@ class _Lines(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         line = self._lines[name]
         head, found, chunks = line.partition(b',"chunks":[')
-        if found:
+        if found and (chunks.endswith(b"}]}") or chunks == b"]}"):  # they come last
             with contextlib.suppress(ValueError):  # those words may be a part of something else
                 return {**json.loads(head + b"}"), "chunks": b"[" + chunks[:-1]}
         return json.loads(line)

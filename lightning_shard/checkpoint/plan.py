@@ -166,6 +166,8 @@ def _join(runs: Iterator[Run]) -> Runs:
 
 MIN_PART_BYTES = 64 * 2**10
 """A tensor isn't cut into parts smaller than this."""
+POOL_BYTES = 64 * 2**10
+"""So much of the smallest items is one holder's: whoever reads them all, such as optimizers' steps, opens one file."""
 
 
 @dataclass(frozen=True)
@@ -183,17 +185,22 @@ class Shared:
 def share(items: Sequence[Shared], holders: int, index: int) -> list[Box | None]:
     """What the ``index``-th of ``holders`` writes of each item, so that all write alike much.
 
-    The items, laid end to end, are cut into ``holders`` equal lengths; a cut that falls into an item moves to the
-    nearest of its rows. Every rank reckons this alike and without talking, and each element has exactly one writer.
+    The smallest items, up to :data:`POOL_BYTES`, are the first holder's. The others, laid end to end, are cut into
+    ``holders`` equal lengths; a cut that falls into an item moves to the nearest of its rows. Every rank reckons this
+    alike and without talking, and each element has exactly one writer.
 
     Returns:
         Per item the part that this holder writes, or None.
     """
-    total = sum(item.nbytes for item in items)
+    pooled = _pool([item.nbytes for item in items])
+    total = sum(item.nbytes for number, item in enumerate(items) if number not in pooled)
     low, high = total * index / holders, total * (index + 1) / holders
     parts: list[Box | None] = []
     position = 0
-    for item in items:
+    for number, item in enumerate(items):
+        if number in pooled:
+            parts.append(item.box if index == 0 else None)
+            continue
         dim = next((d for d, size in enumerate(item.box.sizes) if size > 1), None)
         rows = 1 if dim is None else item.box.sizes[dim]
         row_bytes = item.nbytes / rows
@@ -207,6 +214,17 @@ def share(items: Sequence[Shared], holders: int, index: int) -> list[Box | None]
             parts.append(_rows(item.box, dim, first, last) if first < last else None)
         position += item.nbytes
     return parts
+
+
+def _pool(sizes: Sequence[int]) -> set[int]:
+    pool: set[int] = set()
+    total = 0
+    for number in sorted(range(len(sizes)), key=lambda number: sizes[number]):
+        total += sizes[number]
+        if total > POOL_BYTES:
+            break
+        pool.add(number)
+    return pool
 
 
 def _nearest_row(nbytes: float, row_bytes: float, rows: int) -> int:

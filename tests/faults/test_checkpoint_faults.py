@@ -142,7 +142,8 @@ def test_every_flipped_byte_is_found_and_its_file_named(saved):
     chooser = random.Random(0)
     for file in [saved / "manifest.json", *files(saved)]:
         data = file.read_bytes()
-        for at in {0, len(data) - 1, *(chooser.randrange(len(data)) for _ in range(30))}:
+        words = {data.find(word) + len(word) - 2 for word in (b'"F32"', b'"xxh3_128"') if word in data}
+        for at in {0, len(data) - 1, *words, *(chooser.randrange(len(data)) for _ in range(30))}:
             file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             report = checkpoint.verify(saved)
             assert not report.ok, (file, at)

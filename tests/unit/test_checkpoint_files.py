@@ -72,7 +72,7 @@ def test_plain_safetensors_reads_each_file(tmp_path):
             assert loaded[str(dtype)].dtype == dtype
     data = model.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    assert start % 64 == 0
+    assert start % 4096 == 0
 
 
 STRIDED = {
@@ -112,7 +112,8 @@ def test_tied_tensors_are_saved_once_and_come_back_tied(tmp_path):
     stored = checkpoint.read(path)
     assert stored.alias_of("head.weight") == "embed.weight"
     assert stored["head.weight"].shape == (50, 8)
-    assert sum(file.stat().st_size for file in (path / "model").iterdir()) < 1.5 * 50 * 8 * 4
+    assert sum(chunk.end - chunk.begin for chunk in stored.manifest.model["embed.weight"].chunks) == 50 * 8 * 4
+    assert sum(file.bytes - file.header_bytes for file in stored.manifest.files) == 50 * 8 * 4
     whole = stored.full()
     assert whole["head.weight"] is whole["embed.weight"]
     other = Tied()
@@ -406,7 +407,7 @@ def test_golden_bytes(tmp_path, monkeypatch):
         b'{"__metadata__":{"format":"pt","lightning_shard.attempt":"0123456789ab","lightning_shard.section":"model"},'
         b'"b":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"a":{"dtype":"I16","shape":[2,4],"data_offsets":[4,20]}}'
     )
-    length = -(-(8 + len(table)) // 64) * 64
+    length = -(-(8 + len(table)) // 4096) * 4096
     header = (length - 8).to_bytes(8, "little") + table.ljust(length - 8)
     data_b, data_a = bytes.fromhex("0000803f"), b"".join(i.to_bytes(2, "little") for i in range(8))
     file = (tmp_path / "model/rank-00000-0123456789ab.safetensors").read_bytes()
@@ -482,6 +483,24 @@ def test_a_manifest_means_the_same_however_its_json_is_laid_out(tmp_path, indent
     for name in other.model:
         assert ours.model[name] == other.model[name]
         assert ours.model.alias_of(name) == other.model.alias_of(name)
+
+
+def test_a_tensors_line_may_say_more_and_is_checked_when_it_is_needed(tmp_path):
+    checkpoint.save({"t": torch.ones(4), "empty": torch.ones(0)}, tmp_path)
+    path = tmp_path / "manifest.json"
+    head, line = path.read_text().split('"t":')
+    assert line.count("}]}") == 1
+
+    def rewrite(old, new):
+        path.write_text(f'{head}"t":{line.replace(old, new)}')
+        return checkpoint.read(tmp_path)
+
+    assert torch.equal(rewrite("}]}", '}],"new":1}')["t"].full(), torch.ones(4))
+    for old, new in (('"offsets":[0]', '"offsets":[0'), ('"chunks":[{', '"chunks":[[')):
+        opened = rewrite(old, new)
+        assert opened["empty"].full().numel() == 0
+        with pytest.raises(CorruptCheckpointError, match="model tensor 't' is damaged"):
+            opened["t"].full()
 
 
 def test_a_newer_format_is_told_as_such(tmp_path):
