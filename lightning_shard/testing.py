@@ -48,6 +48,9 @@ FAILURE_GRACE_S = 3.0
 """How long the other ranks may go on after the first failure, to report failures of their own."""
 EXIT_GRACE_S = 10.0
 """How long a rank may take to exit after every rank has returned."""
+PROBE_S = 5.0
+"""For so long before its limit a run is watched: ranks that compute get more time, up to PATIENCE times the limit."""
+PATIENCE = 3
 STACKS_GRACE_S = 5.0
 """How long all ranks together may take to write their stacks: on a starved machine even a signal handler waits."""
 
@@ -87,7 +90,8 @@ def run_ranks(
 
     Args:
         function: Importable by module and name; arguments and results must pickle.
-        timeout_s: After this time the run fails with every rank's stacks; also the process group's timeout.
+        timeout_s: After this time a run that waits fails with every rank's stacks, and one that still computes, on a
+            slow machine, after three times as much; also the process group's timeout.
         init: Initialise the default process group with ``backend``, and destroy it after all ranks have returned.
             Default: yes, unless ``elastic``.
         elastic: Also set what ``torchrun`` sets, so that a Lightning Trainer takes these processes as its own and
@@ -174,7 +178,7 @@ class _Rank:
         self.index = index
         self.pipe: connection.Connection = ours
         self.stacks = job.stacks
-        self.known_bytes = 0
+        self.known = ""
         # not a daemon: those may not have children, and a DataLoader's workers are children
         self.process: BaseProcess = context.Process(target=_serve, args=(job, theirs), daemon=False)
         self.process.start()
@@ -202,25 +206,22 @@ class _Rank:
 
     def ask_for_stacks(self) -> None:
         """Have a signal handler in C write the Python stacks of all the rank's threads: it may be deep in a wait."""
-        self.known_bytes = self._written()
+        self.known = self._read_stacks()
         if self.process.pid is not None and self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGUSR1)
 
     def stacks_by(self, deadline: float) -> str:
         """The stacks that were asked for, or why there are none."""
-        size = self.known_bytes
+        found = self.known
         while self.process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
-            last, size = size, self._written()
-            if self.known_bytes < size == last:
+            last, found = found, self._read_stacks()
+            if self.known != found == last:
                 break
         if not self.process.is_alive():
             return f"exited with code {self.process.exitcode}\n{self._read_stacks()}"
-        return f"{self._read_stacks() or 'no stacks came'}\n{_doing(self.process.pid)}"
-
-    def _written(self) -> int:
-        return self.stacks.stat().st_size if self.stacks.exists() else 0
+        return f"{found or 'no stacks came'}\n{_doing(self.process.pid)}"
 
     def _read_stacks(self) -> str:
         return self.stacks.read_text(errors="replace") if self.stacks.exists() else ""
@@ -272,12 +273,12 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def _collect(processes: list[_Rank], options: _Options) -> list[Any]:
     """Each rank's result, in rank order; raises when one fails or the time is over."""
     __tracebackhide__ = True
-    deadline = time.monotonic() + options.timeout_s
+    limit = _Limit(processes, options.timeout_s)
     pending = {rank.index: rank for rank in processes}
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     skipped: list[str] = []
-    while pending and (left := deadline - time.monotonic()) > 0:
+    while pending and (left := limit.left()) > 0:
         by_handle = {h: rank for rank in pending.values() for h in (rank.pipe, rank.process.sentinel)}
         for rank in dict.fromkeys(by_handle[h] for h in connection.wait(list(by_handle), left)):  # type: ignore[index]
             kind, payload = rank.message()
@@ -288,7 +289,7 @@ def _collect(processes: list[_Rank], options: _Options) -> list[Any]:
                 skipped.append(payload)
             else:
                 if not failures:
-                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+                    limit.end_within(FAILURE_GRACE_S)
                 failures[rank.index] = payload
     if not failures and not pending:
         for rank in processes:
@@ -325,15 +326,43 @@ def _all_stacks(processes: Iterable[_Rank]) -> dict[int, str]:
     return {rank.index: rank.stacks_by(deadline) for rank in waited_for}
 
 
-def _doing(pid: int | None) -> str:
-    """Whether a process waits, works or can't be reached: tells a hang from a starved machine. Linux only."""
+class _Limit:
+    """When a run is over: at its limit if its ranks wait, later if they compute, soon after a failure."""
+
+    def __init__(self, processes: list[_Rank], timeout_s: float) -> None:
+        self._pids = [rank.process.pid for rank in processes]
+        self._probe_s = min(PROBE_S, timeout_s / 2)
+        now = time.monotonic()
+        self._next, self._last = now + timeout_s - self._probe_s, now + PATIENCE * timeout_s
+        self._used_s: float | None = None
+
+    def left(self) -> float:
+        """Seconds until this is to be asked again; none where the run is over."""
+        now = time.monotonic()
+        if now >= self._next and now < self._last:
+            before, self._used_s = self._used_s, sum(_state(pid)[1] for pid in self._pids)
+            if before is None or self._used_s - before > self._probe_s / 10:
+                self._next = min(self._last, now + self._probe_s)
+        return self._next - now
+
+    def end_within(self, seconds: float) -> None:
+        self._last = self._next = min(self._last, time.monotonic() + seconds)
+
+
+def _state(pid: int | None) -> tuple[str, float]:
+    """A process's state by Linux's letter, and the processor time in seconds that it has used; nothing elsewhere."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
-        return ""
+        return "?", 0.0
+
+
+def _doing(pid: int | None) -> str:
+    """Whether a process waits, works or can't be reached: tells a hang from a starved machine."""
+    letter, used_s = _state(pid)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"state {fields[0]}, {used_s:.1f} s of processor time used; the machine's load averages: {load}"
+    return f"state {letter}, {used_s:.1f} s of processor time used; the machine's load averages: {load}"
 
 
 def _await_exit(processes: list[_Rank]) -> None:

@@ -127,6 +127,19 @@ def test_a_hang_ends_in_time_with_every_ranks_stack_and_leaves_no_process(tmp_pa
     assert_gone(tmp_path, 4)
 
 
+def work_on(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return "done"
+
+
+def test_ranks_that_still_compute_at_the_limit_may_go_on_but_not_for_ever():
+    assert run_ranks(work_on, 2, 2.0, timeout_s=1.5) == ["done"] * 2
+    with pytest.raises(RanksFailed, match="no end within 1 s"):
+        run_ranks(work_on, 1, 100.0, timeout_s=1)
+
+
 def die():
     os._exit(7)
 
