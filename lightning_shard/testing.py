@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -178,7 +178,6 @@ class _Rank:
         self.index = index
         self.pipe: connection.Connection = ours
         self.stacks = job.stacks
-        self.known = ""
         # not a daemon: those may not have children, and a DataLoader's workers are children
         self.process: BaseProcess = context.Process(target=_serve, args=(job, theirs), daemon=False)
         self.process.start()
@@ -206,19 +205,16 @@ class _Rank:
 
     def ask_for_stacks(self) -> None:
         """Have a signal handler in C write the Python stacks of all the rank's threads: it may be deep in a wait."""
-        self.known = self._read_stacks()
         if self.process.pid is not None and self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGUSR1)
 
     def stacks_by(self, deadline: float) -> str:
         """The stacks that were asked for, or why there are none."""
-        found = self.known
-        while self.process.is_alive() and time.monotonic() < deadline:
+        found = last = ""
+        while not (found and found == last) and self.process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
             last, found = found, self._read_stacks()
-            if self.known != found == last:
-                break
         if not self.process.is_alive():
             return f"exited with code {self.process.exitcode}\n{self._read_stacks()}"
         return f"{found or 'no stacks came'}\n{_doing(self.process.pid)}"
@@ -318,12 +314,11 @@ def _headline(failures: dict[int, str], pending: list[int], options: _Options) -
     return f"no end within {options.timeout_s:g} s on ranks {pending} of {options.world_size}"
 
 
-def _all_stacks(processes: Iterable[_Rank]) -> dict[int, str]:
+def _all_stacks(processes: Collection[_Rank]) -> dict[int, str]:
     deadline = time.monotonic() + STACKS_GRACE_S
-    waited_for = list(processes)
-    for rank in waited_for:
+    for rank in processes:
         rank.ask_for_stacks()
-    return {rank.index: rank.stacks_by(deadline) for rank in waited_for}
+    return {rank.index: rank.stacks_by(deadline) for rank in processes}
 
 
 class _Limit:
@@ -367,15 +362,10 @@ def _doing(pid: int | None) -> str:
 
 def _await_exit(processes: list[_Rank]) -> None:
     deadline = time.monotonic() + EXIT_GRACE_S
-    accounts = {}
-    lingering = []
     for rank in processes:
         rank.process.join(max(0.0, deadline - time.monotonic()))
-        if rank.process.is_alive():
-            lingering.append(rank)
-        elif rank.process.exitcode:
-            accounts[rank.index] = f"returned, and then {rank.death()}"
-    for index, stacks in _all_stacks(lingering).items():
+    accounts = {rank.index: f"returned, and then {rank.death()}" for rank in processes if rank.process.exitcode}
+    for index, stacks in _all_stacks([rank for rank in processes if rank.process.is_alive()]).items():
         accounts[index] = f"returned, but didn't exit within {EXIT_GRACE_S:g} s:\n{stacks}"
     if accounts:
         raise RanksFailed(f"ranks {list(accounts)} of {len(processes)} returned, but didn't exit well", accounts)

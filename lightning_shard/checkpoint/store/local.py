@@ -16,7 +16,7 @@ STEP_BYTES = 2**20
 MAX_THREADS = 8
 _IOV_MAX = 1024
 _MAX_CALL_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB per call
-_MADV_POPULATE_READ = 22  # of Linux 5.14; Python's mmap has no name for it before 3.14
+_MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11's mmap has no name for it
 
 
 def thread_count() -> int:
