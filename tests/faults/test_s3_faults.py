@@ -16,7 +16,7 @@ import torch
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import remote
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
-from tests.servers import serve
+from tests.servers import let_servers_forget, serve
 
 Fault = Callable[[int, str, str], int | str | None]
 """Of a request's number, method and path: a status to answer with, ``"cut"`` to break off the answer, or nothing."""
@@ -160,5 +160,6 @@ def test_a_file_that_is_gone_is_told_by_its_name(tmp_path: Path) -> None:
         checkpoint.save(STATE, path, storage_options=server.options)
         (file,) = (server.folder / "bucket" / "c" / "model").iterdir()
         file.unlink()
+        let_servers_forget()
         with pytest.raises(CorruptCheckpointError, match=r"model/rank-00000.*is missing"):
             checkpoint.load(path, {**STATE}, storage_options=server.options)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import ConfigurationError
 from tests.parity import QUIET
-from tests.servers import KEY, SECRET, Server, serve
+from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
 
 LOSSES = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0]
 AT_EACH: dict[str, Any] = {"monitor": "val_loss", "save_on_train_epoch_end": False}
@@ -67,6 +67,7 @@ class Place:
         data.parent.mkdir(parents=True, exist_ok=True)
         data.write_bytes(b"half")
         (self.folder / name / "manifest.json").unlink(missing_ok=True)
+        let_servers_forget()
 
     def fit(
         self,
@@ -222,6 +223,7 @@ def test_a_torn_save_is_no_checkpoint_and_in_nobodys_way(place: Place) -> None:
 def test_a_single_file_is_not_saved_over(place: Place) -> None:
     place.folder.mkdir(parents=True)
     (place.folder / "step=1.ckpt").write_bytes(b"of another strategy")
+    let_servers_forget()
     place.fit(place.keep(every_n_train_steps=1), 1)
     assert place.names() == ["step=1-v1.ckpt", "step=1.ckpt"]
 
