@@ -11,7 +11,8 @@ from lightning_shard.checkpoint.commit import all_or_none, remove
 from lightning_shard.checkpoint.diff import SECTIONS, Difference, DiffReport, diff
 from lightning_shard.checkpoint.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.inspect import InspectReport, inspect
-from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, load, load_tensors, read
+from lightning_shard.checkpoint.loader import Pair, load, load_tensors, load_together
+from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, read
 from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
@@ -30,6 +31,7 @@ __all__ = [
     "Format",
     "GatherReport",
     "InspectReport",
+    "Pair",
     "StoredTensor",
     "VerifyReport",
     "all_or_none",
@@ -39,6 +41,7 @@ __all__ = [
     "inspect",
     "load",
     "load_tensors",
+    "load_together",
     "read",
     "register_codec",
     "remove",

@@ -136,6 +136,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return (value._local_tensor if is_dtensor(tensor) else tensor).detach()
 
 
+def replicated_over(tensor: Tensor) -> Any:
+    """The process group of the largest mesh axis along which a DTensor is replicated; None where there is none."""
+    value: Any = tensor
+    mesh = value.device_mesh
+    if _place_in(mesh).coordinate is None:
+        return None
+    axes = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate() and mesh.size(axis) > 1]
+    return mesh.get_group(max(axes, key=mesh.size)) if axes else None
+
+
 def target_boxes(name: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
     """The global shape of a tensor, and this rank's boxes of it.
 

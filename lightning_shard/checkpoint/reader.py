@@ -11,19 +11,15 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import codec, foreign
 from lightning_shard.checkpoint.commit import Ranks, all_or_none, together
-from lightning_shard.checkpoint.dtensor import local_tensor, target_boxes
 from lightning_shard.checkpoint.fetch import Read, read_boxes
 from lightning_shard.checkpoint.header import DTYPES
 from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry, digest
-from lightning_shard.checkpoint.names import Rename, new_names
-from lightning_shard.checkpoint.part import flatten, identity
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    StateMismatchError,
 )
 
 SHOWN_NAMES = 10
@@ -125,6 +121,10 @@ class Checkpoint(StoredTensors):
     """A committed checkpoint: a mapping of the model's tensors, with everything else beside it.
 
     Reading is lazy, needs no process group, and verifies digests unless it was opened with ``verify=False``.
+
+    Attributes:
+        share_reads: Where ranks load together, what several need alike is read by one, which passes it on; by default
+            if the store is reached through a network.
     """
 
     def __init__(self, path: str, store: Store, manifest: Manifest, verify: bool, state: Any = None) -> None:
@@ -134,6 +134,7 @@ class Checkpoint(StoredTensors):
         self.manifest = manifest
         self.store = store
         self.verify = verify
+        self.share_reads = store.is_remote
         self.optimizer = StoredTensors(manifest.optimizer, self)
 
     def fetch(self, reads: Iterable[Read], *, verify: bool | None = None) -> int:
@@ -205,141 +206,6 @@ def read(
     return _open(as_path(path), storage_options, verify, *_find(as_path(path), storage_options))
 
 
-def load(
-    path: str | os.PathLike[str],
-    into: Mapping[str, Any] | torch.nn.Module,
-    *,
-    optimizer: Mapping[str, Any] | None = None,
-    strict: bool = True,
-    cast: bool = False,
-    strip_prefix: str | None = None,
-    rename: Rename | None = None,
-    verify: bool = True,
-    storage_options: dict[str, Any] | None = None,
-    group: Any = None,
-) -> tuple[list[str], list[str]]:
-    """Fill the tensors and DTensors of a state, of any layout, in place. With a process group, a collective call.
-
-    Args:
-        path: A checkpoint, or another program's file or folder: see :func:`read`.
-        into: As ``state`` of :func:`save`; names that differ are told apart before anything is written.
-        optimizer: The same for the optimizer's tensors; None leaves those of the checkpoint alone.
-        strict: Every name asked for must be in the checkpoint, and every name in it asked for by some rank.
-        cast: Convert dtypes where they differ; otherwise that is an error.
-        strip_prefix: Taken off the names of the checkpoint's model tensors that have it, to find them in the state.
-        rename: For the names after that: beginnings and what takes their place, such as ``{"": "model."}``, or a
-            function that gives the new name, or None to leave the tensor alone.
-        verify: Check digests.
-        group: The ranks that load together. Default: all.
-
-    Returns:
-        The names that were asked for and aren't in the checkpoint, and those in it that weren't asked for. Optimizer
-        names are prefixed with ``optimizer:``.
-
-    Raises:
-        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
-        StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written then.
-    """
-    ranks = Ranks.of(group)
-    wanted: dict[str, dict[str, Tensor]] = {}
-    missing: list[str] = []
-    unexpected: list[str] = []
-
-    def ask() -> list[str]:
-        wanted[""] = flatten(into.state_dict(keep_vars=True) if isinstance(into, torch.nn.Module) else into)
-        if optimizer is not None:
-            wanted["optimizer:"] = flatten(optimizer)
-        return [prefix + name for prefix, names in wanted.items() for name in names]
-
-    finder = _Finder(path, storage_options, verify)
-    found, asked = together(
-        ranks, ask, lambda everyone: (finder.find(), sorted({n for asked in everyone for n in asked}))
-    )
-    with all_or_none(group):
-        checkpoint = finder.open(found)
-        model: Mapping[str, StoredTensor] = checkpoint
-        if strip_prefix or rename:
-            model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
-        stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
-        missing += [prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix])]
-        asked_by_any = set(asked)
-        unexpected += [prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any]
-        if strict and (missing or unexpected):
-            raise StateMismatchError(_differences(checkpoint.path, missing, unexpected))
-        pairs = [
-            (stored[prefix][name], tensor)
-            for prefix, names in wanted.items()
-            for name, tensor in names.items()
-            if name in stored[prefix]
-        ]
-        load_tensors(pairs, verify=verify, cast=cast)
-    return missing, unexpected
-
-
-def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Names that aren't stored, but for those of tensors that another name is: one of tied tensors is enough."""
-    filled = {identity(tensor) or id(tensor) for name, tensor in wanted.items() if name in stored}
-    return [n for n, tensor in wanted.items() if n not in stored and (identity(tensor) or id(tensor)) not in filled]
-
-
-def load_tensors(pairs: Iterable[tuple[StoredTensor, Tensor]], *, verify: bool = True, cast: bool = False) -> int:
-    """Fill tensors or DTensors, each with this rank's part of a stored tensor. Not collective.
-
-    Returns:
-        The bytes that were read.
-
-    Raises:
-        StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written then.
-        CorruptCheckpointError: As :func:`read`; then some of the tensors have been written.
-    """
-    pairs = list(pairs)
-    _check_shapes(pairs, cast)
-    per_checkpoint: dict[int, tuple[Checkpoint, list[Read]]] = {}
-    done: dict[Any, None] = {}
-    for stored, tensor in pairs:
-        local = local_tensor(tensor)
-        for place in target_boxes(stored.name, tensor)[1]:
-            view = local
-            for dim, (offset, size) in enumerate(zip(place.local_offsets, place.box.sizes)):
-                if size != view.shape[dim]:
-                    view = view.narrow(dim, offset, size)
-            # tied tensors are one memory, which the first name's tensor fills, also if they were saved untied
-            key = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
-            if key in done:
-                continue
-            done[key] = None
-            reads = per_checkpoint.setdefault(id(stored.checkpoint), (stored.checkpoint, []))[1]
-            reads.append(Read(stored.name, stored.entry, place.box, view))
-    return sum(checkpoint.fetch(reads, verify=verify) for checkpoint, reads in per_checkpoint.values())
-
-
-def _check_shapes(pairs: Iterable[tuple[StoredTensor, Tensor]], cast: bool) -> None:
-    faults = []
-    for stored, tensor in pairs:
-        if tuple(tensor.shape) != tuple(stored.shape):
-            faults.append(f"{stored.name!r} has shape {tuple(stored.shape)} there and {tuple(tensor.shape)} here")
-        elif tensor.dtype != stored.dtype and not cast:
-            faults.append(f"{stored.name!r} is {stored.dtype} there and {tensor.dtype} here (cast=True converts)")
-        elif tensor.device.type == "meta":
-            faults.append(f"{stored.name!r} is on the meta device here: materialize it before loading")
-    if faults:
-        raise StateMismatchError(f"The checkpoint doesn't fit the state: {_listing(faults, '; ')}.")
-
-
-def _differences(path: str, missing: list[str], unexpected: list[str]) -> str:
-    parts = []
-    if missing:
-        parts.append(f"{len(missing)} asked for and not in it: {_listing(missing)}")
-    if unexpected:
-        parts.append(f"{len(unexpected)} in it and not asked for: {_listing(unexpected)}")
-    return f"{path} holds other names than the state. {'; '.join(parts)}. strict=False loads what both have."
-
-
-def _listing(items: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(items) - SHOWN_NAMES} more" if len(items) > SHOWN_NAMES else ""
-    return separator.join(items[:SHOWN_NAMES]) + more
-
-
 def _open(
     path: str, storage_options: dict[str, Any] | None, verify: bool, root: str, data: bytes, state: Any
 ) -> Checkpoint:
@@ -351,13 +217,13 @@ def read_together(
     path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool, ranks: Ranks
 ) -> Checkpoint:
     """The checkpoint, of which the first rank reads the manifest for all. Collective."""
-    finder = _Finder(path, storage_options, verify)
+    finder = Finder(path, storage_options, verify)
     found = together(ranks, lambda: None, lambda _: finder.find())
     with all_or_none(ranks.group):
         return finder.open(found)
 
 
-class _Finder:
+class Finder:
     """Finds a checkpoint on the first rank and opens it on all: its manifest is a small file, and the ranks are many.
 
     The state of another program's file is known to the first rank only.

@@ -19,7 +19,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
 from lightning_shard.plugin.other_files import weights_alone
-from lightning_shard.plugin.sharded_values import lift, merge_over_stages, restore
+from lightning_shard.plugin.sharded_values import lay_out, lift, merge_over_stages
 from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
 
 
@@ -50,6 +50,9 @@ class ShardedCheckpointIO(CheckpointIO):
             by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.
         fsync: Sync files and folders to disk before the checkpoint counts; ``False`` for scratch.
         digests: Write a digest of every block, checked on load.
+        share_reads: What several ranks need alike when a checkpoint is loaded, one of them reads and passes on to the
+            others. None: if the store is reached through a network, as object stores are; worth trying on file systems
+            that many machines mount.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class ShardedCheckpointIO(CheckpointIO):
         *,
         fsync: bool = True,
         digests: bool = True,
+        share_reads: bool | None = None,
     ) -> None:
         self._asynchronous = asynchronous
         self._storage_options = dict(storage_options or {})
         self._fsync = fsync
         self._digests = digests
+        self._share_reads = share_reads
         self._site: Site | None = None
         self._fitting = False
         self._saver: ckpt.AsyncSaver | None = None
@@ -148,6 +153,8 @@ class ShardedCheckpointIO(CheckpointIO):
         """
         self.drain()
         stored = ckpt.read(str(path), storage_options=self._storage_options)
+        if self._share_reads is not None:
+            stored.share_reads = self._share_reads
         loaded = stored.trainer_state()
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
             return {**weights_alone(stored), "optimizer_tensors": {}}
@@ -171,7 +178,10 @@ class ShardedCheckpointIO(CheckpointIO):
         }
         if any(not name.startswith("state/") for name in loaded.pop("optimizer_tensors")):
             loaded.pop("optimizer_states", None)
-        return {key: value if key == "state_dict" else restore(value, {}, ()) for key, value in loaded.items()}
+        state_dict = loaded.pop("state_dict")
+        rest, pairs = lay_out(loaded, {}, ())
+        ckpt.load_tensors(pairs)
+        return {"state_dict": state_dict, **rest}
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it."""

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
-from lightning_shard.checkpoint import all_or_none
+from lightning_shard.checkpoint import Pair, load_together
 from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.layout import Layout
@@ -26,7 +26,7 @@ from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.other_files import WEIGHTS_ALONE, name_numbered, with_prefix
 from lightning_shard.plugin.pretrained import describe
-from lightning_shard.plugin.sharded_values import restore
+from lightning_shard.plugin.sharded_values import lay_out
 from lightning_shard.plugin.state import (
     load_module,
     load_optimizer,
@@ -131,8 +131,13 @@ class CheckpointedStrategy(ModelParallelStrategy):
         elsewhere = set(self._names_of_other_stages()) - own.keys()
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
-        with all_or_none():
-            loaded |= restore(others, live, elsewhere)
+
+        def pairs() -> list[Pair]:
+            laid_out, found = lay_out(others, live, elsewhere)
+            loaded.update(laid_out)
+            return found
+
+        load_together(pairs)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -75,15 +75,15 @@ def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
     return tree
 
 
-def restore(tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]) -> Any:
-    """A tree with the tensors that :class:`~lightning_shard.checkpoint.StoredTensor` stand for.
+def lay_out(tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]) -> tuple[Any, list[ckpt.Pair]]:
+    """A tree with an empty tensor for each :class:`~lightning_shard.checkpoint.StoredTensor`, and what goes into them.
 
     Args:
         live: The module's tensors by name. What has the name and shape of one is laid out like it; any other is whole
             and on the CPU.
         elsewhere: Names that other stages hold: left out of mappings of sharded values.
     """
-    pairs: list[tuple[ckpt.StoredTensor, Tensor]] = []
+    pairs: list[ckpt.Pair] = []
 
     def walk(value: Any, key: Any) -> Any:
         if isinstance(value, ckpt.StoredTensor):
@@ -98,9 +98,7 @@ def restore(tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]) -
             value = type(value)((k, item) for k, item in value.items() if k in live or k not in elsewhere)
         return _rebuilt(value, lambda k, item: walk(item, k))
 
-    restored = walk(tree, None)
-    ckpt.load_tensors(pairs)
-    return restored
+    return walk(tree, None), pairs
 
 
 _MAPPINGS = (dict, OrderedDict)

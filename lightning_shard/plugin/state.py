@@ -152,14 +152,18 @@ def load_module(
     found = {id(tensor) for name, tensor in state.items() if name in stored}
     missing = sorted(name for name, tensor in state.items() if name not in stored and id(tensor) not in found)
     unexpected = sorted(stored.keys() - state.keys() - set(elsewhere))
-    with ckpt.all_or_none():  # a stage may lack what the others have
-        if strict and (missing or unexpected):
+
+    def pairs() -> list[ckpt.Pair]:
+        if strict and (missing or unexpected):  # a stage may lack what the others have
             raise StateMismatchError(
                 f"The checkpoint's tensors aren't the module's: {_some('missing', missing)};"
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
                 " share."
             )
-        _fill(own, stored)
+        return _pairs(own, stored)
+
+    ckpt.load_together(pairs)
+    with ckpt.all_or_none():
         if others:
             whole = {n: v.full() if isinstance(v, ckpt.StoredTensor) else v for n, v in others.items()}
             module.load_state_dict(whole, strict=False)
@@ -172,14 +176,18 @@ def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bo
     Raises:
         StateMismatchError: Shapes that differ; with ``strict``, names that are missing.
     """
-    with ckpt.all_or_none():
+
+    def pairs() -> list[ckpt.Pair]:
         missing = sorted(targets.keys() - stored.keys())
         if strict and missing:
             raise StateMismatchError(f"The checkpoint's tensors aren't the average's: {_some('missing', missing)}.")
-        _fill(targets, stored)
+        return _pairs(targets, stored)
+
+    ckpt.load_together(pairs)
 
 
-def _fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckpt.Pair]:
+    """What is to be read into which tensor; values that aren't stored ones are copied at once."""
     pairs = []
     for name, target in targets.items():
         value = stored.get(name)
@@ -187,7 +195,7 @@ def _fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
             pairs.append((value, target.detach()))
         elif isinstance(value, Tensor):
             _copy_part(name, target, value)
-    ckpt.load_tensors(pairs)
+    return pairs
 
 
 def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
@@ -233,7 +241,7 @@ def load_optimizer(
         if owner == str(index):
             by_parameter.setdefault(name, {})[entry] = value
     optimizer.state.update(rest.get("shared", {}))
-    pairs: list[tuple[ckpt.StoredTensor, Tensor]] = []
+    pairs: list[ckpt.Pair] = []
     for group in optimizer.param_groups:
         # torch keeps step counts on the CPU, unless the step itself runs on the device.
         step_on_device = bool(group.get("capturable") or group.get("fused"))
@@ -248,13 +256,10 @@ def load_optimizer(
                     state[entry] = _placed(value, parameter, device, entry in values, pairs)
             if state:
                 optimizer.state[parameter] = state
-    with ckpt.all_or_none():
-        ckpt.load_tensors(pairs)
+    ckpt.load_together(lambda: pairs)
 
 
-def _placed(
-    value: Any, parameter: Tensor, device: torch.device, referred: bool, pairs: list[tuple[ckpt.StoredTensor, Tensor]]
-) -> Any:
+def _placed(value: Any, parameter: Tensor, device: torch.device, referred: bool, pairs: list[ckpt.Pair]) -> Any:
     """A parameter's state with empty tensors for the stored ones, which are added to ``pairs``.
 
     Args:

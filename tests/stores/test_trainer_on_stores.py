@@ -16,9 +16,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 from safetensors.torch import load_file
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint import replicas
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, Seen, combine, layout, loader, train
+from tests.counting import reads
+from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train
 from tests.servers import SECRET, serve
 
 STOPPED, TRAINED = 3, 5  # of the six steps of an epoch
@@ -87,6 +89,39 @@ def test_a_run_on_s3_goes_on_with_another_layout_and_is_gathered_to_one_file(tmp
         gathered = load_file(tmp_path / "model.safetensors")
         assert gathered.keys() == after.parameters.keys()
         assert all(torch.equal(gathered[name], value) for name, value in after.parameters.items())
+
+
+def go_on_with_replicas(url: str, options: dict[str, Any]) -> tuple[list[Seen], list[int]]:
+    """Resumed runs whose ranks are two replicas, and what they read, without the other's help and with it."""
+    runs, read = [], []
+    for share_reads in (False, None):
+        with reads() as counted, mock.patch.object(replicas, "MIN_BYTES", 2**10):  # the model is small
+            seen = train(
+                "gpt",
+                SHARDS,
+                steps=TRAINED,
+                shuffle=True,
+                resume=url,
+                data_parallel_replicas=2,
+                checkpoint_io=ShardedCheckpointIO(options, share_reads=share_reads),
+            )
+        runs.append(seen)
+        read.append(sum(counted))
+    runs.append(train("gpt", SHARDS, steps=TRAINED, shuffle=True))
+    return runs, read
+
+
+def test_replicas_read_a_checkpoint_on_s3_once_between_them(tmp_path: Path) -> None:
+    with serve("s3", tmp_path / "served") as server:
+        run_ranks(run, 2, STAGES, f"{server.url}/run", server.options, STOPPED, elastic=True)
+        resumed = run_ranks(go_on_with_replicas, 2, f"{server.url}/run/last.ckpt", server.options, elastic=True)
+    apart, shared, curve = (combine(list(seen), SHARDS) for seen in zip(*(runs for runs, _ in resumed)))
+    assert shared.losses == apart.losses == pytest.approx(curve.losses[STOPPED:], rel=2e-6)
+    assert largest_difference(shared.parameters, apart.parameters) == 0
+    assert largest_difference(shared.parameters, curve.parameters) < 2e-5
+    (alone, first), (_, second) = (read for _, read in resumed)
+    assert first + second < 1.1 * alone, (alone, first, second)
+    assert max(first, second) < 0.7 * alone, (alone, first, second)  # the small tensors are all read by one
 
 
 def refused(url: str, options: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ def thread_count() -> int:
 class LocalStore:
     """A directory of the local disk."""
 
+    is_remote = False
     step_bytes = STEP_BYTES
 
     def __init__(self, root: str) -> None:

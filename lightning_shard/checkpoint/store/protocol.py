@@ -27,6 +27,10 @@ class Store(Protocol):
         """The path as the user gave it; never with credentials."""
 
     @property
+    def is_remote(self) -> bool:
+        """Whether it is reached through a network, which all ranks share."""
+
+    @property
     def requests(self) -> int:
         """How many calls are worth having under way at once, each from a thread of its own."""
 

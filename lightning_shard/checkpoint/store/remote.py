@@ -78,6 +78,7 @@ def _is_of_http(error: BaseException) -> bool:
 class RemoteStore:
     """A directory of any fsspec filesystem."""
 
+    is_remote = True
     step_bytes = STEP_BYTES
     requests = REQUESTS
 
