@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from benchmarks.lib import gathering, loading, picture, report, s3, saving, stall
+from benchmarks.lib import gathering, loading, picture, replicas, report, s3, saving, stall
 from benchmarks.lib.options import Options, parse
 from lightning_shard.testing import RanksFailed, preload
 
@@ -33,6 +33,7 @@ QUESTIONS: dict[str, Callable[[Options], Iterator[report.Row]]] = {
     "memory": stall.measure_memory,
     "gather": gathering.measure,
     "s3": s3.measure,
+    "replicas": replicas.measure,
 }
 
 

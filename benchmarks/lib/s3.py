@@ -35,7 +35,7 @@ def measure(options: Options) -> Iterator[Row]:
     for ranks in options.ranks:
         # else it would hash the whole object for each request of a part of it, as no real store does
         with serve("s3", options.folder / f"s3-{ranks}", "--etag-hash", "") as server:
-            arguments = (options, server.url, str(server.folder / BUCKET), _for_other_servers(server.options))
+            arguments = (options, server.url, str(server.folder / BUCKET), for_other_servers(server.options))
             saves, loads, nbytes = run_ranks(_on_rank, ranks, *arguments, timeout_s=TIMEOUT_S)[0]
         where = f"S3 server on this machine, {count(ranks)}"
         yield from compare(f"save, {where}", nbytes, saves, reference=PIPE, ours=saving.OURS)
@@ -49,7 +49,7 @@ def measure(options: Options) -> Iterator[Row]:
         )
 
 
-def _for_other_servers(options: dict[str, Any]) -> dict[str, Any]:
+def for_other_servers(options: dict[str, Any]) -> dict[str, Any]:
     """No checksums, which botocore expects to be of a range where a server that isn't AWS sends the object's."""
     config = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     return {**options, "use_listings_cache": False, "config_kwargs": {**options["config_kwargs"], **config}}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PERIOD = 4093
@@ -55,13 +55,13 @@ def _state_bytes(shapes: Shapes) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh, and which dim of a matrix each of its axes cuts; vectors are cut by the first axis alone."""
+    """Sizes of the mesh, and which dim of a matrix each of its axes cuts, None if none; of vectors it is the first."""
 
     sizes: tuple[int, ...]
-    dims: tuple[int, ...]
+    dims: tuple[int | None, ...]
 
     def placements(self, ndim: int) -> list[Placement]:
-        return [Shard(dim) for dim in self.dims] if ndim > 1 else [Shard(0)] * len(self.sizes)
+        return [Replicate() if dim is None else Shard(dim if ndim > 1 else 0) for dim in self.dims]
 
 
 def rows(ranks: int) -> Layout:
@@ -76,6 +76,11 @@ def columns(ranks: int) -> Layout:
 def grid(ranks: int) -> Layout:
     """Data ranks × 2 tensor ranks, which cut rows and columns."""
     return Layout((ranks // 2, 2), (0, 1))
+
+
+def replicas(ranks: int) -> Layout:
+    """Two replicas of rows: as FSDP with hybrid sharding."""
+    return Layout((2, ranks // 2), (None, 0))
 
 
 @dataclass
@@ -95,7 +100,8 @@ class State:
             placements = layout.placements(len(shape))
             offsets, sizes = [0] * len(shape), list(shape)
             for placement, parts, index in zip(placements, layout.sizes, mesh.get_coordinate() or ()):
-                assert isinstance(placement, Shard)
+                if not isinstance(placement, Shard):
+                    continue
                 assert sizes[placement.dim] % parts == 0, f"{shape} on {layout}: uneven"
                 sizes[placement.dim] //= parts
                 offsets[placement.dim] += index * sizes[placement.dim]
