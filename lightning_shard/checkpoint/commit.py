@@ -81,14 +81,14 @@ class Ranks:
         dist.broadcast_object_list(box, src=self.members[0], group=self.group)
         return box[0]
 
-    def any(self, value: bool) -> bool:
-        """Whether the value is true on some rank: one round, where objects take four."""
+    def any(self, *values: bool) -> list[bool]:
+        """Of each value, whether it is true on some rank: one round, where objects take four."""
         if self.alone:
-            return value
+            return list(values)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else None
-        flag = torch.tensor(int(value), dtype=torch.int32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
+        flags = torch.tensor(values, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,23 @@ def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Re
     return outcome  # type: ignore[return-value]
 
 
+@dataclass
+class Vote:
+    """``yes`` may be set on any rank while a block runs; after it, it is true on all if it was on one."""
+
+    yes: bool = False
+
+
 @contextlib.contextmanager
-def all_or_none(group: Any = None) -> Iterator[None]:
+def all_or_none(group: Any = None) -> Iterator[Vote]:
     """Run a block on every rank of a group; if it fails on one, every rank raises. A collective call.
 
     The failing ranks raise their own error; the others the one of the first rank that failed.
     """
     own: list[BaseException] = []
+    vote = Vote()
     try:
-        yield
+        yield vote
     except BaseException as error:
         own.append(error)
 
@@ -176,7 +184,8 @@ def all_or_none(group: Any = None) -> Iterator[None]:
             raise own[0]
 
     ranks = Ranks.of(group)
-    if ranks.any(bool(own)):
+    failed, vote.yes = ranks.any(bool(own), vote.yes)
+    if failed:
         together(ranks, fail, lambda _: None)
 
 

@@ -76,14 +76,19 @@ def load(
         return [prefix + name for prefix, names in wanted.items() for name in names]
 
     finder = Finder(path, storage_options, verify)
-    found, asked = together(
-        ranks, ask, lambda everyone: (finder.find(), sorted({n for asked in everyone for n in asked}))
+    found, share, asked = together(
+        ranks,
+        ask,
+        lambda everyone: (
+            finder.find(),
+            finder.is_remote if share_reads is None else share_reads,
+            sorted({n for asked in everyone for n in asked}),
+        ),
     )
 
     def pairs() -> list[Pair]:
         checkpoint = finder.open(found)
-        if share_reads is not None:
-            checkpoint.share_reads = share_reads
+        checkpoint.share_reads = share
         model: Mapping[str, StoredTensor] = checkpoint
         if strip_prefix or rename:
             model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
@@ -100,7 +105,7 @@ def load(
             if name in stored[prefix]
         ]
 
-    load_together(pairs, verify=verify, cast=cast, group=group)
+    _load(pairs, ranks, share=share, verify=verify, cast=cast)
     return missing, unexpected
 
 
@@ -121,7 +126,7 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
         CorruptCheckpointError: As :func:`read`; then some of the tensors have been written.
     """
     wanted = _wanted(pairs, cast)
-    return _fetch([item.read for item in wanted], _sources(wanted), verify)
+    return _fetch([item.read for item in wanted], wanted, verify)
 
 
 def load_together(
@@ -132,16 +137,26 @@ def load_together(
     Args:
         pairs: Gives the pairs. What it raises on one rank is raised on all, before anything is written.
     """
-    ranks = Ranks.of(group)
+    found: list[Pair] = []
+    with all_or_none(group) as vote:
+        found += pairs()
+        vote.yes = any(stored.checkpoint.share_reads for stored, _ in found)
+    return _load(lambda: found, Ranks.of(group), share=vote.yes, verify=verify, cast=cast)
+
+
+def _load(pairs: Callable[[], Iterable[Pair]], ranks: Ranks, *, share: bool, verify: bool, cast: bool) -> int:
+    """``share``: whether replicas may share the reading, alike on all ranks; without it they talk once, at the end."""
+    if not share:
+        with all_or_none(ranks.group):
+            return load_tensors(pairs(), verify=verify, cast=cast)
     wanted: list[_Wanted] = []
-    with all_or_none(group):
+    with all_or_none(ranks.group):
         wanted += _wanted(pairs(), cast)
     alone, held = _by_holders(wanted, ranks)
-    sources = _sources(wanted)
     apart, shares = replicas.share_out(held, ranks)
-    with all_or_none(group):
-        mine = [share.read for share in shares if share.owner == ranks.rank]
-        nbytes = _fetch([*alone, *apart, *mine], sources, verify)
+    mine = [share.read for share in shares if share.owner == ranks.rank]
+    with all_or_none(ranks.group):
+        nbytes = _fetch([*alone, *apart, *mine], wanted, verify)
     replicas.pass_on(shares)
     return nbytes
 
@@ -183,16 +198,13 @@ def _by_holders(wanted: Iterable[_Wanted], ranks: Ranks) -> tuple[list[Read], re
     return alone, held
 
 
-def _sources(wanted: Iterable[_Wanted]) -> dict[int, Checkpoint]:
-    """The checkpoint of each stored tensor, by the identity of its entry."""
-    return {id(item.read.entry): item.checkpoint for item in wanted}
-
-
-def _fetch(reads: Iterable[Read], sources: Mapping[int, Checkpoint], verify: bool) -> int:
+def _fetch(reads: Iterable[Read], wanted: Iterable[_Wanted], verify: bool) -> int:
+    """Read, each from the checkpoint of what was wanted."""
+    sources = {id(item.read.entry): item.checkpoint for item in wanted}
+    checkpoints = {id(checkpoint): checkpoint for checkpoint in sources.values()}
     of_each: dict[int, list[Read]] = {}
     for read in reads:
         of_each.setdefault(id(sources[id(read.entry)]), []).append(read)
-    checkpoints = {id(checkpoint): checkpoint for checkpoint in sources.values()}
     return sum(checkpoints[key].fetch(reads, verify=verify) for key, reads in of_each.items())
 
 

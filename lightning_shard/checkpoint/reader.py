@@ -235,6 +235,10 @@ class Finder:
         self._verify = verify
         self._state: Any = None
 
+    @property
+    def is_remote(self) -> bool:
+        return open_store(as_path(self._path), self._options).is_remote
+
     def find(self) -> tuple[str, bytes]:
         """The directory of its files, and the manifest's bytes."""
         try:

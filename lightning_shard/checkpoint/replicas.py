@@ -80,7 +80,7 @@ def share_out(held: Held, ranks: Ranks) -> tuple[list[Read], list[Share]]:
     held = {replicas: _in_order(reads) for replicas, reads in held.items()}
     large = {r: reads for r, reads in held.items() if sum(_shared(read).nbytes for read in reads) >= MIN_BYTES}
     agreed: set[Key] = set()
-    if ranks.any(bool(large)):
+    if any(ranks.any(bool(large))):
         asked = {replicas.key: _fingerprint(reads) for replicas, reads in large.items()}
         agreed = together(ranks, lambda: asked, lambda everyone: _agreed(dict(zip(ranks.members, everyone))))
     alone = [read for replicas, reads in held.items() if replicas.key not in agreed for read in reads]
