@@ -12,7 +12,7 @@ from lightning_shard.checkpoint.diff import SECTIONS, Difference, DiffReport, di
 from lightning_shard.checkpoint.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.inspect import InspectReport, inspect
 from lightning_shard.checkpoint.loader import Pair, load, load_tensors, load_together
-from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, read
+from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, read, read_together
 from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
 from lightning_shard.checkpoint.writer import save
 
@@ -43,6 +43,7 @@ __all__ = [
     "load_tensors",
     "load_together",
     "read",
+    "read_together",
     "register_codec",
     "remove",
     "save",

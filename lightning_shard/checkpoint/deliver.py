@@ -1,7 +1,8 @@
 """Files to a store, by one process or dealt over the ranks, in bounded memory.
 
 On a local disk every rank writes its part of each file into its place; the files appear by a rename when all are whole.
-Other stores take a file from front to back, so there each is one rank's.
+On S3 every rank puts parts of a file, which appears when it is completed; where there are more files than ranks, and on
+other stores, which take a file from front to back, each file is one rank's.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from lightning_shard.checkpoint.copy import Copier, pwrite
 from lightning_shard.checkpoint.outfile import OutFile, Step, share_out, steps
 from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
 from lightning_shard.checkpoint.store.local import thread_count
+from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes, split
 
 MAX_THREADS = 4
 COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
 """How much one thread copies at a time from local disk to local disk, through small buffers."""
 BUFFER_BYTES = 16 * 2**20
 """How much is read at a time otherwise; as many such buffers as threads, and one more, are in memory."""
+
+MIN_SHARE_BYTES = 32 * 2**20
+"""A rank puts no less of a file that is put in parts; steps are shorter, so that no part is too short for S3."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -45,9 +50,17 @@ def deliver(
     if isinstance(store, LocalStore):
         _deliver_locally(store, files, ranks, durable, progress)
         return
+    together: list[_InParts] = []
+    if isinstance(store, S3Store) and len(files) < len(ranks.members):
+        together = [_InParts(file, len(ranks.members)) for file in files if file.size >= 2 * MIN_SHARE_BYTES]
+    place = ranks.members.index(ranks.rank)
+    shared = {of.file.name for of in together}
+    mine = [file for file in files if file.name not in shared][place :: len(ranks.members)]
+    count = _Count(sum(file.size for file in mine) + sum(of.lengths[place] for of in together), progress)
+    for of in together:
+        assert isinstance(store, S3Store)
+        _deliver_in_parts(store, of, ranks, count)
     with all_or_none(ranks.group):
-        mine = files[ranks.members.index(ranks.rank) :: len(ranks.members)]
-        count = _Count(sum(file.size for file in mine), progress)
         for file in mine:
             store.publish(
                 file.name, _stream(list(steps(file, BUFFER_BYTES, BUFFER_BYTES)), count), file.size, durable=durable
@@ -84,7 +97,8 @@ def _deliver_locally(
         with all_or_none(ranks.group):
             if ranks.rank in seeing:
                 work = _work(files)
-                mine = share_out(work, len(seeing), seeing.index(ranks.rank))
+                sizes = [step.nbytes for _, step in work]
+                mine = share_out(work, sizes, len(seeing), seeing.index(ranks.rank))
                 _write_in_place(
                     [(paths[file.name] + suffix, step) for file, step in mine],
                     _from_local_disk(files),
@@ -102,6 +116,49 @@ def _deliver_locally(
             for path in paths.values():
                 with contextlib.suppress(OSError):
                     os.unlink(path + suffix)
+
+
+class _InParts:
+    """A file that several ranks put together.
+
+    Attributes:
+        work: What each of all ranks reads and puts, in the file's order; nothing for those that would have too little.
+        lengths: The same in bytes.
+        parts: And the sizes of the parts.
+    """
+
+    def __init__(self, file: OutFile, ranks: int) -> None:
+        self.file = file
+        all_steps = list(steps(file, BUFFER_BYTES, BUFFER_BYTES))
+        sizes = [step.nbytes for step in all_steps]
+        count = max(1, min(ranks, file.size // MIN_SHARE_BYTES))
+        work = [share_out(all_steps, sizes, count, index) for index in range(count)]
+        self.work = [*work, *([] for _ in range(ranks - count))]
+        self.lengths = [sum(step.nbytes for step in of_rank) for of_rank in self.work]
+        self.parts = [split(length, part_bytes(file.size)) if length else [] for length in self.lengths]
+
+
+def _deliver_in_parts(store: S3Store, of: _InParts, ranks: Ranks, count: _Count) -> None:
+    upload: Upload | None = None
+    try:
+        with all_or_none(ranks.group):
+            if ranks.first:
+                upload = store.begin_upload(of.file.name)
+        upload = ranks.broadcast(upload)
+        assert upload is not None
+        tags: list[str] = []
+        with all_or_none(ranks.group):
+            place = ranks.members.index(ranks.rank)
+            first = 1 + sum(map(len, of.parts[:place]))
+            tags += store.upload_parts(upload, _stream(of.work[place], count), of.parts[place], first=first)
+        everyone = ranks.gather(tags)
+        with all_or_none(ranks.group):
+            if ranks.first:
+                store.complete_upload(upload, [tag for of_rank in everyone for tag in of_rank], of.file.size)
+    except BaseException:
+        if ranks.first and upload is not None:
+            store.abort_upload(upload)
+        raise
 
 
 def _reserve(path: str, size: int) -> None:

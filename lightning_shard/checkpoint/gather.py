@@ -89,7 +89,7 @@ def gather(
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
-    checkpoint = read_together(path, storage_options, verify, ranks)
+    checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
     # what takes the trainer state is found by the first rank, and said to the others
     plan: Any = None
     with all_or_none(group):

@@ -214,47 +214,48 @@ def _open(
 
 
 def read_together(
-    path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool, ranks: Ranks
+    path: str | os.PathLike[str],
+    *,
+    storage_options: dict[str, Any] | None = None,
+    verify: bool = True,
+    group: Any = None,
 ) -> Checkpoint:
-    """The checkpoint, of which the first rank reads the manifest for all. Collective."""
+    """As :func:`read`, but only the first rank reads the manifest, for all. A collective call."""
     finder = Finder(path, storage_options, verify)
-    found = together(ranks, lambda: None, lambda _: finder.find())
-    with all_or_none(ranks.group):
+    found = together(Ranks.of(group), lambda: None, lambda _: finder.find())
+    with all_or_none(group):
         return finder.open(found)
 
 
 class Finder:
-    """Finds a checkpoint on the first rank and opens it on all: its manifest is a small file, and the ranks are many.
-
-    The state of another program's file is known to the first rank only.
-    """
+    """Finds a checkpoint on the first rank and opens it on all: its manifest is one file, and the ranks are many."""
 
     def __init__(self, path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool) -> None:
         self._path = path
         self._options = storage_options
         self._verify = verify
-        self._state: Any = None
 
     @property
     def is_remote(self) -> bool:
         return open_store(as_path(self._path), self._options).is_remote
 
-    def find(self) -> tuple[str, bytes]:
-        """The directory of its files, and the manifest's bytes."""
+    def find(self) -> Found:
         try:
-            root, data, self._state = _find(as_path(self._path), self._options)
+            return _find(as_path(self._path), self._options)
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(f"{type(error).__name__}: {error}") from error
-        return root, data
 
-    def open(self, found: tuple[str, bytes]) -> Checkpoint:
-        return _open(as_path(self._path), self._options, self._verify, *found, self._state)
+    def open(self, found: Found) -> Checkpoint:
+        return _open(as_path(self._path), self._options, self._verify, *found)
 
 
-def _find(path: str, storage_options: dict[str, Any] | None) -> tuple[str, bytes, Any]:
-    """The directory of the checkpoint's files, its manifest's bytes, and its state if it isn't in a file of its own."""
+Found = tuple[str, bytes, Any]
+"""The directory of a checkpoint's files, its manifest's bytes, and its state if it isn't in a file of its own."""
+
+
+def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
     store = open_store(path, storage_options)
     try:
         return path, store.read(MANIFEST_NAME), None

@@ -145,14 +145,17 @@ class ShardedCheckpointIO(CheckpointIO):
         if self._saver is not None:
             self._saver.drain()
 
-    def open_checkpoint(self, path: Any) -> dict[str, Any]:
+    def open_checkpoint(self, path: Any, *, together: bool = False) -> dict[str, Any]:
         """Lightning's checkpoint, or its ``.ckpt``, or a file of weights alone, with its tensors still in the store.
+
+        ``together``: on all ranks, of which the first reads the manifest; a collective call.
 
         ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
         ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
         """
         self.drain()
-        stored = ckpt.read(str(path), storage_options=self._storage_options)
+        read = ckpt.read_together if together else ckpt.read
+        stored = read(str(path), storage_options=self._storage_options)
         if self._share_reads is not None:
             stored.share_reads = self._share_reads
         loaded = stored.trainer_state()

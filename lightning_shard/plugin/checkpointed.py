@@ -122,7 +122,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded = self.checkpoint_io.open_checkpoint(self.broadcast(checkpoint_path))
+        loaded = self.checkpoint_io.open_checkpoint(self.broadcast(checkpoint_path), together=True)
         self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
         self._generators = loaded.pop("rank_state", None)
         module = self.lightning_module
