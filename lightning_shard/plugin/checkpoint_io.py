@@ -22,6 +22,11 @@ from lightning_shard.plugin.other_files import weights_alone
 from lightning_shard.plugin.sharded_values import lay_out, lift, merge_over_stages
 from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
 
+SEVERAL_RANKS = (
+    "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are several: use"
+    " strategy='hybrid_shard'."
+)
+
 
 @dataclass(frozen=True)
 class Site:
@@ -91,10 +96,7 @@ class ShardedCheckpointIO(CheckpointIO):
             CheckpointError: It couldn't be written; the one that was at ``path`` before is still there.
         """
         if self._site is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigurationError(
-                "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are"
-                " several: use strategy='hybrid_shard'."
-            )
+            raise ConfigurationError(SEVERAL_RANKS)
         rest = dict(checkpoint)
         state = rest.pop("state_dict", {})
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

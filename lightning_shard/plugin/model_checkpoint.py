@@ -37,7 +37,8 @@ from lightning_shard.checkpoint.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.store import as_path, open_filesystem
 from lightning_shard.checkpoint.store.remote import retried
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
+from lightning_shard.plugin.checkpointed import CheckpointedStrategy
 
 __all__ = ["ModelCheckpoint", "warn_of_stock_callbacks"]
 
@@ -74,6 +75,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if io is None:
             super().setup(trainer, pl_module, stage)
             return
+        if (
+            stage == TrainerFn.FITTING
+            and trainer.world_size > 1
+            and not isinstance(trainer.strategy, CheckpointedStrategy)
+        ):
+            raise ConfigurationError(SEVERAL_RANKS)  # here on every rank; the save itself is called on the first
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
         self._refuse_remote_link()
         self._fs, _ = open_filesystem(dirpath, io.storage_options)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import (
     BatchError,
     CheckpointNotFoundError,
@@ -326,6 +326,37 @@ def fit_lenient(path: str) -> int:
     trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
     trainer.fit(module, loader(16), ckpt_path=path)
     return trainer.global_step
+
+
+def fit_with_ddp(path: str) -> str:
+    trainer = L.Trainer(
+        strategy="ddp",
+        devices=2,
+        max_steps=1,
+        callbacks=[ModelCheckpoint(path)],
+        plugins=[ShardedCheckpointIO()],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(gpt(), loader(8))
+    return str(caught.value)
+
+
+def save_with_ddp(path: str) -> str:
+    trainer = L.Trainer(strategy="ddp", devices=2, max_steps=1, plugins=[ShardedCheckpointIO()], **QUIET)
+    trainer.fit(gpt(), loader(8))
+    if not trainer.is_global_zero:
+        return "hybrid_shard"  # the strategy doesn't call it here
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.strategy.save_checkpoint({"state_dict": {}}, path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("run", [fit_with_ddp, save_with_ddp])
+def test_a_strategy_that_saves_on_one_rank_only(run: Callable[[str], str], tmp_path: Path) -> None:
+    for message in run_ranks(run, 2, str(tmp_path / "run"), elastic=True, timeout_s=50):
+        assert "hybrid_shard" in message
+    assert not (tmp_path / "run").exists()
 
 
 # -- modules that only look fine
