@@ -59,7 +59,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     With strategies that write a checkpoint to one file, it is Lightning's own callback.
 
     Raises:
-        ConfigurationError: ``save_last="link"`` with a remote ``dirpath``; a URL that was made a ``pathlib.Path``.
+        ConfigurationError: ``save_last="link"`` with a remote ``dirpath``; a URL that was made a ``pathlib.Path``;
+            at the start of a fit, several ranks of a strategy that saves on one of them.
     """
 
     @wraps(callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
@@ -75,12 +76,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if io is None:
             super().setup(trainer, pl_module, stage)
             return
-        if (
-            stage == TrainerFn.FITTING
-            and trainer.world_size > 1
-            and not isinstance(trainer.strategy, CheckpointedStrategy)
-        ):
-            raise ConfigurationError(SEVERAL_RANKS)  # here on every rank; the save itself is called on the first
+        saves_on_one_rank = trainer.world_size > 1 and not isinstance(trainer.strategy, CheckpointedStrategy)
+        if stage == TrainerFn.FITTING and saves_on_one_rank:
+            raise ConfigurationError(SEVERAL_RANKS)  # here on every rank, and not only on the one that saves
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
         self._refuse_remote_link()
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
