@@ -161,7 +161,7 @@ def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Re
 
 @dataclass
 class Vote:
-    """``yes`` may be set on any rank while a block runs; after it, it is true on all if it was on one."""
+    """``yes`` may be set on any rank while a block runs. If that succeeds, it is then true on all if it was on one."""
 
     yes: bool = False
 

@@ -1,8 +1,8 @@
 """Files to a store, by one process or dealt over the ranks, in bounded memory.
 
 On a local disk every rank writes its part of each file into its place; the files appear by a rename when all are whole.
-On S3 every rank puts parts of a file, which appears when it is completed; where there are more files than ranks, and on
-other stores, which take a file from front to back, each file is one rank's.
+On S3 every rank puts parts of a file, which appears when it is completed. Where there are as many files as ranks, and
+on other stores, which take a file from front to back, each file is one rank's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.copy import Copier, pwrite
 from lightning_shard.checkpoint.outfile import OutFile, Step, share_out, steps
 from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
 from lightning_shard.checkpoint.store.local import thread_count
-from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes, split
+from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes
 
 MAX_THREADS = 4
 COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
@@ -32,8 +32,8 @@ COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
 BUFFER_BYTES = 16 * 2**20
 """How much is read at a time otherwise; as many such buffers as threads, and one more, are in memory."""
 
-MIN_SHARE_BYTES = 32 * 2**20
-"""A rank puts no less of a file that is put in parts; steps are shorter, so that no part is too short for S3."""
+MIN_SHARED_BYTES = 64 * 2**20
+"""A shorter file is put by one rank."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -50,21 +50,17 @@ def deliver(
     if isinstance(store, LocalStore):
         _deliver_locally(store, files, ranks, durable, progress)
         return
-    together: list[_InParts] = []
-    if isinstance(store, S3Store) and len(files) < len(ranks.members):
-        together = [_InParts(file, len(ranks.members)) for file in files if file.size >= 2 * MIN_SHARE_BYTES]
-    place = ranks.members.index(ranks.rank)
-    shared = {of.file.name for of in together}
-    mine = [file for file in files if file.name not in shared][place :: len(ranks.members)]
-    count = _Count(sum(file.size for file in mine) + sum(of.lengths[place] for of in together), progress)
-    for of in together:
+    in_parts = isinstance(store, S3Store) and len(files) < len(ranks.members)
+    whole = [file for file in files if not (in_parts and file.size >= MIN_SHARED_BYTES)]
+    shared = [_OwnParts(file, ranks) for file in files if in_parts and file.size >= MIN_SHARED_BYTES]
+    mine = whole[ranks.members.index(ranks.rank) :: len(ranks.members)]
+    count = _Count(sum(file.size for file in mine) + sum(own.end - own.begin for own in shared), progress)
+    for own in shared:
         assert isinstance(store, S3Store)
-        _deliver_in_parts(store, of, ranks, count)
+        _deliver_in_parts(store, own, ranks, count)
     with all_or_none(ranks.group):
         for file in mine:
-            store.publish(
-                file.name, _stream(list(steps(file, BUFFER_BYTES, BUFFER_BYTES)), count), file.size, durable=durable
-            )
+            store.publish(file.name, _stream(_read_in_turn(file, 0, file.size), count), file.size, durable=durable)
 
 
 @dataclass
@@ -97,8 +93,7 @@ def _deliver_locally(
         with all_or_none(ranks.group):
             if ranks.rank in seeing:
                 work = _work(files)
-                sizes = [step.nbytes for _, step in work]
-                mine = share_out(work, sizes, len(seeing), seeing.index(ranks.rank))
+                mine = share_out(work, len(seeing), seeing.index(ranks.rank))
                 _write_in_place(
                     [(paths[file.name] + suffix, step) for file, step in mine],
                     _from_local_disk(files),
@@ -118,43 +113,36 @@ def _deliver_locally(
                     os.unlink(path + suffix)
 
 
-class _InParts:
-    """A file that several ranks put together.
+class _OwnParts:
+    """Which bytes of a file that all ranks put in parts, ``begin`` to ``end``, are this rank's: whole parts."""
 
-    Attributes:
-        work: What each of all ranks reads and puts, in the file's order; nothing for those that would have too little.
-        lengths: The same in bytes.
-        parts: And the sizes of the parts.
-    """
-
-    def __init__(self, file: OutFile, ranks: int) -> None:
+    def __init__(self, file: OutFile, ranks: Ranks) -> None:
         self.file = file
-        all_steps = list(steps(file, BUFFER_BYTES, BUFFER_BYTES))
-        sizes = [step.nbytes for step in all_steps]
-        count = max(1, min(ranks, file.size // MIN_SHARE_BYTES))
-        work = [share_out(all_steps, sizes, count, index) for index in range(count)]
-        self.work = [*work, *([] for _ in range(ranks - count))]
-        self.lengths = [sum(step.nbytes for step in of_rank) for of_rank in self.work]
-        self.parts = [split(length, part_bytes(file.size)) if length else [] for length in self.lengths]
+        self.part_bytes = part_bytes(file.size)
+        parts = -(-file.size // self.part_bytes)
+        place, count = ranks.members.index(ranks.rank), len(ranks.members)
+        self.first = parts * place // count
+        self.begin = self.first * self.part_bytes
+        self.end = min(parts * (place + 1) // count * self.part_bytes, file.size)
 
 
-def _deliver_in_parts(store: S3Store, of: _InParts, ranks: Ranks, count: _Count) -> None:
+def _deliver_in_parts(store: S3Store, own: _OwnParts, ranks: Ranks, count: _Count) -> None:
     upload: Upload | None = None
     try:
         with all_or_none(ranks.group):
             if ranks.first:
-                upload = store.begin_upload(of.file.name)
+                upload = store.begin_upload(own.file.name)
         upload = ranks.broadcast(upload)
         assert upload is not None
         tags: list[str] = []
         with all_or_none(ranks.group):
-            place = ranks.members.index(ranks.rank)
-            first = 1 + sum(map(len, of.parts[:place]))
-            tags += store.upload_parts(upload, _stream(of.work[place], count), of.parts[place], first=first)
+            if own.begin < own.end:
+                data = _stream(_read_in_turn(own.file, own.begin, own.end), count)
+                tags += store.upload_parts(upload, data, own.end - own.begin, own.part_bytes, first=own.first + 1)
         everyone = ranks.gather(tags)
         with all_or_none(ranks.group):
             if ranks.first:
-                store.complete_upload(upload, [tag for of_rank in everyone for tag in of_rank], of.file.size)
+                store.complete_upload(upload, [tag for of_rank in everyone for tag in of_rank], own.file.size)
     except BaseException:
         if ranks.first and upload is not None:
             store.abort_upload(upload)
@@ -211,17 +199,38 @@ def _write_in_place(work: Sequence[tuple[str, Step]], copies: bool, durable: boo
             os.close(fd)
 
 
-def _stream(work: Sequence[Step], count: _Count) -> Iterator[Buffer]:
-    """The steps' bytes in order; the next few are read while one is written."""
+@dataclass(frozen=True)
+class _Reading:
+    """A step, and which of its bytes are wanted: a step that reaches beyond what a rank puts is read by two."""
+
+    step: Step
+    begin: int
+    end: int
+
+    def fill(self, buffer: Tensor) -> memoryview:
+        return self.step.fill(buffer)[self.begin : self.end]
+
+
+def _read_in_turn(file: OutFile, begin: int, end: int) -> list[_Reading]:
+    """Reads whose bytes, one after another, are those of a file from ``begin`` to ``end``."""
+    return [
+        _Reading(step, max(begin - step.begin, 0), min(end - step.begin, step.nbytes))
+        for step in steps(file, BUFFER_BYTES, BUFFER_BYTES)
+        if step.begin < end and begin < step.begin + step.nbytes
+    ]
+
+
+def _stream(work: Sequence[_Reading], count: _Count) -> Iterator[Buffer]:
+    """The reads' bytes in order; the next few are read while one is written."""
     waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
-    size = max((step.nbytes for step in work), default=0)
+    size = max((reading.step.nbytes for reading in work), default=0)
     free = [torch.empty(size, dtype=torch.uint8) for _ in range(_threads() + 1)]
     with _pool() as pool:
         coming = iter(work)
         while True:
-            while free and (step := next(coming, None)) is not None:
+            while free and (reading := next(coming, None)) is not None:
                 buffer = free.pop()
-                waiting.append((pool.submit(step.fill, buffer), buffer))
+                waiting.append((pool.submit(reading.fill, buffer), buffer))
             if not waiting:
                 return
             future, buffer = waiting.popleft()

@@ -143,7 +143,12 @@ def replicated_over(tensor: Tensor) -> Any:
     if _place_in(mesh).coordinate is None:
         return None
     axes = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate() and mesh.size(axis) > 1]
-    return mesh.get_group(max(axes, key=mesh.size)) if axes else None
+    if not axes:
+        return None
+    try:
+        return mesh.get_group(max(axes, key=mesh.size))
+    except RuntimeError:  # a mesh that was made without groups
+        return None
 
 
 def target_boxes(name: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:

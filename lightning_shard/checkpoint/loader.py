@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint import replicas
 from lightning_shard.checkpoint.commit import Ranks, all_or_none, together
 from lightning_shard.checkpoint.dtensor import local_tensor, target_boxes
 from lightning_shard.checkpoint.fetch import Read, narrow
@@ -18,6 +16,7 @@ from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.part import flatten, identity
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.reader import Checkpoint, Finder, StoredTensor
+from lightning_shard.checkpoint.replicas import Assigned, Sharing, Wanted, pass_on
 from lightning_shard.errors import StateMismatchError
 
 SHOWN_NAMES = 10
@@ -105,7 +104,11 @@ def load(
             if name in stored[prefix]
         ]
 
-    _load(pairs, ranks, share=share, verify=verify, cast=cast)
+    if share:
+        load_together(pairs, verify=verify, cast=cast, group=group)
+    else:
+        with all_or_none(group):  # each round of talk takes time: here they talk once
+            load_tensors(pairs(), verify=verify, cast=cast)
     return missing, unexpected
 
 
@@ -125,8 +128,7 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
         StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written then.
         CorruptCheckpointError: As :func:`read`; then some of the tensors have been written.
     """
-    wanted = _wanted(pairs, cast)
-    return _fetch([item.read for item in wanted], wanted, verify)
+    return _fetch(_wanted(pairs, cast), verify)
 
 
 def load_together(
@@ -135,45 +137,27 @@ def load_together(
     """The same on all ranks of a group, or on none; a collective call. Replicas may share the reading.
 
     Args:
-        pairs: Gives the pairs. What it raises on one rank is raised on all, before anything is written.
+        pairs: Gives the pairs. What it raises on one rank is raised on all, before anything is read.
     """
-    found: list[Pair] = []
-    with all_or_none(group) as vote:
-        found += pairs()
-        vote.yes = any(stored.checkpoint.share_reads for stored, _ in found)
-    return _load(lambda: found, Ranks.of(group), share=vote.yes, verify=verify, cast=cast)
-
-
-def _load(pairs: Callable[[], Iterable[Pair]], ranks: Ranks, *, share: bool, verify: bool, cast: bool) -> int:
-    """``share``: whether replicas may share the reading, alike on all ranks; without it they talk once, at the end."""
-    if not share:
-        with all_or_none(ranks.group):
-            return load_tensors(pairs(), verify=verify, cast=cast)
-    wanted: list[_Wanted] = []
-    with all_or_none(ranks.group):
-        wanted += _wanted(pairs(), cast)
-    alone, held = _by_holders(wanted, ranks)
-    apart, shares = replicas.share_out(held, ranks)
-    mine = [share.read for share in shares if share.owner == ranks.rank]
-    with all_or_none(ranks.group):
-        nbytes = _fetch([*alone, *apart, *mine], wanted, verify)
-    replicas.pass_on(shares)
+    ranks = Ranks.of(group)
+    alone: list[Wanted] = []
+    with all_or_none(group) as offered:
+        alone += _wanted(pairs(), cast)
+        sharing = Sharing(alone, ranks)
+        offered.yes = sharing.offers
+    assigned: list[Assigned] = []
+    if offered.yes:
+        alone, assigned = sharing.settle()
+    with all_or_none(group):
+        nbytes = _fetch([*alone, *(item.part for item in assigned if item.owner == ranks.rank)], verify)
+    pass_on(assigned)
     return nbytes
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """One box of a tensor of this rank, and the checkpoint that it is read from."""
-
-    checkpoint: Checkpoint
-    tensor: Tensor
-    read: Read
-
-
-def _wanted(pairs: Iterable[Pair], cast: bool) -> list[_Wanted]:
+def _wanted(pairs: Iterable[Pair], cast: bool) -> list[Wanted]:
     pairs = list(pairs)
     _check_shapes(pairs, cast)
-    wanted: dict[Any, _Wanted] = {}
+    wanted: dict[Any, Wanted] = {}
     for stored, tensor in pairs:
         local = local_tensor(tensor)
         for place in target_boxes(stored.name, tensor)[1]:
@@ -181,34 +165,18 @@ def _wanted(pairs: Iterable[Pair], cast: bool) -> list[_Wanted]:
             # tied tensors are one memory, which the first name's tensor fills, also if they were saved untied
             key = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
             if key not in wanted:
-                wanted[key] = _Wanted(stored.checkpoint, tensor, Read(stored.name, stored.entry, place.box, view))
+                wanted[key] = Wanted(stored.checkpoint, tensor, Read(stored.name, stored.entry, place.box, view))
     return list(wanted.values())
 
 
-def _by_holders(wanted: Iterable[_Wanted], ranks: Ranks) -> tuple[list[Read], replicas.Held]:
-    """What this rank reads by itself, and what it may share with the ranks that hold it too."""
-    alone: list[Read] = []
-    held: replicas.Held = {}
+def _fetch(wanted: Iterable[Wanted], verify: bool) -> int:
+    of_each: dict[int, tuple[Checkpoint, list[Read]]] = {}
     for item in wanted:
-        holders = replicas.replicas_of(item.tensor, ranks) if item.checkpoint.share_reads else None
-        if holders is None:
-            alone.append(item.read)
-        else:
-            held.setdefault(holders, []).append(item.read)
-    return alone, held
+        of_each.setdefault(id(item.checkpoint), (item.checkpoint, []))[1].append(item.read)
+    return sum(checkpoint.fetch(reads, verify=verify) for checkpoint, reads in of_each.values())
 
 
-def _fetch(reads: Iterable[Read], wanted: Iterable[_Wanted], verify: bool) -> int:
-    """Read, each from the checkpoint of what was wanted."""
-    sources = {id(item.read.entry): item.checkpoint for item in wanted}
-    checkpoints = {id(checkpoint): checkpoint for checkpoint in sources.values()}
-    of_each: dict[int, list[Read]] = {}
-    for read in reads:
-        of_each.setdefault(id(sources[id(read.entry)]), []).append(read)
-    return sum(checkpoints[key].fetch(reads, verify=verify) for key, reads in of_each.items())
-
-
-def _check_shapes(pairs: Iterable[tuple[StoredTensor, Tensor]], cast: bool) -> None:
+def _check_shapes(pairs: Iterable[Pair], cast: bool) -> None:
     faults = []
     for stored, tensor in pairs:
         if tuple(tensor.shape) != tuple(stored.shape):

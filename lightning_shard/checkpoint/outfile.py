@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from lightning_shard.checkpoint.manifest import Chunk, TensorEntry
 from lightning_shard.checkpoint.plan import Box, coverage_fault, slabs
 from lightning_shard.checkpoint.reader import StoredTensor
 from lightning_shard.checkpoint.transfer import byte_view
-
-Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -185,9 +182,9 @@ def _whole_blocks(entry: TensorEntry, block_bytes: int) -> Callable[[int], int]:
     return rows
 
 
-def share_out(work: Sequence[Work], sizes: Sequence[int], parts: int, index: int) -> list[Work]:
-    """The ``index``-th of ``parts`` lists of consecutive pieces of work, alike in bytes."""
-    ends = list(itertools.accumulate(sizes))
+def share_out(all_steps: list[tuple[OutFile, Step]], parts: int, index: int) -> list[tuple[OutFile, Step]]:
+    """The ``index``-th of ``parts`` lists of consecutive steps, alike in bytes."""
+    ends = list(itertools.accumulate(step.nbytes for _, step in all_steps))
     total = ends[-1] if ends else 0
     low, high = total * index // parts, total * (index + 1) // parts
-    return [item for item, end in zip(work, ends, strict=True) if low < end <= high]
+    return [item for item, end in zip(all_steps, ends) if low < end <= high]

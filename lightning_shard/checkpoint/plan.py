@@ -192,28 +192,53 @@ def share(items: Sequence[Shared], holders: int, index: int) -> list[Box | None]
     Returns:
         Per item the part that this holder writes, or None.
     """
-    pooled = _pool([item.nbytes for item in items])
-    total = sum(item.nbytes for number, item in enumerate(items) if number not in pooled)
-    low, high = total * index / holders, total * (index + 1) / holders
-    parts: list[Box | None] = []
-    position = 0
+    cuts = _Cuts(items, holders)
+    return [cuts.part(number, index) for number in range(len(items))]
+
+
+def deal(items: Sequence[Shared], holders: int) -> Iterator[tuple[int, int, Box]]:
+    """The same for all holders at once: an item's number, a holder's index, and what that holder has of it."""
+    cuts = _Cuts(items, holders)
     for number, item in enumerate(items):
-        if number in pooled:
-            parts.append(item.box if index == 0 else None)
-            continue
+        for index in cuts.near(number) if item.box.numel else ():
+            if (part := cuts.part(number, index)) is not None:
+                yield number, index, part
+
+
+class _Cuts:
+    """Items laid end to end, cut into ``holders`` equal lengths."""
+
+    def __init__(self, items: Sequence[Shared], holders: int) -> None:
+        self._items = items
+        self._holders = holders
+        self._pooled = _pool([item.nbytes for item in items])
+        sizes = [0 if number in self._pooled else item.nbytes for number, item in enumerate(items)]
+        self._positions = list(itertools.accumulate(sizes, initial=0))
+        self._total = self._positions[-1]
+
+    def near(self, number: int) -> range:
+        """Of the holders, those that may have a part of an item."""
+        if number in self._pooled:
+            return range(1)
+        first, last = (at * self._holders // self._total for at in self._positions[number : number + 2])
+        return range(max(first - 1, 0), min(last + 2, self._holders))
+
+    def part(self, number: int, index: int) -> Box | None:
+        """What a holder has of an item."""
+        item, position = self._items[number], self._positions[number]
+        if number in self._pooled:
+            return item.box if index == 0 else None
+        last_one = index == self._holders - 1
+        low, high = self._total * index / self._holders, self._total * (index + 1) / self._holders
         dim = next((d for d, size in enumerate(item.box.sizes) if size > 1), None)
         rows = 1 if dim is None else item.box.sizes[dim]
         row_bytes = item.nbytes / rows
         if item.nbytes == 0 or rows == 1 or item.nbytes < 2 * MIN_PART_BYTES:
             middle = position + item.nbytes / 2
-            mine = low <= middle < high or (middle >= total and index == holders - 1)
-            parts.append(item.box if mine else None)
-        else:
-            first = _nearest_row(low - position, row_bytes, rows)
-            last = rows if index == holders - 1 else _nearest_row(high - position, row_bytes, rows)
-            parts.append(_rows(item.box, dim, first, last) if first < last else None)
-        position += item.nbytes
-    return parts
+            return item.box if low <= middle < high or (middle >= self._total and last_one) else None
+        first = _nearest_row(low - position, row_bytes, rows)
+        last = rows if last_one else _nearest_row(high - position, row_bytes, rows)
+        return _rows(item.box, dim, first, last) if first < last else None
 
 
 def _pool(sizes: Sequence[int]) -> set[int]:

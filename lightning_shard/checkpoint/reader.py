@@ -22,8 +22,6 @@ from lightning_shard.errors import (
     CorruptCheckpointError,
 )
 
-SHOWN_NAMES = 10
-
 
 class StoredTensor:
     """A tensor in a checkpoint: shape and dtype are known, elements are read when asked for.
@@ -221,10 +219,10 @@ def read_together(
     group: Any = None,
 ) -> Checkpoint:
     """As :func:`read`, but only the first rank reads the manifest, for all. A collective call."""
-    finder = Finder(path, storage_options, verify)
-    found = together(Ranks.of(group), lambda: None, lambda _: finder.find())
+    root = as_path(path)
+    found = together(Ranks.of(group), lambda: None, lambda _: _find(root, storage_options))
     with all_or_none(group):
-        return finder.open(found)
+        return _open(root, storage_options, verify, *found)
 
 
 class Finder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -155,11 +156,17 @@ class ShardedCheckpointIO(CheckpointIO):
         ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
         ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
         """
-        self.drain()
+        on_all_ranks = ckpt.all_or_none if together else contextlib.nullcontext
+        with on_all_ranks():
+            self.drain()
         read = ckpt.read_together if together else ckpt.read
         stored = read(str(path), storage_options=self._storage_options)
         if self._share_reads is not None:
             stored.share_reads = self._share_reads
+        with on_all_ranks():
+            return self._opened(stored)
+
+    def _opened(self, stored: ckpt.Checkpoint) -> dict[str, Any]:
         loaded = stored.trainer_state()
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
             return {**weights_alone(stored), "optimizer_tensors": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_shard import checkpoint
@@ -133,6 +134,57 @@ def test_ranks_that_ask_for_different_tensors_read_by_themselves(tmp_path: Path)
     read = everywhere(load_and_count(tmp_path / "d", stage, share_reads=True))
     assert torch.equal(stage[own].to_local(), large[own])  # type: ignore[attr-defined]
     assert sum(read) < 1.1 * 2 * full["large"].nbytes
+
+
+@ranks(4)
+def test_what_is_meant_is_told_by_more_than_names_and_never_by_order(tmp_path: Path) -> None:
+    """One name in two sections of two checkpoints: the ranks ask in different orders, or for different ones."""
+    shape = (600, 700)
+    for number, path in enumerate(("a", "b")):
+        checkpoint.save(
+            {"w": torch.full(shape, 1.0 + number)}, tmp_path / path, optimizer={"w": torch.full(shape, 3.0 + number)}
+        )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    opened = [checkpoint.read(tmp_path / path) for path in ("a", "b")]
+    for stored in opened:
+        stored.share_reads = True
+    sources = [opened[0]["w"], opened[1]["w"], opened[0].optimizer["w"], opened[1].optimizer["w"]]
+    for placements in ([], [Replicate(), Shard(0)], [Shard(0), Replicate()]):
+        targets: list[Any] = [torch.zeros(shape) for _ in sources]
+        if placements:
+            targets = [distribute_tensor(target, mesh, placements, src_data_rank=None) for target in targets]
+        pairs = list(zip(sources, targets))
+        random.Random(dist.get_rank()).shuffle(pairs)
+        with reads() as counted:
+            checkpoint.load_together(lambda pairs=pairs: pairs)
+        for number, target in enumerate(targets):
+            local = target.to_local() if placements else target
+            assert torch.equal(local, torch.full_like(local, 1.0 + number))
+        assert sum(counted) < 0.6 * sum(tensor.to_local().nbytes if placements else tensor.nbytes for tensor in targets)
+    own = torch.zeros(shape)
+    checkpoint.load_together(lambda: [(sources[dist.get_rank()], own)])
+    assert torch.equal(own, torch.full(shape, 1.0 + dist.get_rank()))
+
+
+@ranks(2)
+def test_many_small_tensors_are_passed_on_together(tmp_path: Path) -> None:
+    state = {str(i): torch.full((i % 7, 33), i % 50, dtype=KINDS[i % len(KINDS)]) for i in range(3000)}
+    checkpoint.save({**state, "large": full_state()["large"]}, tmp_path / "c")
+    into = emptied({**state, "large": full_state()["large"]})
+    with mock.patch.object(dist, "broadcast", side_effect=dist.broadcast) as broadcast:
+        checkpoint.load(tmp_path / "c", into, share_reads=True)
+    assert same(into, {**state, "large": full_state()["large"]})
+    assert broadcast.call_count <= 8
+
+
+@ranks(2)
+def test_a_mesh_without_process_groups_is_loaded_by_each(tmp_path: Path) -> None:
+    full = {"w": torch.randn(600, 700)}
+    checkpoint.save(full, tmp_path / "c")
+    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
+    into = DTensor.from_local(torch.zeros(600, 700), mesh, [Replicate()], run_check=False)
+    checkpoint.load(tmp_path / "c", {"w": into}, share_reads=True)
+    assert torch.equal(into.to_local(), full["w"])
 
 
 @ranks(4)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint.store.s3 import PART_BYTES, S3Store
 from lightning_shard.errors import CorruptCheckpointError
 from lightning_shard.testing import run_ranks
 from tests.servers import serve
@@ -49,22 +52,48 @@ def test_ranks_gather_from_s3_to_s3_and_a_web_server_shows_it(tmp_path: Path) ->
 
 
 LARGE = {"a": (5000, 1700), "b": (3, 7), "c": (2900, 3001)}  # 69 MB
+Parts = list[tuple[int, int]]
+"""Their numbers and sizes."""
 
 
 def large_state() -> dict[str, Tensor]:
     return {name: torch.arange(rows * columns).view(rows, columns).float() for name, (rows, columns) in LARGE.items()}
 
 
-def gather_one_file(source: str, url: str, options: dict[str, Any]) -> tuple[list[tuple[int, int]], str]:
-    """Each rank's progress, and what it failed with."""
+def put_parts(work: Callable[[], object]) -> tuple[Parts, str]:
+    """Which parts were put, and what went wrong."""
+    parts: Parts = []
+    call = S3Store._call
+
+    def recording(self: S3Store, method: str, **arguments: Any) -> Any:
+        if method == "upload_part":
+            parts.append((arguments["PartNumber"], len(arguments["Body"])))
+        return call(self, method, **arguments)
+
+    with mock.patch.object(S3Store, "_call", recording):
+        try:
+            work()
+        except CorruptCheckpointError as error:
+            return sorted(parts), str(error)
+    return sorted(parts), ""
+
+
+def assert_uniform(parts: Parts, nbytes: int) -> None:
+    """As the strictest of stores want them: all of one length, and none after a shorter one."""
+    assert [number for number, _ in parts] == list(range(1, len(parts) + 1))
+    assert {size for _, size in parts[:-1]} == {PART_BYTES}
+    assert 0 < parts[-1][1] <= PART_BYTES
+    assert sum(size for _, size in parts) == nbytes
+
+
+def gather_one_file(source: str, url: str, options: dict[str, Any]) -> tuple[Parts, str, list[tuple[int, int]]]:
     seen: list[tuple[int, int]] = []
-    try:
-        checkpoint.gather(
+    parts, error = put_parts(
+        lambda: checkpoint.gather(
             source, f"{url}/m.safetensors", out_storage_options=options, progress=lambda *counts: seen.append(counts)
         )
-    except CorruptCheckpointError as error:
-        return seen, str(error)
-    return seen, ""
+    )
+    return parts, error, seen
 
 
 def test_ranks_put_one_large_file_on_s3_together(tmp_path: Path) -> None:
@@ -73,22 +102,27 @@ def test_ranks_put_one_large_file_on_s3_together(tmp_path: Path) -> None:
     checkpoint.gather(source, tmp_path / "here.safetensors")
     expected = (tmp_path / "here.safetensors").read_bytes()
     with serve("s3", tmp_path / "s3") as s3:
-        served = s3.folder / "bucket"
-        for ranks in (2, 4):  # of which no more take part than have 32 MiB each
-            url = f"{s3.url}/{ranks}"
-            told = run_ranks(gather_one_file, ranks, str(source), url, s3.options)
-            assert (served / str(ranks) / "m.safetensors").read_bytes() == expected
-            totals = [seen[-1] if seen else (0, 0) for seen, _ in told]
-            assert all(done == total for done, total in totals)
-            assert sum(total for _, total in totals) == len(expected)
-            assert sum(total >= 25e6 for _, total in totals) == 2, totals
+        for ranks in (1, 2, 4):
+            told = run_ranks(gather_one_file, ranks, str(source), f"{s3.url}/{ranks}", s3.options)
+            assert (s3.folder / "bucket" / str(ranks) / "m.safetensors").read_bytes() == expected
+            assert_uniform([part for parts, _, _ in told for part in parts], len(expected))
+            for parts, _, seen in told:  # nine parts in all
+                assert len(parts) in (9 // ranks, 9 // ranks + 1)
+                assert seen[-1] == (sum(size for _, size in parts),) * 2
 
         last = next((source / "model").iterdir())
         data = bytearray(last.read_bytes())
         data[-1] ^= 1
         last.write_bytes(data)
         told = run_ranks(gather_one_file, 2, str(source), f"{s3.url}/damaged", s3.options)
-        assert all("differ from their digest" in error for _, error in told)
+        assert all("differ from their digest" in error for _, error, _ in told)
         filesystem = fsspec.filesystem("s3", **s3.options)
         assert not filesystem.exists("bucket/damaged/m.safetensors")
         assert not filesystem.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
+
+
+def test_a_save_to_s3_puts_parts_of_one_length(tmp_path: Path) -> None:
+    with serve("s3", tmp_path / "s3") as s3:
+        parts, _ = put_parts(lambda: checkpoint.save(large_state(), f"{s3.url}/c", storage_options=s3.options))
+        (file,) = (s3.folder / "bucket" / "c" / "model").iterdir()
+        assert_uniform(parts, file.stat().st_size)

@@ -23,6 +23,7 @@ from lightning_shard.checkpoint.plan import (
     Shared,
     Split,
     coverage_fault,
+    deal,
     local_boxes,
     local_shape,
     shard,
@@ -152,6 +153,13 @@ def test_shares_make_up_every_tensor_once(items, holders, min_part):
     shared = [Shared(Box.whole(shape), width) for shape, width in items]
     with mock.patch.object(plan, "MIN_PART_BYTES", min_part):
         shares = [share(shared, holders, index) for index in range(holders)]
+        dealt = list(deal(shared, holders))
+    assert dealt == [
+        (number, index, part)
+        for number, parts in enumerate(zip(*shares))
+        for index, part in enumerate(parts)
+        if part is not None and part.numel
+    ]
     for item, parts in zip(shared, zip(*shares)):
         assert coverage_fault(item.box.sizes, [part for part in parts if part is not None]) is None
 

@@ -13,7 +13,7 @@ from lightning_shard.checkpoint.store.remote import RemoteStore, retried
 
 PART_BYTES = 8 * 2**20
 PARTS_IN_FLIGHT = 4
-"""With :data:`PART_BYTES`, the memory that an upload takes, plus up to two parts that are being filled."""
+"""With :data:`PART_BYTES`, the memory that an upload takes, plus one part that is being filled."""
 _CONFIG: dict[str, Any] = {
     # our own digests cover every byte; and some servers send an object's checksum with a range of it, at which botocore
     # fails
@@ -44,7 +44,7 @@ class S3Store(RemoteStore):
     def _stream(self, path: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
         upload = self._begin(path)
         try:
-            tags = self.upload_parts(upload, buffers, split(size_bytes, part_bytes(size_bytes)), first=1)
+            tags = self.upload_parts(upload, buffers, size_bytes, part_bytes(size_bytes), first=1)
             self.complete_upload(upload, tags, size_bytes)
         except BaseException:
             self.abort_upload(upload)
@@ -59,13 +59,15 @@ class S3Store(RemoteStore):
         where = {"Bucket": bucket, "Key": key}
         return {**where, "UploadId": self._call("create_multipart_upload", **where)["UploadId"]}
 
-    def upload_parts(self, upload: Upload, buffers: Iterable[Buffer], sizes: Sequence[int], *, first: int) -> list[str]:
-        """Put parts of these sizes, the first of them the ``first``-th of the file, and return their tags."""
+    def upload_parts(
+        self, upload: Upload, buffers: Iterable[Buffer], size_bytes: int, part_bytes: int, *, first: int
+    ) -> list[str]:
+        """Put consecutive parts, the first of them the ``first``-th of the file, and return their tags."""
         tags: list[str] = []
         running: collections.deque[Future[Any]] = collections.deque()
         pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
         try:
-            for number, part in enumerate(_parts(buffers, sizes), start=first):
+            for number, part in enumerate(_parts(buffers, size_bytes, part_bytes), start=first):
                 if len(running) == PARTS_IN_FLIGHT:
                     tags.append(running.popleft().result()["ETag"])
                 running.append(pool.submit(self._call, "upload_part", **upload, PartNumber=number, Body=part))
@@ -92,32 +94,25 @@ class S3Store(RemoteStore):
 
 
 def part_bytes(size_bytes: int) -> int:
-    """How long the parts of a file should be."""
+    """How long all parts of a file are, but for the last, which is shorter or as long: some stores insist on it."""
     return max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
 
 
-def split(size_bytes: int, part_bytes: int) -> list[int]:
-    """The sizes of the parts: each of ``part_bytes``, but for the last, which is shorter than two, or all there is."""
-    count = max(1, size_bytes // part_bytes)
-    return [part_bytes] * (count - 1) + [size_bytes - part_bytes * (count - 1)]
-
-
-def _parts(buffers: Iterable[Buffer], sizes: Sequence[int]) -> Iterator[bytearray]:
-    """The same bytes in parts. Each part has memory of its own."""
-    coming = iter(buffers)
-    rest: Buffer = memoryview(b"")
-    for size in sizes:
-        part = bytearray(size)
-        filled = 0
-        while filled < size:
-            if not rest.nbytes:
-                following = next(coming, None)
-                assert following is not None, f"planned {sum(sizes)} bytes, and there are fewer"
-                rest = following
-            taken = min(rest.nbytes, size - filled)
+def _parts(buffers: Iterable[Buffer], size_bytes: int, part_bytes: int) -> Iterator[bytearray]:
+    """The same bytes in parts of one length, but for the last. Each part has memory of its own."""
+    left = size_bytes
+    part = bytearray(min(part_bytes, left))
+    filled = 0
+    for buffer in buffers:
+        rest = buffer
+        while rest.nbytes:
+            taken = min(rest.nbytes, len(part) - filled)
+            assert taken, f"planned {size_bytes} bytes, and there are more"
             part[filled : filled + taken] = rest[:taken]
             filled += taken
             rest = rest[taken:]
-        yield part
-    more = rest.nbytes + sum(buffer.nbytes for buffer in coming)  # to its end, where a digest may be taken
-    assert not more, f"planned {sum(sizes)} bytes, and there are {more} more"
+            if filled == len(part):
+                yield part
+                left -= filled
+                part, filled = bytearray(min(part_bytes, left)), 0
+    assert left == 0, f"planned {size_bytes} bytes, and {left} are missing"
