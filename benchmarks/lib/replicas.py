@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from benchmarks.lib import s3
 from benchmarks.lib.options import Options
@@ -23,7 +23,6 @@ from lightning_shard.testing import run_ranks
 
 RANKS = 4
 SHARED, APART = "lightning_shard", "lightning_shard, each replica by itself"
-DCP = "torch DCP FsspecReader"
 NETWORKS = {"this machine's": (), "200 MB/s": ("--bwlimit", "200M")}
 
 
@@ -38,31 +37,20 @@ def measure(options: Options) -> Iterator[Row]:
         yield from compare(what, nbytes, loads, reference=APART, ours=SHARED)
 
 
-def _ours(task: Task, share_reads: bool | None = None) -> None:
-    state = task.state
-    checkpoint.load(
-        task.folder,
-        state.model,
-        optimizer=state.optimizer,
-        storage_options=task.storage_options,
-        share_reads=share_reads,
-    )
-
-
-def _dcp(task: Task) -> None:
-    dcp.load(task.state.tree, storage_reader=FsspecReader(task.folder, **task.storage_options))
-
-
 def _on_rank(options: Options, url: str, storage_options: dict[str, Any]) -> tuple[Timed, int]:
     quiet()
     shapes, layout = gpt_shapes(options.s3_bytes // 2), replicas(dist.get_world_size())
     state = State.of(shapes, layout)
     checkpoint.save(state.model, f"{url}/ours", optimizer=state.optimizer, storage_options=storage_options)
     dcp.save(state.tree, storage_writer=FsspecWriter(f"{url}/dcp", sync_files=False, **storage_options))
-    contenders: dict[str, Contender] = {SHARED: _ours, APART: functools.partial(_ours, share_reads=False), DCP: _dcp}
+    contenders: dict[str, Contender] = {
+        SHARED: s3.ours_load,
+        APART: functools.partial(s3.ours_load, share_reads=False),
+        s3.DCP_READ: s3.dcp_load,
+    }
 
     def task_of(name: str) -> Task:
-        return Task(state, f"{url}/{'dcp' if name == DCP else 'ours'}", storage_options=storage_options)
+        return Task(state, f"{url}/{'dcp' if name == s3.DCP_READ else 'ours'}", storage_options=storage_options)
 
     def first_task_of(name: str) -> Task:
         state.clear()

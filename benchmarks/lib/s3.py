@@ -62,8 +62,14 @@ def _ours_save(task: Task) -> None:
     checkpoint.save(task.state.model, task.folder, optimizer=task.state.optimizer, storage_options=task.storage_options)
 
 
-def _ours_load(task: Task) -> None:
-    checkpoint.load(task.folder, task.state.model, optimizer=task.state.optimizer, storage_options=task.storage_options)
+def ours_load(task: Task, share_reads: bool | None = None) -> None:
+    checkpoint.load(
+        task.folder,
+        task.state.model,
+        optimizer=task.state.optimizer,
+        storage_options=task.storage_options,
+        share_reads=share_reads,
+    )
 
 
 def _dcp_save(task: Task) -> None:
@@ -71,7 +77,7 @@ def _dcp_save(task: Task) -> None:
     dcp.save(task.state.tree, storage_writer=FsspecWriter(task.folder, sync_files=False, **task.storage_options))
 
 
-def _dcp_load(task: Task) -> None:
+def dcp_load(task: Task) -> None:
     dcp.load(task.state.tree, storage_reader=FsspecReader(task.folder, **task.storage_options))
 
 
@@ -136,7 +142,7 @@ def _on_rank(options: Options, url: str, served: str, storage_options: dict[str,
     local_file.unlink()
 
     folders = {name: f"{url}/save/{names.index(name)}" for name in names}
-    loaders: dict[str, Contender] = {saving.OURS: _ours_load, DCP_READ: _dcp_load}
+    loaders: dict[str, Contender] = {saving.OURS: ours_load, DCP_READ: dcp_load}
     loaders |= {name: _ranges(number, nbytes, len(data)) for name, (number, nbytes) in RANGES.items()}
     sources = {saving.OURS: saving.OURS, DCP_READ: DCP}
 

@@ -15,9 +15,10 @@ from lightning_shard.checkpoint.fetch import Read, narrow
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.part import flatten, identity
 from lightning_shard.checkpoint.plan import Box
-from lightning_shard.checkpoint.reader import Checkpoint, Finder, StoredTensor
+from lightning_shard.checkpoint.reader import Checkpoint, Found, StoredTensor, find, open_found
 from lightning_shard.checkpoint.replicas import Assigned, Sharing, Wanted, pass_on
-from lightning_shard.errors import StateMismatchError
+from lightning_shard.checkpoint.store import as_path, open_store
+from lightning_shard.errors import CheckpointError, StateMismatchError
 
 SHOWN_NAMES = 10
 
@@ -74,26 +75,21 @@ def load(
             wanted["optimizer:"] = flatten(optimizer)
         return [prefix + name for prefix, names in wanted.items() for name in names]
 
-    finder = Finder(path, storage_options, verify)
-    found, share, asked = together(
-        ranks,
-        ask,
-        lambda everyone: (
-            finder.find(),
-            finder.is_remote if share_reads is None else share_reads,
-            sorted({n for asked in everyone for n in asked}),
-        ),
-    )
+    def find_it(everyone: list[list[str]]) -> tuple[Found, bool, set[str]]:
+        root = as_path(path)
+        share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
+        return _find(root, storage_options), share, {name for asked in everyone for name in asked}
+
+    found, share, asked_by_any = together(ranks, ask, find_it)
 
     def pairs() -> list[Pair]:
-        checkpoint = finder.open(found)
+        checkpoint = open_found(as_path(path), storage_options, verify, found)
         checkpoint.share_reads = share
         model: Mapping[str, StoredTensor] = checkpoint
         if strip_prefix or rename:
             model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
         stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
         missing.extend(prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix]))
-        asked_by_any = set(asked)
         unexpected.extend(prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any)
         if strict and (missing or unexpected):
             raise StateMismatchError(_differences(checkpoint.path, missing, unexpected))
@@ -110,6 +106,15 @@ def load(
         with all_or_none(group):  # each round of talk takes time: here they talk once
             load_tensors(pairs(), verify=verify, cast=cast)
     return missing, unexpected
+
+
+def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
+    try:
+        return find(path, storage_options)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:

@@ -17,7 +17,6 @@ from lightning_shard.checkpoint.manifest import MANIFEST_NAME, Manifest, Section
 from lightning_shard.checkpoint.plan import Box
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
@@ -201,12 +200,12 @@ def read(
         CorruptCheckpointError: The manifest, or the other file's header, is damaged.
         CheckpointError: A torch file that can't be read without running code that it names.
     """
-    return _open(as_path(path), storage_options, verify, *_find(as_path(path), storage_options))
+    return open_found(as_path(path), storage_options, verify, find(as_path(path), storage_options))
 
 
-def _open(
-    path: str, storage_options: dict[str, Any] | None, verify: bool, root: str, data: bytes, state: Any
-) -> Checkpoint:
+def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
+    """The checkpoint at a path, of which :func:`find` has found the rest, here or on another rank."""
+    root, data, state = found
     manifest = Manifest.from_bytes(data, f"{path}/{MANIFEST_NAME}" if root == path else path)
     return Checkpoint(path, open_store(root, storage_options), manifest, verify, state)
 
@@ -220,40 +219,16 @@ def read_together(
 ) -> Checkpoint:
     """As :func:`read`, but only the first rank reads the manifest, for all. A collective call."""
     root = as_path(path)
-    found = together(Ranks.of(group), lambda: None, lambda _: _find(root, storage_options))
+    found = together(Ranks.of(group), lambda: None, lambda _: find(root, storage_options))
     with all_or_none(group):
-        return _open(root, storage_options, verify, *found)
-
-
-class Finder:
-    """Finds a checkpoint on the first rank and opens it on all: its manifest is one file, and the ranks are many."""
-
-    def __init__(self, path: str | os.PathLike[str], storage_options: dict[str, Any] | None, verify: bool) -> None:
-        self._path = path
-        self._options = storage_options
-        self._verify = verify
-
-    @property
-    def is_remote(self) -> bool:
-        return open_store(as_path(self._path), self._options).is_remote
-
-    def find(self) -> Found:
-        try:
-            return _find(as_path(self._path), self._options)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{type(error).__name__}: {error}") from error
-
-    def open(self, found: Found) -> Checkpoint:
-        return _open(as_path(self._path), self._options, self._verify, *found)
+        return open_found(root, storage_options, verify, found)
 
 
 Found = tuple[str, bytes, Any]
 """The directory of a checkpoint's files, its manifest's bytes, and its state if it isn't in a file of its own."""
 
 
-def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
+def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     store = open_store(path, storage_options)
     try:
         return path, store.read(MANIFEST_NAME), None
