@@ -32,14 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
 from benchmarks.lib.state import MOMENTS
-from lightning_shard.checkpoint.commit import Account, merge
-from lightning_shard.checkpoint.dtensor import Frame, Located, locate
-from lightning_shard.checkpoint.fetch import Read, plan_reads
-from lightning_shard.checkpoint.header import build_header
-from lightning_shard.checkpoint.manifest import BLOCK_BYTES, DIGEST_HEX_CHARS, Chunk, FileEntry, Manifest
-from lightning_shard.checkpoint.part import my_pieces
-from lightning_shard.checkpoint.plan import LocalBox, Split, local_boxes, local_shape, shard_strided_last
-from lightning_shard.checkpoint.transfer import Piece, Written
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
+from lightning_shard.checkpoint.format.header import build_header
+from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest
+from lightning_shard.checkpoint.loading.ranges import Read, plan_reads
+from lightning_shard.checkpoint.saving.commit import Account, merge
+from lightning_shard.checkpoint.saving.files import Piece, Written
+from lightning_shard.checkpoint.saving.part import my_pieces
+from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
+from lightning_shard.checkpoint.tensors import Frame, Located, locate
 
 SECOND = Target("seconds", 1, most=True)
 PLAN_SAVE = "plan a save, each rank"

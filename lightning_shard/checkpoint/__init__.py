@@ -5,16 +5,18 @@ Works with plain tensors or DTensors, with a process group or without; see ``doc
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.checkpoint.background import AsyncSaver
-from lightning_shard.checkpoint.codec import register_codec
-from lightning_shard.checkpoint.commit import all_or_none, remove
-from lightning_shard.checkpoint.diff import SECTIONS, Difference, DiffReport, diff
-from lightning_shard.checkpoint.gather import Format, GatherReport, gather
-from lightning_shard.checkpoint.inspect import InspectReport, inspect
-from lightning_shard.checkpoint.loader import Pair, load, load_tensors, load_together
-from lightning_shard.checkpoint.reader import Checkpoint, StoredTensor, exists, read, read_together
-from lightning_shard.checkpoint.verify import Fault, VerifyReport, verify
-from lightning_shard.checkpoint.writer import save
+from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
+from lightning_shard.checkpoint.folder import exists, remove
+from lightning_shard.checkpoint.format.codec import register_codec
+from lightning_shard.checkpoint.loading.load import Pair, load, load_tensors, load_together
+from lightning_shard.checkpoint.loading.open import read, read_together
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
+from lightning_shard.checkpoint.ranks import all_or_none
+from lightning_shard.checkpoint.saving.background import AsyncSaver
+from lightning_shard.checkpoint.saving.save import save
+from lightning_shard.checkpoint.tools.diff import SECTIONS, Difference, DiffReport, diff
+from lightning_shard.checkpoint.tools.inspect import InspectReport, inspect
+from lightning_shard.checkpoint.tools.verify import Fault, VerifyReport, verify
 
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.dcp import DcpReader, DcpWriter

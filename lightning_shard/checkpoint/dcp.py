@@ -61,18 +61,19 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from lightning_shard.checkpoint import codec
-from lightning_shard.checkpoint.commit import Account, commit, merge, new_attempt
-from lightning_shard.checkpoint.dtensor import is_dtensor, target_boxes
-from lightning_shard.checkpoint.fetch import Read
-from lightning_shard.checkpoint.header import DTYPES
-from lightning_shard.checkpoint.manifest import TensorEntry
-from lightning_shard.checkpoint.plan import Box
-from lightning_shard.checkpoint.reader import Checkpoint, StoredTensors, read
+from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.checkpoint.format.manifest import TensorEntry
+from lightning_shard.checkpoint.loading.open import read
+from lightning_shard.checkpoint.loading.ranges import Read
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensors
+from lightning_shard.checkpoint.saving.commit import Account, commit, merge, new_attempt
+from lightning_shard.checkpoint.saving.files import Piece, write_file, write_json
+from lightning_shard.checkpoint.saving.save import WRITER, abandon, may_be_committed
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
-from lightning_shard.checkpoint.transfer import Piece, write_file, write_json
-from lightning_shard.checkpoint.writer import WRITER, abandon, may_be_committed
+from lightning_shard.checkpoint.tensors import is_dtensor, target_boxes
 from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
 
 OPTIMIZER_PREFIX = "optimizer."

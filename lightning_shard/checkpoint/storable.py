@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_shard.checkpoint.dtensor import is_dtensor
-from lightning_shard.checkpoint.header import dtype_name
+from lightning_shard.checkpoint.format.header import dtype_name
+from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError
 
 

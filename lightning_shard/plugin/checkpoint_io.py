@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
 from lightning_shard.checkpoint import Pair, load_together
-from lightning_shard.checkpoint.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import reshard

@@ -11,7 +11,7 @@ What Lightning 2.6 does there, and is done otherwise here:
 Private parts of Lightning 2.6 used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
 ``_remove_checkpoint``, ``_link_checkpoint``, ``_fs``, ``_last_checkpoint_saved``; by way of this class having the same
 name ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
-about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_Found`).
+about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.store import as_path, open_filesystem
 from lightning_shard.checkpoint.store.remote import retried
 from lightning_shard.errors import ConfigurationError
@@ -120,7 +120,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                 if committed is not None:
                     # stores tell the time in seconds: of two in the same one, the higher version is the later
                     found.append((committed, int(last[1] or 0), name))
-        return {_Found(posixpath.join(dirpath, name), committed) for committed, _, name in sorted(found)[-1:]}
+        return {_FoundPath(posixpath.join(dirpath, name), committed) for committed, _, name in sorted(found)[-1:]}
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
         if _sharded_io(trainer) is None:
@@ -176,7 +176,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             )
 
 
-class _Found(str):
+class _FoundPath(str):
     """The path of a checkpoint that was looked up, with the time of its commit.
 
     Lightning asks once more, of a filesystem that it makes from ``str(path)`` without storage options: whether the path
@@ -186,7 +186,7 @@ class _Found(str):
     committed: datetime
     asked: bool
 
-    def __new__(cls, path: str, committed: datetime) -> _Found:
+    def __new__(cls, path: str, committed: datetime) -> _FoundPath:
         found = super().__new__(cls, path)
         found.committed = committed
         found.asked = False
@@ -200,14 +200,14 @@ class _Found(str):
 
 
 class _Answers(fsspec.AbstractFileSystem):
-    """Tells of a :class:`_Found` what is known about it."""
+    """Tells of a :class:`_FoundPath` what is known about it."""
 
     protocol = "lightning-shard-found"
 
-    def exists(self, path: _Found, **_: Any) -> bool:
+    def exists(self, path: _FoundPath, **_: Any) -> bool:
         return True
 
-    def modified(self, path: _Found) -> datetime:
+    def modified(self, path: _FoundPath) -> datetime:
         path.asked = True
         return path.committed
 

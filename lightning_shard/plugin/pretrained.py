@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shard.checkpoint.export import CONFIG, GENERATION_CONFIG
+from lightning_shard.checkpoint.convert.export import CONFIG, GENERATION_CONFIG
 
 MAX_TOKENIZER_BYTES = 64 * 2**20
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.codec import Reference
+from lightning_shard.checkpoint.format.codec import Reference
 from lightning_shard.errors import UnsupportedStateError
 
 Path = tuple[Any, ...]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from lightning_shard import HybridShardStrategy, checkpoint
-from lightning_shard.checkpoint import deliver
+from lightning_shard.checkpoint.convert import write
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, NETWORKS, QUIET, Model, Tokens, layout, loader, world
@@ -76,7 +76,7 @@ def both_ways(name: str, folder: str, plain: str, pretrained: str) -> dict[str, 
     loaded = Tuned(start=pretrained)
     fit(loaded, strategy())
     saved = f"{folder}/step={SAVED}.ckpt"
-    deliver.COPY_BYTES = 10_000  # small steps, for each rank to have some
+    write.COPY_BYTES = 10_000  # small steps, for each rank to have some
     seen: list[tuple[int, int]] = []
     checkpoint.gather(saved, f"{folder}/all.safetensors", optimizer=True, progress=lambda *at: seen.append(at))
     checkpoint.gather(saved, f"{folder}/plain.ckpt")

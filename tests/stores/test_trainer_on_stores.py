@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 from safetensors.torch import load_file
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
-from lightning_shard.checkpoint import replicas
+from lightning_shard.checkpoint.loading import replicas
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.testing import run_ranks
 from tests.counting import reads

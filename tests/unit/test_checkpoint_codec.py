@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import OmegaConf
 
-from lightning_shard.checkpoint import codec, register_codec
+from lightning_shard.checkpoint import register_codec
+from lightning_shard.checkpoint.format import codec
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.header import DTYPES
+from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*FutureWarning")

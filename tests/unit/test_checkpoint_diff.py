@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.diff import differing
-from lightning_shard.checkpoint.header import DTYPES
-from lightning_shard.checkpoint.plan import Box
+from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.checkpoint.saving import commit
+from lightning_shard.checkpoint.saving.files import Piece, write_file
 from lightning_shard.checkpoint.store import open_store
-from lightning_shard.checkpoint.transfer import Piece, write_file
+from lightning_shard.checkpoint.tools.diff import differing
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
 

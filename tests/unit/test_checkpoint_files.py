@@ -14,9 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint import commit, deliver, fetch, transfer, writer
-from lightning_shard.checkpoint.header import CARRIERS, DTYPES, build_header, parse_header
-from lightning_shard.checkpoint.manifest import Manifest, digest
+from lightning_shard.checkpoint import memory
+from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.convert import write
+from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.header import CARRIERS, DTYPES, build_header, parse_header
+from lightning_shard.checkpoint.format.manifest import Manifest
+from lightning_shard.checkpoint.loading import ranges
+from lightning_shard.checkpoint.saving import commit, files
+from lightning_shard.checkpoint.saving import save as saving
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,7 +35,7 @@ from lightning_shard.errors import (
 
 def raw(tensor):
     """A tensor's elements as bytes: compares what == can't, such as float8 and nan."""
-    return bytes(transfer.byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous()))
+    return bytes(memory.byte_view(tensor.detach().resolve_conj().resolve_neg().contiguous()))
 
 
 def tensor_of(dtype, shape=(3, 5)):
@@ -89,7 +95,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_non_contiguous_tensors_save_and_load(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(transfer, "STAGING_BYTES", 4096)
+    monkeypatch.setattr(files, "STAGING_BYTES", 4096)
     tensor = STRIDED[name]
     checkpoint.save({"t": tensor}, tmp_path / "c", fsync=False)
     back = checkpoint.read(tmp_path / "c")["t"].full()
@@ -168,9 +174,9 @@ def test_a_slice_reads_only_the_blocks_it_touches(tmp_path):
     stored = checkpoint.read(tmp_path / "c")
     entry = stored.manifest.model["t"]
     for rows, verify, expected in [((600, 610), False, 10 * 8192), ((600, 610), True, 2**22), ((0, 513), True, 2**23)]:
-        box = checkpoint.reader.Box((rows[0], 0), (rows[1] - rows[0], 2**10))
+        box = Box((rows[0], 0), (rows[1] - rows[0], 2**10))
         target = torch.empty(box.sizes, dtype=torch.int64)
-        assert stored.fetch([fetch.Read("t", entry, box, target)], verify=verify) == expected
+        assert stored.fetch([ranges.Read("t", entry, box, target)], verify=verify) == expected
         assert torch.equal(target, tensor[slice(*rows)])
 
 
@@ -340,7 +346,7 @@ def test_remove_leaves_what_is_not_ours(tmp_path):
 
 def test_gather_in_slabs_smaller_than_a_tensor(tmp_path, monkeypatch):
     for name in ("BUFFER_BYTES", "COPY_BYTES", "COPY_SLAB_BYTES"):
-        monkeypatch.setattr(deliver, name, 1000)
+        monkeypatch.setattr(write, name, 1000)
     state = {"a": torch.randn(70, 9), "b": torch.randn(3).bfloat16(), "c": torch.randn(2, 500), "d": torch.ones(0, 2)}
     checkpoint.save(state, tmp_path / "c", optimizer={"a.exp_avg": torch.randn(4)})
     seen = []
@@ -393,7 +399,7 @@ GOLDEN_MANIFEST = """\
 
 
 def test_golden_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "new_attempt", lambda: "0123456789ab")
+    monkeypatch.setattr(saving, "new_attempt", lambda: "0123456789ab")
     a = torch.arange(8, dtype=torch.int16).view(2, 4)
     checkpoint.save(
         {"a": a, "b": torch.tensor(1.0), "tied": a},
@@ -428,9 +434,9 @@ def test_golden_bytes(tmp_path, monkeypatch):
 
 
 def test_blocks_are_hashed_on_a_fixed_grid(tmp_path, monkeypatch):
-    for module in (transfer, commit):
+    for module in (files, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(transfer, "STEP_BYTES", 24)
+    monkeypatch.setattr(files, "WRITE_STEP_BYTES", 24)
     tensor = torch.arange(50, dtype=torch.int32)
     checkpoint.save({"t": tensor, "columns": torch.arange(100, dtype=torch.int16).view(10, 10).t()}, tmp_path / "c")
     manifest = Manifest.from_bytes((tmp_path / "c" / "manifest.json").read_bytes())

@@ -12,26 +12,25 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_shard.checkpoint import commit, fetch, plan, transfer
-from lightning_shard.checkpoint.dtensor import Frame, Located, _boxes, _splits
-from lightning_shard.checkpoint.fetch import Read, read_boxes
-from lightning_shard.checkpoint.manifest import Manifest
-from lightning_shard.checkpoint.part import my_pieces
-from lightning_shard.checkpoint.plan import (
-    Box,
+from lightning_shard.checkpoint import sharing
+from lightning_shard.checkpoint.boxes import Box, coverage_fault
+from lightning_shard.checkpoint.format.manifest import Manifest
+from lightning_shard.checkpoint.loading import ranges
+from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
+from lightning_shard.checkpoint.saving import commit, files
+from lightning_shard.checkpoint.saving.part import my_pieces
+from lightning_shard.checkpoint.shards import (
     LocalBox,
-    Shared,
     Split,
-    coverage_fault,
-    deal,
     local_boxes,
     local_shape,
     shard,
     shard_strided_last,
-    share,
     strided_factors_fit,
 )
+from lightning_shard.checkpoint.sharing import Shared, deal, share
 from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.checkpoint.tensors import Frame, Located, _boxes, _splits
 from lightning_shard.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -151,7 +150,7 @@ boxes = shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from([
 @settings(max_examples=100, deadline=None)
 def test_shares_make_up_every_tensor_once(items, holders, min_part):
     shared = [Shared(Box.whole(shape), width) for shape, width in items]
-    with mock.patch.object(plan, "MIN_PART_BYTES", min_part):
+    with mock.patch.object(sharing, "MIN_PART_BYTES", min_part):
         shares = [share(shared, holders, index) for index in range(holders)]
         dealt = list(deal(shared, holders))
     assert dealt == [
@@ -171,7 +170,7 @@ def test_shares_are_even_to_a_row():
             sum(part.numel * item.item_bytes for item, part in zip(items, share(items, holders, index)) if part)
             for index in range(holders)
         ]
-        assert max(sizes) - min(sizes) <= 2 * (plan.MIN_PART_BYTES + 1200), sizes
+        assert max(sizes) - min(sizes) <= 2 * (sharing.MIN_PART_BYTES + 1200), sizes
 
 
 def test_an_empty_tensor_has_one_writer():
@@ -231,7 +230,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
         account = commit.Account(rank, frame.ranks)
         if pieces := my_pieces(located, rank):
             path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
-            account.add("model", transfer.write_file(store, path, pieces, {}, digests=True, durable=False))
+            account.add("model", files.write_file(store, path, pieces, {}, digests=True, durable=False))
         accounts.append(account)
     manifest = commit.merge(accounts, attempt="0" * 12, layout=None, writer="test", digests=True)
     return store, Manifest.from_bytes(manifest.to_bytes())
@@ -247,9 +246,9 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
         full[name] = torch.arange(1, 1 + math.prod(shape)).view(shape).to(dtype)
     # small limits, so that small tensors take the paths of large ones
-    limits = mock.patch.multiple(transfer, BLOCK_BYTES=64, STEP_BYTES=24, STAGING_BYTES=32)
-    reading = mock.patch.multiple(fetch, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
-    grid, parts = mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(plan, "MIN_PART_BYTES", 8)
+    limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
+    reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
+    grid, parts = mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")

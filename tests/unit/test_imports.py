@@ -33,7 +33,7 @@ KNOWS_HYDRA = {"cli"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}
 # Lightning's .ckpt is written, and what is in one read without running code.
-KNOWS_TORCH_FILES = PACKAGE / "checkpoint" / "torchfile.py"
+KNOWS_TORCH_FILES = PACKAGE / "checkpoint" / "foreign" / "torchfile.py"
 UNSAFE = {"torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler"}
 PICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, adjacent, too_short
 
-STEP_BYTES = 2**20
+READ_STEP_BYTES = 2**20
 MAX_THREADS = 8
 _IOV_MAX = 1024
 _MAX_CALL_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB per call
@@ -30,7 +30,7 @@ class LocalStore:
     """A directory of the local disk."""
 
     is_remote = False
-    step_bytes = STEP_BYTES
+    step_bytes = READ_STEP_BYTES
 
     def __init__(self, root: str) -> None:
         self.root = root

@@ -21,7 +21,7 @@ from lightning_shard.errors import CheckpointError
 Result = TypeVar("Result")
 
 # Few long ranges: each request has a price, and some servers hash the whole object for each.
-STEP_BYTES = 32 * 2**20
+RANGE_BYTES = 32 * 2**20
 REQUESTS = 8
 MAX_GAP_BYTES = 256 * 2**10
 """Ranges this near each other are read as one: it costs less than another round trip."""
@@ -79,7 +79,7 @@ class RemoteStore:
     """A directory of any fsspec filesystem."""
 
     is_remote = True
-    step_bytes = STEP_BYTES
+    step_bytes = RANGE_BYTES
     requests = REQUESTS
 
     def __init__(self, root: str, storage_options: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class RemoteStore:
         path = self._path(name)
 
         def read(segments: Sequence[Segment]) -> None:
-            for start, stop, joined in adjacent(segments, MAX_GAP_BYTES, STEP_BYTES):
+            for start, stop, joined in adjacent(segments, MAX_GAP_BYTES, RANGE_BYTES):
                 if stop == start:
                     continue
                 data = memoryview(retried(self.fs.cat_file, path, start=start, end=stop))

@@ -1,0 +1,129 @@
+"""Boxes of a tensor: plain integer arithmetic, no torch, no I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor: ``offsets`` and ``sizes``, in elements, one per dim. A 0-d tensor is the box ``((), ())``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both, or None where there are none."""
+        return intersection(self.offsets, self.sizes, other)
+
+    def first(self, shape: Sequence[int]) -> int:
+        """The place of its first element in a row-major tensor of that shape."""
+        return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(self.offsets))
+
+    def within(self, outer: Box) -> Box:
+        """The same box, counted from the corner of ``outer``."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+
+def intersection(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box | None:
+    """The elements of a box that are also in the one at ``offsets`` of ``sizes``; None where there are none."""
+    corner, extent = [], []
+    for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
+        start = a if a > b else b
+        length = (a + n if a + n < b + m else b + m) - start
+        if length <= 0:
+            return None
+        corner.append(start)
+        extent.append(length)
+    return Box(tuple(corner), tuple(extent))
+
+
+def rows_of(box: Box, dim: int | None, first: int, last: int) -> Box:
+    """The rows ``first`` to ``last`` of a box along a dim."""
+    assert dim is not None
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim] += first
+    sizes[dim] = last - first
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def slabs(box: Box, elements: int, multiple: Callable[[int], int] = lambda dim: 1) -> Iterator[Box]:
+    """Boxes that follow on one another in row-major order, none of more ``elements``; none for an empty box.
+
+    ``multiple`` says of how many rows along a dim a box should be, where so many fit in.
+    """
+    if box.numel == 0:
+        return
+    if box.numel <= elements:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, elements * box.sizes[dim] // box.numel)
+    rows -= rows % multiple(dim) if rows >= multiple(dim) else 0
+    for first in range(0, box.sizes[dim], rows):
+        yield from slabs(rows_of(box, dim, first, min(first + rows, box.sizes[dim])), elements, multiple)
+
+
+def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with boxes that should make up a tensor, each element once; None where nothing is."""
+    if _is_grid(shape, boxes):
+        return None
+    whole = Box.whole(shape)
+    for box in boxes:
+        if box.numel and box.intersect(whole) != box:
+            return f"the box at {box.offsets} of {box.sizes} isn't inside of {tuple(shape)}"
+    full = [box for box in boxes if box.numel]
+    pair = _overlap(full)
+    if pair is not None:
+        a, b = pair
+        return f"the boxes at {a.offsets} of {a.sizes} and at {b.offsets} of {b.sizes} overlap"
+    covered = sum(box.numel for box in full)
+    if covered != whole.numel:
+        return f"{whole.numel - covered:,} of {whole.numel:,} elements are in no box"
+    return None
+
+
+def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes are all the cells of one grid over the shape, as nearly every layout gives: told fast."""
+    cells = 1
+    for dim, size in enumerate(shape):
+        runs = {(box.offsets[dim], box.sizes[dim]) for box in boxes}
+        cells *= len(runs)
+        end = 0
+        for offset, length in sorted(runs):
+            if offset != end or length <= 0:
+                return False
+            end = offset + length
+        if end != size:
+            return False
+    # as many different ones as there are cells, and each is one of these
+    return cells == len(boxes) == len({box.offsets for box in boxes})
+
+
+def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that overlap. Sweeps along the dim with the most starts, so that few are compared."""
+    if len(boxes) < 2:
+        return None
+    ndim = len(boxes[0].sizes)
+    if ndim == 0:
+        return boxes[0], boxes[1]
+    along = max(range(ndim), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[along]):
+        start = box.offsets[along]
+        active = [other for other in active if other.offsets[along] + other.sizes[along] > start]
+        for other in active:
+            if box.intersect(other) is not None:
+                return other, box
+        active.append(box)
+    return None

@@ -1,0 +1,254 @@
+"""What other programs' files hold of a checkpoint: which tensors under which names, and what stands beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.convert.outfile import OutFile, Source
+from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY, put_together
+from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
+from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.header import build_header, dtype_name
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
+from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.store import open_store
+from lightning_shard.errors import CheckpointError, StateMismatchError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """All that is written: files of tensors, then small files, by name."""
+
+    files: list[OutFile]
+    small: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[Source]:
+        return [source for file in self.files for _, source in file.tensors]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Which of the model's tensors are written, under which names and in which dtype."""
+
+    dtype: torch.dtype | None = None
+    strip_prefix: str | None = None
+    rename: Rename | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise CheckpointError(f"dtype ({self.dtype}) must be a floating one, such as torch.bfloat16.")
+
+    def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
+        """Sources by their new names."""
+        found = new_names(stored, self.strip_prefix, self.rename)
+        return {new: self.source(stored[old]) for new, old in found.items()}
+
+    def source(self, stored: StoredTensor) -> Source:
+        convert = self.dtype is not None and stored.dtype.is_floating_point
+        return Source(stored, self.dtype if convert and self.dtype is not None else stored.dtype)
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def safetensors(
+    checkpoint: Checkpoint, name: str, naming: Naming, max_shard_bytes: int | None, *, optimizer: bool
+) -> Bundle:
+    """The model, and the optimizer's tensors with the prefix ``optimizer.``."""
+    sources = naming.of(checkpoint)
+    for key, stored in checkpoint.optimizer.items() if optimizer else ():
+        if sources.setdefault(f"optimizer.{key}", Source(stored, stored.dtype)).stored is not stored:
+            raise StateMismatchError(f"The model has a tensor named 'optimizer.{key}' itself: gather without it.")
+    return _sharded(sources, name, max_shard_bytes)
+
+
+def _sharded(sources: Mapping[str, Source], name: str, max_shard_bytes: int | None) -> Bundle:
+    # wide dtypes first, as safetensors orders them, so that each tensor is aligned to its elements
+    order = sorted(sources, key=lambda key: (-sources[key].dtype.itemsize, key))
+    if max_shard_bytes is None:
+        return Bundle([_safetensors_file(name, order, sources)])
+    shards = _shards(order, sources, max_shard_bytes)
+    stem = name.removesuffix(".safetensors")
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    weight_map = {key: file for file, keys in zip(names, shards) for key in keys}
+    total = sum(source.nbytes for source in sources.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    files = [_safetensors_file(file, keys, sources) for file, keys in zip(names, shards)]
+    return Bundle(files, {f"{stem}.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"})
+
+
+def _shards(order: Sequence[str], sources: Mapping[str, Source], limit_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in order:
+        if shards[-1] and size + sources[name].nbytes > limit_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += sources[name].nbytes
+    return shards
+
+
+def _safetensors_file(name: str, keys: Sequence[str], sources: Mapping[str, Source]) -> OutFile:
+    described = [(key, dtype_name(sources[key].dtype, key), sources[key].stored.entry.shape) for key in keys]
+    header, entries = build_header(described, {"format": "pt"})
+    tensors = [(entry.begin, sources[entry.key]) for entry in entries]
+    return OutFile(name, entries[-1].end if entries else len(header), [(0, header)], tensors)
+
+
+# -- a transformers folder --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A transformers model in a checkpoint: the prefix of its tensors' names, and the files that stand beside them."""
+
+    prefix: str
+    files: dict[str, bytes]
+
+
+def pretrained(
+    checkpoint: Checkpoint, prefix: str | None, config: Any, storage_options: dict[str, Any] | None
+) -> Pretrained:
+    """What the checkpoint, or ``config``, knows of the transformers model in it.
+
+    Raises:
+        CheckpointError: Nothing, or of several models, of which ``prefix`` names none.
+    """
+    tree = checkpoint.state_json()
+    raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
+    tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
+    known = codec.decode(raw, lambda name: tensors[name].full()) if raw else {"models": {}, "tokenizer": {}}
+    models = known["models"]
+    if prefix is None and (config is None or len(models) == 1):
+        if len(models) > 1:
+            raise CheckpointError(
+                f"{checkpoint.path} holds {len(models)} transformers models: choose one with strip_prefix="
+                f"{' or '.join(map(repr, models))}."
+            )
+        prefix = next(iter(models), "")
+    prefix = prefix or ""
+    files = {name: _bytes(data) for name, data in known["tokenizer"].items()}
+    if config is not None:
+        return Pretrained(prefix, files | _config_files(config, storage_options))
+    if prefix not in models:
+        held = f"; it holds {', '.join(map(repr, models))}" if models else ""
+        raise CheckpointError(
+            f"{checkpoint.path} has no config of a transformers model whose names begin with {prefix!r}{held}. Give it"
+            " as config=, a transformers config or the folder that the model came from, and the beginning of its"
+            " tensors' names as strip_prefix=."
+        )
+    return Pretrained(prefix, files | {name: text.encode() for name, text in models[prefix].items()})
+
+
+def _bytes(data: Tensor) -> bytes:
+    return data.numpy().tobytes()
+
+
+def _config_files(config: Any, storage_options: dict[str, Any] | None) -> dict[str, bytes]:
+    if hasattr(config, "to_json_string"):
+        return {CONFIG: config.to_json_string().encode()}
+    if not isinstance(config, (str, os.PathLike)):
+        raise CheckpointError(f"config ({type(config).__name__}) must be a transformers config or a folder with one.")
+    store = open_store(config, storage_options)
+    if not store.exists(CONFIG):
+        raise CheckpointError(f"config ({os.fspath(config)}) has no {CONFIG}: give the folder of a transformers model.")
+    names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
+    return {name: store.read(name) for name in names if store.exists(name)}
+
+
+def transformers(checkpoint: Checkpoint, found: Pretrained, naming: Naming, max_shard_bytes: int | None) -> Bundle:
+    """The model's tensors under its own names; of those that share memory the first, as ``save_pretrained`` does."""
+    own = {name: stored for name, stored in checkpoint.items() if name.startswith(found.prefix)}
+    own = {name: stored for name, stored in own.items() if checkpoint.alias_of(name) not in own}
+    sources = Naming(naming.dtype, found.prefix, naming.rename).of(own)
+    weights = _sharded(sources, "model.safetensors", max_shard_bytes)
+    files = dict(found.files)
+    if CONFIG in files:  # on the rank that writes it
+        config = json.loads(files[CONFIG])
+        config["dtype"] = _common_dtype(sources)
+        files[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    return Bundle(weights.files, {**weights.small, **files})
+
+
+def _common_dtype(sources: Mapping[str, Source]) -> str | None:
+    """The floating dtype that most elements have."""
+    counts: dict[torch.dtype, int] = {}
+    for source in sources.values():
+        if source.dtype.is_floating_point:
+            counts[source.dtype] = counts.get(source.dtype, 0) + source.stored.numel()
+    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.") if counts else None
+
+
+# -- Lightning's .ckpt ------------------------------------------------------------------------------------------------
+
+
+Key = tuple[str, str]
+"""A section and a tensor's name in it."""
+
+
+def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -> Skeleton[Key]:
+    """Lightning's dict as ``torch.save`` writes it, with room for its tensors."""
+    fakes: dict[Key, Tensor] = {}
+
+    def fake(section: str, source: Source) -> Tensor:
+        key = section, source.stored.name
+        if key not in fakes:
+            fakes[key] = fake_tensor(source.stored.shape, source.dtype)
+        return fakes[key]
+
+    def whole(section: str, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        return {name: fake(section, Source(tensor, tensor.dtype)) for name, tensor in stored.items()}
+
+    names = new_names(checkpoint, naming.strip_prefix, naming.rename)
+    model = {
+        new: fake("model", naming.source(checkpoint[checkpoint.alias_of(old) or old])) for new, old in names.items()
+    }
+    others = whole("trainer", StoredTensors(checkpoint.manifest.trainer, checkpoint))
+    states = whole("optimizer", checkpoint.optimizer)
+    referred: set[str] = set()
+
+    def refer(name: str) -> Tensor:
+        referred.add(name)
+        return states[name]
+
+    rest = codec.decode(checkpoint.state_json(), others.__getitem__, refer)
+    own = {name: state for name, state in states.items() if name not in referred}
+    return skeleton(put_together(model, own if optimizer else None, rest), fakes)
+
+
+def lightning(checkpoint: Checkpoint, name: str, naming: Naming, plan: Skeleton[Key]) -> Bundle:
+    """The file that a plan is of."""
+    sections = {
+        "model": checkpoint,
+        "optimizer": checkpoint.optimizer,
+        "trainer": StoredTensors(checkpoint.manifest.trainer, checkpoint),
+    }
+    tensors = []
+    for (section, key), begin in plan.places.items():
+        stored = sections[section][key]
+        source = naming.source(stored) if section == "model" else Source(stored, stored.dtype)
+        tensors.append((begin, source))
+    return Bundle([OutFile(name, plan.size, plan.literals, tensors)])

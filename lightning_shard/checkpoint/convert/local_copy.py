@@ -1,0 +1,166 @@
+"""Local files to local files: small pieces, each of which is read, hashed and written while it is in a core's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.convert.outfile import Extent, Literal, Step
+from lightning_shard.checkpoint.format.blocks import check_digest
+from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.checkpoint.format.manifest import Chunk
+from lightning_shard.checkpoint.loading.ranges import naming_what_fails
+from lightning_shard.checkpoint.memory import byte_view, narrow
+from lightning_shard.checkpoint.store import Buffer
+from lightning_shard.errors import CorruptCheckpointError
+
+PIECE_BYTES = 2**18
+CONVERTED_ELEMENTS = 2**15 - 1
+"""torch uses several threads to convert more."""
+BAND_BYTES = 2**20
+"""How much is put together at a time of a tensor whose rows lie in several chunks, or change their dtype."""
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Copier:
+    """Copies steps of files, in one thread."""
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(max(PIECE_BYTES, BAND_BYTES), dtype=torch.uint8)
+        self._band = torch.empty(BAND_BYTES, dtype=torch.uint8)
+        self._spare = torch.empty(BAND_BYTES, dtype=torch.uint8)
+
+    def copy(self, step: Step, out: int) -> None:
+        """Write a step's bytes into their place in the open file ``out``.
+
+        Raises:
+            CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`; some bytes have been written then.
+        """
+        at = step.begin
+        for part in step.parts:
+            if isinstance(part, Literal):
+                pwrite(out, memoryview(part.data), at)
+            elif part.verbatim:
+                self._copy_bytes(part, out, at)
+            else:
+                self._put_together(part, out, at)
+            at += part.nbytes
+
+    def _copy_bytes(self, part: Extent, out: int, at: int) -> None:
+        (chunk,), (begin,), (size,) = part.entry.chunks, part.box.offsets, part.box.sizes
+        memory = byte_view(self._piece)
+        with contextlib.ExitStack() as files:
+            stream = _Stream(part, chunk, begin, begin + size, memory, files)
+            end = at + size
+            while at < end:
+                piece = memory[: min(PIECE_BYTES - at % PIECE_BYTES, end - at)]  # of whole pages: faster by a sixth
+                stream.take(piece)
+                pwrite(out, piece, at)
+                at += piece.nbytes
+            stream.finish()
+
+    def _put_together(self, part: Extent, out: int, at: int) -> None:
+        dtype = DTYPES[part.entry.dtype]
+        streams: list[tuple[Box, _Stream]] = []
+        with contextlib.ExitStack() as files:
+            for chunk, held in part.entry.overlapping(part.box):
+                whole = Box(chunk.offsets, chunk.sizes)
+                # a chunk's elements of a part that is contiguous in the tensor are contiguous in the chunk too
+                begin = held.within(whole).first(chunk.sizes) * dtype.itemsize
+                end = begin + held.numel * dtype.itemsize
+                streams.append((whole, _Stream(part, chunk, begin, end, byte_view(self._piece), files)))
+            for band in slabs(part.box, BAND_BYTES // max(dtype.itemsize, part.dtype.itemsize)):
+                target = self._band[: band.numel * part.dtype.itemsize].view(part.dtype).view(band.sizes)
+                for whole, stream in streams:
+                    found = whole.intersect(band)
+                    if found is not None:
+                        piece = self._piece[: found.numel * dtype.itemsize]
+                        stream.take(byte_view(piece))
+                        self._put(piece.view(dtype), narrow(target, found.within(band)))
+                data = byte_view(target)
+                pwrite(out, data, at)
+                at += data.nbytes
+            for _, stream in streams:
+                stream.finish()
+
+    def _put(self, source: Tensor, target: Tensor) -> None:
+        """Copy elements to a tensor of as many, of any strides and dtype.
+
+        Converted by torch in parts for which it starts no threads of its own, copied by numpy, which has none.
+        """
+        if source.dtype != target.dtype:
+            whole = target.is_contiguous()
+            to = target if whole else self._spare[: source.numel() * target.dtype.itemsize].view(target.dtype)
+            to = to.view(-1)
+            for at in range(0, source.numel(), CONVERTED_ELEMENTS):
+                to[at : at + CONVERTED_ELEMENTS].copy_(source[at : at + CONVERTED_ELEMENTS])
+            if whole:
+                return
+            source = to
+        raw = _RAW.get(source.dtype.itemsize, source.dtype)
+        np.copyto(target.view(raw).numpy(), source.view(raw).view(target.shape).numpy())
+
+
+class _Stream:
+    """A chunk's bytes from ``begin`` to ``end``, in order. Digest blocks are checked whole, those at the ends too."""
+
+    def __init__(
+        self, part: Extent, chunk: Chunk, begin: int, end: int, scratch: Buffer, files: contextlib.ExitStack
+    ) -> None:
+        checkpoint = part.source.stored.checkpoint
+        self._store, self._path = checkpoint.store, checkpoint.manifest.files[chunk.file].path
+        self._name, self._chunk, self._scratch = part.source.stored.name, chunk, scratch
+        self._block_bytes = checkpoint.manifest.block_bytes if checkpoint.verify and chunk.digests else 0
+        self._at = begin - begin % self._block_bytes if self._block_bytes else begin
+        self._end = min(end + -end % self._block_bytes, chunk.end - chunk.begin) if self._block_bytes else end
+        self._hasher = xxhash.xxh3_128()
+        with naming_what_fails(self._store, self._path, self._name):
+            self._read = files.enter_context(self._store.reading(self._path))
+        self._skip(begin)
+
+    def take(self, buffer: Buffer) -> None:
+        """Fill a buffer with the bytes that come next."""
+        try:
+            self._read([(self._chunk.begin + self._at, buffer)])
+        except CorruptCheckpointError:
+            with naming_what_fails(self._store, self._path, self._name):
+                raise
+        if not self._block_bytes:
+            self._at += buffer.nbytes
+            return
+        while buffer.nbytes:
+            left = self._block_bytes - self._at % self._block_bytes
+            part = buffer[:left]
+            self._hasher.update(part)
+            self._at += part.nbytes
+            buffer = buffer[left:]
+            if part.nbytes == left or self._at == self._chunk.end - self._chunk.begin:
+                self._check_block()
+
+    def finish(self) -> None:
+        """Read the last block to its end."""
+        self._skip(self._end)
+
+    def _skip(self, to: int) -> None:
+        while self._at < to:
+            self.take(self._scratch[: min(to - self._at, PIECE_BYTES)])
+
+    def _check_block(self) -> None:
+        block = (self._at - 1) // self._block_bytes
+        begin, end = self._chunk.begin + block * self._block_bytes, self._chunk.begin + self._at
+        expected = self._chunk.block_digest(block)
+        check_digest(self._hasher.hexdigest(), expected, self._name, begin, end, f"{self._store.root}/{self._path}")
+        self._hasher.reset()
+
+
+def pwrite(out: int, data: Buffer, at: int) -> None:
+    """Write all of it."""
+    while data.nbytes:
+        done = os.pwrite(out, data, at)
+        at, data = at + done, data[done:]

@@ -1,0 +1,190 @@
+"""A file made of stored tensors: which of its bytes come from where, cut into steps of bounded memory.
+
+Bytes that lie in the checkpoint as they will lie in the file are copied as bytes, whole digest blocks at a time. What
+is strided there, or changes its dtype, goes through slabs of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box, coverage_fault, slabs
+from lightning_shard.checkpoint.format.header import item_bytes
+from lightning_shard.checkpoint.format.manifest import Chunk, TensorEntry
+from lightning_shard.checkpoint.loading.ranges import Read
+from lightning_shard.checkpoint.loading.stored import StoredTensor
+from lightning_shard.checkpoint.memory import byte_view
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stored tensor and the dtype that it is written in."""
+
+    stored: StoredTensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A file to write. ``literals`` and ``tensors`` begin at the bytes given with them, and together fill ``size``."""
+
+    name: str
+    size: int
+    literals: list[tuple[int, bytes]]
+    tensors: list[tuple[int, Source]]
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Bytes that are known."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A box of a source, whose elements follow on one another in the file, as ``dtype``.
+
+    Where it is ``verbatim``, ``entry`` and ``box`` are of one chunk's bytes.
+    """
+
+    source: Source
+    entry: TensorEntry
+    box: Box
+    dtype: torch.dtype
+    verbatim: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+@dataclass
+class Step:
+    """Bytes of a file from ``begin`` on, to be read, checked and written by one thread."""
+
+    begin: int
+    nbytes: int = 0
+    parts: list[Literal | Extent] = field(default_factory=list)
+
+    def fill(self, buffer: Tensor) -> memoryview:
+        """Read the step into the front of a buffer of bytes; returns its memory.
+
+        Raises:
+            CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`.
+        """
+        memory = byte_view(buffer[: self.nbytes])
+        reads: list[Read] = []
+        place = 0
+        for part in self.parts:
+            if isinstance(part, Literal):
+                memory[place : place + part.nbytes] = part.data
+            else:
+                target = buffer[place : place + part.nbytes].view(part.dtype).view(part.box.sizes)
+                reads.append(Read(part.source.stored.name, part.entry, part.box, target))
+                checkpoint = part.source.stored.checkpoint
+            place += part.nbytes
+        if reads:
+            checkpoint.fetch(reads)
+        return memory
+
+
+def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
+    """All bytes of a file in order, cut into steps.
+
+    Args:
+        step_bytes: The most in one step, where a digest block isn't larger.
+        slab_bytes: The same of a step that puts rows together from several chunks. The chunks' blocks at its ends may
+            be read a second time for the next.
+    """
+    tensors = [(begin, source) for begin, source in file.tensors if source.nbytes]
+    items: list[tuple[int, bytes | Source]] = sorted([*file.literals, *tensors], key=lambda item: item[0])
+    step = Step(0)
+    for begin, item in items:
+        assert begin == step.begin + step.nbytes, f"{file.name}: bytes {step.begin + step.nbytes} to {begin} are unset"
+        parts = _literals(item, step_bytes) if isinstance(item, bytes) else _parts(item, step_bytes, slab_bytes)
+        for part in parts:
+            aligned = isinstance(part, Literal) or step.nbytes % part.dtype.itemsize == 0
+            if step.nbytes and (step.nbytes + part.nbytes > step_bytes or not aligned):
+                yield step
+                step = Step(step.begin + step.nbytes)
+            step.parts.append(part)
+            step.nbytes += part.nbytes
+    assert step.begin + step.nbytes == file.size
+    if step.nbytes:
+        yield step
+
+
+def _literals(data: bytes, step_bytes: int) -> Iterator[Literal]:
+    for at in range(0, len(data), step_bytes):
+        yield Literal(data[at : at + step_bytes])
+
+
+def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]:
+    entry, manifest = source.stored.entry, source.stored.checkpoint.manifest
+    chunks = _in_file_order(entry) if source.dtype == source.stored.dtype else None
+    if chunks is None:
+        fault = coverage_fault(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        if fault is not None:
+            raise manifest.corrupt(f"the chunks of {source.stored.name!r} don't make up the tensor: {fault}")
+        width = max(source.dtype.itemsize, source.stored.dtype.itemsize)
+        for box in slabs(Box.whole(entry.shape), slab_bytes // width, _whole_blocks(entry, manifest.block_bytes)):
+            yield Extent(source, entry, box, source.dtype, verbatim=False)
+        return
+    step_bytes -= step_bytes % manifest.block_bytes if 0 < manifest.block_bytes <= step_bytes else 0
+    for chunk in chunks:
+        size = chunk.end - chunk.begin
+        as_bytes = TensorEntry("U8", (size,), (replace(chunk, offsets=(0,), sizes=(size,)),))
+        for at in range(0, size, step_bytes):
+            box = Box((at,), (min(step_bytes, size - at),))
+            yield Extent(source, as_bytes, box, torch.uint8, verbatim=True)
+
+
+def _in_file_order(entry: TensorEntry) -> list[Chunk] | None:
+    """The chunks whose bytes, one after another, are the tensor's; None where there is no such order."""
+    chunks = sorted((chunk for chunk in entry.chunks if chunk.end > chunk.begin), key=lambda chunk: chunk.offsets)
+    position = 0
+    for chunk in chunks:
+        dim = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
+        first = Box(chunk.offsets, chunk.sizes).first(entry.shape)
+        if first != position or chunk.sizes[dim + 1 :] != entry.shape[dim + 1 :]:
+            return None
+        position += math.prod(chunk.sizes)
+    return chunks if position == math.prod(entry.shape) else None
+
+
+def _whole_blocks(entry: TensorEntry, block_bytes: int) -> Callable[[int], int]:
+    """How many rows along a dim make up whole digest blocks in every chunk, so that no block is read twice."""
+
+    @lru_cache
+    def rows(dim: int) -> int:
+        if not block_bytes:
+            return 1
+        width = item_bytes(entry.dtype)
+        row_bytes = {math.prod(chunk.sizes[dim + 1 :]) * width for chunk in entry.chunks if chunk.end > chunk.begin}
+        return math.lcm(*(block_bytes // math.gcd(block_bytes, size) for size in row_bytes))
+
+    return rows
+
+
+def share_out(all_steps: list[tuple[OutFile, Step]], parts: int, index: int) -> list[tuple[OutFile, Step]]:
+    """The ``index``-th of ``parts`` lists of consecutive steps, alike in bytes."""
+    ends = list(itertools.accumulate(step.nbytes for _, step in all_steps))
+    total = ends[-1] if ends else 0
+    low, high = total * index // parts, total * (index + 1) // parts
+    return [item for item, end in zip(all_steps, ends) if low < end <= high]

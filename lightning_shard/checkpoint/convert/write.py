@@ -1,0 +1,251 @@
+"""Files to a store, by one process or dealt over the ranks, in bounded memory.
+
+On a local disk every rank writes its part of each file into its place; the files appear by a rename when all are whole.
+On S3 every rank puts parts of a file, which appears when it is completed. Where there are as many files as ranks, and
+on other stores, which take a file from front to back, each file is one rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.convert.local_copy import Copier, pwrite
+from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_out, steps
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none
+from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
+from lightning_shard.checkpoint.store.local import thread_count
+from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes
+
+MAX_THREADS = 4
+COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
+"""How much one thread copies at a time from local disk to local disk, through small buffers."""
+BUFFER_BYTES = 16 * 2**20
+"""How much is read at a time otherwise; as many such buffers as threads, and one more, are in memory."""
+MIN_SHARED_BYTES = 64 * 2**20
+"""A shorter file is put by one rank."""
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+def deliver(
+    store: Store, files: Sequence[OutFile], ranks: Ranks, *, durable: bool, progress: Progress | None = None
+) -> None:
+    """Write files. A collective call over ``ranks``, all of which are given the same files.
+
+    Raises:
+        CorruptCheckpointError: On reading what they are made of; on every rank, and no local file appears then.
+    """
+    if isinstance(store, LocalStore):
+        _deliver_locally(store, files, ranks, durable, progress)
+        return
+    in_parts = isinstance(store, S3Store) and len(files) < len(ranks.members)
+    whole = [file for file in files if not (in_parts and file.size >= MIN_SHARED_BYTES)]
+    shared = [_OwnParts(file, ranks) for file in files if in_parts and file.size >= MIN_SHARED_BYTES]
+    mine = whole[ranks.members.index(ranks.rank) :: len(ranks.members)]
+    count = _Count(sum(file.size for file in mine) + sum(own.end - own.begin for own in shared), progress)
+    for own in shared:
+        assert isinstance(store, S3Store)
+        _deliver_in_parts(store, own, ranks, count)
+    with all_or_none(ranks.group):
+        for file in mine:
+            store.publish(file.name, _stream(_read_in_turn(file, 0, file.size), count), file.size, durable=durable)
+
+
+@dataclass
+class _Count:
+    """The bytes done of ``total``, told to ``progress``."""
+
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _deliver_locally(
+    store: LocalStore, files: Sequence[OutFile], ranks: Ranks, durable: bool, progress: Progress | None
+) -> None:
+    paths = {file.name: os.path.join(store.root, file.name) for file in files}
+    suffix = ranks.broadcast(f".{os.getpid()}-{secrets.token_hex(4)}.tmp" if ranks.first else None)
+    try:
+        with all_or_none(ranks.group):
+            if ranks.first:
+                for file in files:
+                    _reserve(paths[file.name] + suffix, file.size)
+        # a rank that doesn't see them is on another machine, with a disk of its own
+        sees = all(os.path.exists(path + suffix) for path in paths.values())
+        seeing = ranks.broadcast([rank for rank, can in zip(ranks.members, ranks.gather(sees)) if can])
+        with all_or_none(ranks.group):
+            if ranks.rank in seeing:
+                work = _work(files)
+                mine = share_out(work, len(seeing), seeing.index(ranks.rank))
+                _write_in_place(
+                    [(paths[file.name] + suffix, step) for file, step in mine],
+                    _from_local_disk(files),
+                    durable,
+                    progress,
+                )
+        with all_or_none(ranks.group):
+            if ranks.first:
+                for path in paths.values():
+                    os.replace(path + suffix, path)
+                if durable:
+                    store.sync(paths)
+    finally:
+        if ranks.first:
+            for path in paths.values():
+                with contextlib.suppress(OSError):
+                    os.unlink(path + suffix)
+
+
+class _OwnParts:
+    """Which bytes of a file that all ranks put in parts, ``begin`` to ``end``, are this rank's: whole parts."""
+
+    def __init__(self, file: OutFile, ranks: Ranks) -> None:
+        self.file = file
+        self.part_bytes = part_bytes(file.size)
+        parts = -(-file.size // self.part_bytes)
+        place, count = ranks.members.index(ranks.rank), len(ranks.members)
+        self.first = parts * place // count
+        self.begin = self.first * self.part_bytes
+        self.end = min(parts * (place + 1) // count * self.part_bytes, file.size)
+
+
+def _deliver_in_parts(store: S3Store, own: _OwnParts, ranks: Ranks, count: _Count) -> None:
+    upload: Upload | None = None
+    try:
+        with all_or_none(ranks.group):
+            if ranks.first:
+                upload = store.begin_upload(own.file.name)
+        upload = ranks.broadcast(upload)
+        assert upload is not None
+        tags: list[str] = []
+        with all_or_none(ranks.group):
+            if own.begin < own.end:
+                data = _stream(_read_in_turn(own.file, own.begin, own.end), count)
+                tags += store.upload_parts(upload, data, own.end - own.begin, own.part_bytes, first=own.first + 1)
+        everyone = ranks.gather(tags)
+        with all_or_none(ranks.group):
+            if ranks.first:
+                store.complete_upload(upload, [tag for of_rank in everyone for tag in of_rank], own.file.size)
+    except BaseException:
+        if ranks.first and upload is not None:
+            store.abort_upload(upload)
+        raise
+
+
+def _reserve(path: str, size: int) -> None:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _work(files: Sequence[OutFile]) -> list[tuple[OutFile, Step]]:
+    sizes = (COPY_BYTES, COPY_SLAB_BYTES) if _from_local_disk(files) else (BUFFER_BYTES, BUFFER_BYTES)
+    return [(file, step) for file in files for step in steps(file, *sizes)]
+
+
+def _from_local_disk(files: Sequence[OutFile]) -> bool:
+    stores = (source.stored.checkpoint.store for file in files for _, source in file.tensors)
+    return isinstance(next(stores, None), LocalStore)
+
+
+def _write_in_place(work: Sequence[tuple[str, Step]], copies: bool, durable: bool, progress: Progress | None) -> None:
+    count = _Count(sum(step.nbytes for _, step in work), progress)
+    fds: dict[str, int] = {}
+    local = threading.local()
+
+    def copy(path: str, step: Step) -> int:
+        if not hasattr(local, "copier"):
+            local.copier = Copier()
+        local.copier.copy(step, fds[path])
+        return step.nbytes
+
+    def fill(path: str, step: Step) -> int:
+        if not hasattr(local, "buffer") or local.buffer.numel() < step.nbytes:
+            local.buffer = torch.empty(step.nbytes, dtype=torch.uint8)
+        pwrite(fds[path], step.fill(local.buffer), step.begin)
+        return step.nbytes
+
+    try:
+        for path in dict.fromkeys(path for path, _ in work):
+            fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        with _pool() as pool:
+            for nbytes in pool.map(copy if copies else fill, *zip(*work)) if work else ():
+                count.add(nbytes)
+        if durable:
+            for fd in fds.values():
+                os.fsync(fd)
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A step, and which of its bytes are wanted: a step that reaches beyond what a rank puts is read by two."""
+
+    step: Step
+    begin: int
+    end: int
+
+    def fill(self, buffer: Tensor) -> memoryview:
+        return self.step.fill(buffer)[self.begin : self.end]
+
+
+def _read_in_turn(file: OutFile, begin: int, end: int) -> list[_Reading]:
+    """Reads whose bytes, one after another, are those of a file from ``begin`` to ``end``."""
+    return [
+        _Reading(step, max(begin - step.begin, 0), min(end - step.begin, step.nbytes))
+        for step in steps(file, BUFFER_BYTES, BUFFER_BYTES)
+        if step.begin < end and begin < step.begin + step.nbytes
+    ]
+
+
+def _stream(work: Sequence[_Reading], count: _Count) -> Iterator[Buffer]:
+    """The reads' bytes in order; the next few are read while one is written."""
+    waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
+    size = max((reading.step.nbytes for reading in work), default=0)
+    free = [torch.empty(size, dtype=torch.uint8) for _ in range(_threads() + 1)]
+    with _pool() as pool:
+        coming = iter(work)
+        while True:
+            while free and (reading := next(coming, None)) is not None:
+                buffer = free.pop()
+                waiting.append((pool.submit(reading.fill, buffer), buffer))
+            if not waiting:
+                return
+            future, buffer = waiting.popleft()
+            data = future.result()
+            yield data
+            count.add(data.nbytes)
+            free.append(buffer)
+
+
+def _threads() -> int:
+    return min(thread_count(), MAX_THREADS)
+
+
+@contextlib.contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(_threads(), thread_name_prefix="checkpoint-gather")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,197 @@
+"""Other programs' files as checkpoints to read: safetensors, alone or with an index, and torch's own.
+
+Their headers give a manifest without digests; ``read``, ``load``, ``inspect`` and ``gather`` work on it as on any.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.checkpoint.foreign import lightning_ckpt
+from lightning_shard.checkpoint.foreign.torchfile import MAGIC, load_fake, stored_as
+from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, parse_header
+from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest, chunk_to_json, tensor_to_json
+from lightning_shard.checkpoint.store import Store, open_store
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_FIRST_BYTES = 2**16
+_NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """Where another program's files are, what is in them, and its state as :func:`codec.encode` gives it."""
+
+    store: Store
+    manifest: Manifest
+    state: Any = None
+
+
+def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint | None:
+    """A safetensors file, a folder of them, or torch's file; None where the path is nothing of the kind.
+
+    Raises:
+        CheckpointError: It is damaged, or holds values that need code of its own.
+    """
+    folder = open_store(path, storage_options)
+    index = _content(folder, INDEX)
+    if index is not None:
+        return ForeignCheckpoint(folder, _safetensors(path, folder, _indexed(index, f"{path}/{INDEX}")))
+    if _head(folder, SINGLE) is not None:
+        return ForeignCheckpoint(folder, _safetensors(path, folder, {SINGLE: None}))
+    parent, _, name = path.rpartition("/")
+    beside = open_store(parent or ("/" if path.startswith("/") else "."), storage_options)
+    head = _head(beside, name) if name else None
+    if head is None:
+        return None
+    if head[:4] == MAGIC:
+        return _torch(path, beside, name)
+    if name.endswith(".index.json"):
+        return ForeignCheckpoint(beside, _safetensors(path, beside, _indexed(beside.read(name), path)))
+    if name.endswith(".safetensors") or head[8:9] == b"{":
+        return ForeignCheckpoint(beside, _safetensors(path, beside, {name: None}))
+    return None
+
+
+def _content(store: Store, name: str) -> bytes | None:
+    try:
+        return store.read(name)
+    except _NOT_A_FILE:
+        return None
+
+
+def _head(store: Store, name: str) -> bytes | None:
+    """The first bytes of a file; None where there is no such file."""
+    try:
+        return _read(store, name, 0, min(_FIRST_BYTES, store.size(name)))
+    except _NOT_A_FILE:
+        return None
+
+
+def _read(store: Store, name: str, begin: int, end: int) -> bytes:
+    data = bytearray(end - begin)
+    with store.reading(name) as read:
+        read([(begin, memoryview(data))])
+    return bytes(data)
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def _indexed(data: bytes, source: str) -> dict[str, set[str] | None]:
+    """The names that an index expects in each file."""
+    files: dict[str, set[str]] = {}
+    try:
+        for name, file in json.loads(data)["weight_map"].items():
+            files.setdefault(str(file), set()).add(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{source} is no index of files: {type(error).__name__} {error}.") from error
+    return {**files}
+
+
+def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None]) -> Manifest:
+    """The manifest of safetensors files; ``expected`` has the names in each, or None for all that it has."""
+    files: list[FileEntry] = []
+    model: dict[str, Any] = {}
+    for number, (file, names) in enumerate(sorted(expected.items())):
+        source = f"{store.root}/{file}"
+        head = _head(store, file)
+        if head is None:
+            raise CorruptCheckpointError(f"{source} is missing, which the index beside it lists.")
+        size = store.size(file)
+        length = 8 + struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else size + 1
+        if length > min(size, MAX_HEADER_BYTES):
+            raise CorruptCheckpointError(f"{source} is no whole safetensors file: its header is beyond its end.")
+        head = head[:length] + (_read(store, file, len(head), length) if length > len(head) else b"")
+        entries, _ = parse_header(head, source)
+        lacking = sorted((names or set()) - entries.keys())
+        if lacking:
+            raise CorruptCheckpointError(f"{source} lacks {lacking[0]!r}, which the index beside it lists.")
+        files.append(FileEntry(file, size, length))
+        for name, entry in entries.items():
+            if names is not None and name not in names:
+                continue
+            if entry.dtype not in DTYPES:
+                raise UnsupportedStateError(f"{source}: {name!r} has dtype {entry.dtype!r}, which is unknown here.")
+            chunk = Chunk(number, entry.begin, entry.end, (0,) * len(entry.shape), entry.shape)
+            model[name] = tensor_to_json(entry.dtype, entry.shape, [chunk_to_json(chunk, number)])
+    return Manifest("", files, writer="safetensors", raw_sections={"model": model}, source=path)
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
+    size = store.size(name)
+    with io.BufferedReader(_StoreFile(store, name, size), _FIRST_BYTES) as file:
+        content = load_fake(file, path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}: a checkpoint is a dict of tensors.")
+    if isinstance(content.get("state_dict"), Mapping):
+        tensors, optimizer, rest = lightning_ckpt.take_apart(content)
+    else:
+        tensors, optimizer, rest = dict(_leaves(content, "")), {}, None
+    state, others = codec.encode(rest, lambda name, tensor: None)  # what is stored already can be
+    sections = {"model": tensors, "optimizer": optimizer, "trainer": others}
+    raw = {title: _entries(section) for title, section in sections.items()}
+    return ForeignCheckpoint(
+        store, Manifest("", [FileEntry(name, size)], writer="torch", raw_sections=raw, source=path), state
+    )
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A section; tensors that are the same bytes of the file are one tensor."""
+    section: dict[str, Any] = {}
+    known: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        entry = stored_as(name, tensor)
+        first = known.setdefault(json.dumps(entry), name) if tensor.numel() else name
+        section[name] = entry if first == name else {"same_as": first}
+    return section
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dicts, names joined by ``.``; anything else is left out."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+
+
+class _StoreFile(io.RawIOBase):
+    """A file of a store, to seek and read in."""
+
+    def __init__(self, store: Store, name: str, size: int) -> None:
+        self._store, self._name, self._size, self._at = store, name, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        memory = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        if memory.nbytes:
+            with self._store.reading(self._name) as read:
+                read([(self._at, memory)])
+        self._at += memory.nbytes
+        return memory.nbytes

@@ -1,0 +1,28 @@
+"""Digests: one 128-bit hash for each block of a chunk's bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from lightning_shard.errors import CorruptCheckpointError
+
+DIGEST_ALGORITHM = "xxh3_128"
+DIGEST_HEX_CHARS = 32
+BLOCK_BYTES = 4 * 2**20
+Digest = str
+"""32 lowercase hexadecimal digits of an xxh3_128, as its canonical (big-endian) bytes."""
+
+
+def digest(data: Any) -> Digest:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def check_digest(found: str, expected: str, name: str, begin: int, end: int, file: str) -> None:
+    """Raise CorruptCheckpointError if the bytes ``begin`` to ``end`` of a file, a part of ``name``, aren't as saved."""
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"{file}: bytes {begin:,} to {end:,}, a part of {name!r}, differ from their digest: the file is damaged,"
+            " use another checkpoint."
+        )

@@ -1,0 +1,158 @@
+"""The safetensors header: names, dtypes, shapes and byte ranges to bytes, and back.
+
+A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. Ours are padded with spaces so that the data
+begins at a multiple of 4096 bytes, a page. https://github.com/safetensors/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_shard.errors import CorruptCheckpointError, UnsupportedStateError
+
+ALIGNMENT_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors readers
+
+
+# Our dtype names are those of safetensors, and three more for what it, or its Python reader, has no name for.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",
+    torch.complex32: "C32",
+}
+
+
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+# In the file such a tensor is declared as (dtype, extra last dim), with the same bytes.
+CARRIERS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "F8_E8M0": ("U8", ()),
+    "C128": ("F64", (2,)),
+    "C32": ("F16", (2,)),
+}
+
+
+def dtype_name(dtype: torch.dtype, key: str = "") -> str:
+    """The format's name of a dtype.
+
+    Raises:
+        UnsupportedStateError: The format has none.
+    """
+    try:
+        return DTYPE_NAMES[dtype]
+    except KeyError:
+        raise UnsupportedStateError(
+            f"{key!r} has dtype {dtype}, which the checkpoint format can't hold: convert it to one of"
+            f" {', '.join(sorted(DTYPES))} before saving."
+        ) from None
+
+
+def item_bytes(name: str) -> int:
+    """Bytes per element of a dtype, given by its name in the format."""
+    return DTYPES[name].itemsize
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """One tensor of a file: ``begin`` and ``end`` are byte offsets from the start of the *file*."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def build_header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[HeaderEntry]]:
+    """The first bytes of a file that holds ``tensors`` (key, dtype name, shape) one after another.
+
+    Returns:
+        The header (length prefix and padding included) and where each tensor's data lies.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    spans = []
+    for key, dtype, shape in tensors:
+        assert key not in table, f"two tensors of one file are named {key!r}"
+        nbytes = math.prod(shape) * item_bytes(dtype)
+        carrier, extra = CARRIERS.get(dtype, (dtype, ()))
+        table[key] = {
+            "dtype": carrier,
+            "shape": [*shape, *extra],
+            "data_offsets": [position, position + nbytes],
+        }
+        spans.append((position, position + nbytes))
+        position += nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedStateError(
+            f"One rank's file would need a header of {len(text):,} bytes, and safetensors allows {MAX_HEADER_BYTES:,}:"
+            " save fewer tensors per rank."
+        )
+    header = struct.pack("<Q", len(text)) + text
+    entries = [
+        HeaderEntry(key, dtype, tuple(shape), len(header) + begin, len(header) + end)
+        for (key, dtype, shape), (begin, end) in zip(tensors, spans, strict=True)
+    ]
+    return header, entries
+
+
+def parse_header(header: bytes, file: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """The tensors that a header declares (as carried: see ``CARRIERS``), and its ``__metadata__``.
+
+    Args:
+        header: The file's first ``8 + N`` bytes, or more.
+        file: Its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: Not a safetensors header.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", header)
+        if length > MAX_HEADER_BYTES or 8 + length > len(header):
+            raise ValueError(f"its header says that it is {length:,} bytes long")
+        table = json.loads(header[8 : 8 + length])
+        metadata = table.pop("__metadata__", {})
+        base = 8 + length
+        entries = {
+            key: HeaderEntry(
+                key,
+                str(value["dtype"]),
+                tuple(int(size) for size in value["shape"]),
+                base + int(value["data_offsets"][0]),
+                base + int(value["data_offsets"][1]),
+            )
+            for key, value in table.items()
+        }
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+        raise CorruptCheckpointError(f"{file} is not a valid safetensors file: {error}.") from error
+    return entries, metadata

@@ -1,0 +1,342 @@
+"""Files to tensors: boxes become byte ranges, those that touch are merged, and a few threads fetch them.
+
+A range goes into the tensor's own memory where it is contiguous there too. Else it is copied there from the system's
+memory, if the store can map its files, or through a scratch buffer. With digests, whole blocks are read and checked, so
+a box's edges cost up to a block each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box, coverage_fault
+from lightning_shard.checkpoint.format.blocks import check_digest, digest
+from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
+from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow
+from lightning_shard.checkpoint.store import Buffer, Reader, Store
+from lightning_shard.errors import CorruptCheckpointError
+
+BATCH_BYTES = 8 * 2**20
+"""How much one thread fetches of one file at a time, or the store's ``step_bytes`` where that is more; times its
+``requests``, the bound of what is in flight."""
+SPAN_BYTES = 16 * 2**20
+"""A strided part of a chunk is read together with what lies between, up to this length at a time."""
+_SCRATCH_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Read:
+    """Fill ``target``, of the sizes of ``box`` and of any strides and device, with that box of a stored tensor."""
+
+    name: str
+    entry: TensorEntry
+    box: Box
+    target: Tensor
+
+
+@dataclass
+class _Job:
+    """One byte range of a file, what it must hash to, and where it goes.
+
+    ``into`` is the memory that it is read into, or None for scratch; then ``size``, ``strides`` and ``offset`` (in
+    elements) tell which of the range's elements are copied to ``target``.
+    """
+
+    name: str
+    begin: int
+    end: int
+    into: Buffer | None = None
+    blocks: list[tuple[int, int, str]] = field(default_factory=list)
+    dtype: torch.dtype = torch.uint8
+    target: Tensor | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
+    """Carry out reads; digests are checked of every block that is touched, if ``verify`` and the checkpoint has any.
+
+    Returns:
+        How many bytes were read.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't make up the tensor.
+    """
+    batches = plan_reads(manifest, reads, verify=verify, batch_bytes=max(BATCH_BYTES, store.step_bytes))
+    threads = min(store.requests, len(batches))
+    if threads <= 1:
+        for path, batch in batches:
+            _fetch(store, path, batch, _scratch())
+    else:
+
+        def fetch(work: tuple[str, list[_Job]]) -> None:
+            _fetch(store, *work, _scratch())
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
+            futures = [pool.submit(fetch, batch) for batch in batches]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    return sum(job.end - job.begin for _, batch in batches for job in batch)
+
+
+def plan_reads(
+    manifest: Manifest, reads: Iterable[Read], *, verify: bool, batch_bytes: int = BATCH_BYTES
+) -> list[tuple[str, list[_Job]]]:
+    """Per call of the store the file's path and the ranges of it that are read, in order."""
+    per_file: dict[int, list[_Job]] = {}
+    for read in reads:
+        for file, job in _plan(read, manifest, verify):
+            per_file.setdefault(file, []).append(job)
+    return [
+        (manifest.files[file].path, batch)
+        for file, jobs in sorted(per_file.items())
+        for batch in _batches(sorted(jobs, key=lambda job: job.begin), batch_bytes)
+    ]
+
+
+def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _Job]]:
+    found = read.entry.overlapping(read.box)
+    if len(found) != 1 or found[0][1] != read.box:
+        fault = coverage_fault(read.box.sizes, [part.within(read.box) for _, part in found])
+        if fault is not None:
+            raise manifest.corrupt(f"the chunks of {read.name!r} don't make up the tensor: {fault}")
+    block_bytes = manifest.block_bytes if verify else 0
+    for chunk, part in found:
+        target = narrow(read.target, part.within(read.box))
+        inside = part.within(Box(chunk.offsets, chunk.sizes))
+        for job in _jobs(read, chunk, inside, target, block_bytes if chunk.digests else 0):
+            yield chunk.file, job
+
+
+def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
+    """The reads for one region of a chunk, each in place or of a span of few bytes; with digests, of whole blocks."""
+    dtype = DTYPES[read.entry.dtype]
+    first, last = _span(region, chunk.sizes)
+    if last - first == region.numel and target.dtype == dtype and is_plain(target):
+        yield from _jobs_in_place(read, chunk, (first, last), target, block_bytes)
+    elif (last - first) * dtype.itemsize <= SPAN_BYTES:
+        yield _scratch_job(read, chunk, (first, last), target, _strides(chunk.sizes), block_bytes)
+    else:
+        dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
+        rows = max(1, SPAN_BYTES // (math.prod(chunk.sizes[dim + 1 :]) * dtype.itemsize))
+        for start in range(0, region.sizes[dim], rows):
+            offsets, sizes = list(region.offsets), list(region.sizes)
+            offsets[dim] += start
+            sizes[dim] = min(rows, sizes[dim] - start)
+            part = Box(tuple(offsets), tuple(sizes))
+            yield from _jobs(read, chunk, part, target.narrow(dim, start, sizes[dim]), block_bytes)
+
+
+def _jobs_in_place(
+    read: Read, chunk: Chunk, elements: tuple[int, int], target: Tensor, block_bytes: int
+) -> Iterator[_Job]:
+    """For elements that lie as they do in the target; those in blocks that reach beyond go through scratch."""
+    width = target.element_size()
+    first, last = elements
+    memory = byte_view(target)
+    for begin, end in _windows(first * width, last * width, block_bytes):
+        if block_bytes and (begin % block_bytes or (end % block_bytes and end != chunk.end - chunk.begin)):
+            part = target.view(-1)[begin // width - first : end // width - first]
+            yield _scratch_job(read, chunk, (begin // width, end // width), part, (1,), block_bytes)
+        else:
+            into = memory[begin - first * width : end - first * width]
+            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, _blocks(chunk, begin, end, block_bytes))
+
+
+def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
+    """From the first to the last element of a region, as places in the row-major chunk."""
+    if region.sizes == chunk_sizes:
+        return 0, region.numel
+    strides = _strides(chunk_sizes)
+    first = sum(offset * stride for offset, stride in zip(region.offsets, strides))
+    return first, first + sum((size - 1) * stride for size, stride in zip(region.sizes, strides)) + 1
+
+
+def _scratch_job(
+    read: Read,
+    chunk: Chunk,
+    elements: tuple[int, int],
+    target: Tensor,
+    strides: tuple[int, ...],
+    block_bytes: int,
+) -> _Job:
+    """Read a span of a chunk's elements, out to whole blocks, then copy some of them to ``target``."""
+    dtype = DTYPES[read.entry.dtype]
+    width = dtype.itemsize
+    begin, end = elements[0] * width, elements[1] * width
+    if block_bytes:
+        begin -= begin % block_bytes
+        end = min(end + -end % block_bytes, chunk.end - chunk.begin)
+    return _Job(
+        read.name,
+        chunk.begin + begin,
+        chunk.begin + end,
+        None,
+        _blocks(chunk, begin, end, block_bytes),
+        dtype,
+        target,
+        strides,
+        elements[0] - begin // width,
+    )
+
+
+def _windows(begin: int, end: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a byte range of a chunk into reads; with digests so that all but the first and last are whole blocks."""
+    grid = block_bytes or BATCH_BYTES
+    while begin < end:
+        stop = min(end, begin + grid - begin % grid)
+        yield begin, stop
+        begin = stop
+
+
+def _blocks(chunk: Chunk, begin: int, end: int, block_bytes: int) -> list[tuple[int, int, str]]:
+    if not block_bytes:
+        return []
+    assert begin % block_bytes == 0
+    return [
+        (start - begin, min(start + block_bytes, end) - begin, chunk.block_digest(start // block_bytes))
+        for start in range(begin, end, block_bytes)
+    ]
+
+
+def _batches(jobs: Sequence[_Job], batch_bytes: int) -> Iterator[list[_Job]]:
+    batch: list[_Job] = []
+    total = 0
+    for job in jobs:
+        nbytes = job.end - job.begin
+        if batch and total + nbytes > batch_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(job)
+        total += nbytes
+    if batch:
+        yield batch
+
+
+class _Scratch:
+    """One thread's memory for what can't be read in place; it grows to the largest batch and is reused."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, nbytes: int, pinned: bool) -> Tensor:
+        if self.tensor.numel() < nbytes or (pinned and not self.tensor.is_pinned()):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return self.tensor
+
+
+@contextlib.contextmanager
+def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
+    """Reads of a file for a tensor: a file that is missing or too short is a damaged checkpoint."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{store.root}/{path} is missing, and holds a part of {name!r}: use another checkpoint."
+        ) from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {name!r}.") from error
+
+
+_of_thread = threading.local()
+
+
+def _scratch() -> _Scratch:
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = _Scratch()
+    return _of_thread.scratch
+
+
+def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) -> None:
+    with naming_what_fails(store, path, batch[0].name):
+        rest = [job for job in batch if not _copy_from_map(store, path, job)]
+        if rest:
+            _read(store, path, rest, scratch)
+
+
+def _copy_from_map(store: Store, path: str, job: _Job) -> bool:
+    """Copy what can't be read in place, once, from where the store has it in memory; whether that was possible."""
+    if job.target is None or job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
+        return False
+    memory = store.mapped(path, job.begin, job.end)
+    if memory is None:
+        return False
+    _check(job, memory, f"{store.root}/{path}")
+    _copy_out(job, torch.frombuffer(memory, dtype=job.dtype))
+    return True
+
+
+def _copy_out(job: _Job, elements: Tensor) -> None:
+    assert job.target is not None
+    job.target.copy_(elements.as_strided(job.target.shape, job.strides, elements.storage_offset() + job.offset))
+
+
+def _read(store: Store, path: str, jobs: Sequence[_Job], scratch: _Scratch) -> None:
+    places, total = [], 0
+    for job in jobs:
+        places.append(total)
+        if job.into is None:
+            total += -(-(job.end - job.begin) // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+    room = scratch.room(total, any(job.target is not None and job.target.device.type == "cuda" for job in jobs))
+    memory = byte_view(room) if total else memoryview(b"")
+    buffers = [
+        memory[place : place + job.end - job.begin] if job.into is None else job.into
+        for job, place in zip(jobs, places)
+    ]
+    with store.reading(path) as read:
+        for group in _steps(list(zip(jobs, buffers)), store.step_bytes):
+            _read_and_check(read, group, store.step_bytes, f"{store.root}/{path}")
+    for job, place, buffer in zip(jobs, places, buffers):
+        if job.target is not None:
+            _copy_out(job, room[place : place + buffer.nbytes].view(job.dtype))
+
+
+def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Sequence[tuple[_Job, Buffer]]]:
+    """Jobs to read in one call: as many as fit into a step, or one that is longer."""
+    first = total = 0
+    for index, (_, buffer) in enumerate(jobs):
+        if index > first and total + buffer.nbytes > step_bytes:
+            yield jobs[first:index]
+            first, total = index, 0
+        total += buffer.nbytes
+    yield jobs[first:]
+
+
+def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int, file: str) -> None:
+    """Read, and hash what was read while it is in cache."""
+    if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes or not jobs[0][0].blocks:
+        read([(job.begin, buffer) for job, buffer in jobs])
+        for job, buffer in jobs:
+            _check(job, buffer, file)
+        return
+    job, buffer = jobs[0]
+    for start, stop, expected in job.blocks:
+        hasher = xxhash.xxh3_128()
+        for begin in range(start, stop, step_bytes):
+            part = buffer[begin : min(begin + step_bytes, stop)]
+            read([(job.begin + begin, part)])
+            hasher.update(part)
+        check_digest(hasher.hexdigest(), expected, job.name, job.begin + start, job.begin + stop, file)
+
+
+def _check(job: _Job, memory: Buffer, file: str) -> None:
+    for start, stop, expected in job.blocks:
+        check_digest(digest(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

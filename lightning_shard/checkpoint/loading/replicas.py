@@ -1,0 +1,239 @@
+"""Ranks that hold a tensor alike read it once between them: each a part of it, which it then passes on to the others.
+
+Worth it where all ranks read through one network, as from an object store: of what ``r`` replicas need, it carries an
+``r``-th. Who reads what follows from the tensors' layouts, like who writes what. Only whether all of the replicas ask
+for the same is talked about: one that waits for a tensor that no other passes on would wait forever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.loading.ranges import Read
+from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.memory import narrow
+from lightning_shard.checkpoint.ranks import Ranks, together
+from lightning_shard.checkpoint.sharing import Shared, deal
+from lightning_shard.checkpoint.tensors import is_dtensor, replicated_over
+
+MIN_BYTES = 2**20
+"""What is less than this in all, each replica reads by itself."""
+PIECE_BYTES = 64 * 2**20
+"""How much is passed on at a time."""
+SMALL_BYTES, PACK_BYTES = 2**20, 16 * 2**20
+"""Smaller tensors are passed on packed: a broadcast of each would take longer than its bytes."""
+_ALIGNMENT = 16  # of what is packed, so that every dtype can be seen in it
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One box of a tensor of this rank, and the checkpoint that it is read from."""
+
+    checkpoint: Checkpoint
+    tensor: Tensor
+    read: Read
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks of the world that hold some tensors alike, in the order of their process group."""
+
+    ranks: tuple[int, ...]
+    name: str
+    """Of the process group, the same on all of its ranks."""
+    group: Any = field(compare=False)
+
+    @property
+    def key(self) -> Key:
+        return self.ranks, self.name
+
+
+Key = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What one of the replicas reads, and the others get from it."""
+
+    replicas: Replicas
+    owner: int
+    """The reader's rank in the world."""
+    part: Wanted
+
+
+class Sharing:
+    """What this rank wants, of which other ranks may want the same. Made without talking.
+
+    Attributes:
+        offers: Whether there is enough of it to talk about.
+    """
+
+    def __init__(self, wanted: Iterable[Wanted], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._alone: list[Wanted] = []
+        held: dict[Replicas, list[Wanted]] = {}
+        for item, replicas in _with_replicas(wanted, ranks):
+            (self._alone if replicas is None else held.setdefault(replicas, [])).append(item)
+        self._held: dict[Replicas, list[Placed]] = {}
+        for replicas, items in held.items():
+            if sum(_shared(item).nbytes for item in items) < MIN_BYTES:
+                self._alone += items
+            else:
+                # as the tensors were written: so the parts of a layout that is loaded as it was saved are whole chunks
+                self._held[replicas] = sorted(((_place(item), item) for item in items), key=itemgetter(0))
+        self.offers = bool(self._held)
+
+    def settle(self) -> tuple[list[Wanted], list[Assigned]]:
+        """Who reads what; a collective call of all ranks that load.
+
+        Returns:
+            What some replicas don't want alike, and each reads by itself; and who reads all else, in the same order on
+            every rank.
+        """
+        asked = {replicas.key: _fingerprint(items) for replicas, items in self._held.items()}
+        members = self._ranks.members
+        agreed = together(self._ranks, lambda: asked, lambda everyone: _agreed(dict(zip(members, everyone))))
+        alone = list(self._alone)
+        assigned: list[Assigned] = []
+        # sorted, also between process groups: else two ranks could wait for each other in two of them
+        for replicas, items in sorted(self._held.items(), key=lambda held: held[0].key):
+            if replicas.key in agreed:
+                assigned += _assign(replicas, items)
+            else:
+                alone += [item for _, item in items]
+        return alone, assigned
+
+
+def pass_on(assigned: Iterable[Assigned]) -> None:
+    """Give every replica what one of them has read; collective over them."""
+    for (replicas, owner), items in itertools.groupby(assigned, key=lambda item: (item.replicas, item.owner)):
+        for batch in _batches(item.part.read.target for item in items):
+            _broadcast(batch, owner, replicas.group)
+
+
+# -- who holds the same -----------------------------------------------------------------------------------------------
+
+
+def _with_replicas(wanted: Iterable[Wanted], ranks: Ranks) -> Iterator[tuple[Wanted, Replicas | None]]:
+    """The ranks that hold what this rank holds of a tensor; None where no others do, or it can't be sent to them.
+
+    Those of a DTensor are along the largest axis of its mesh that replicates it; a plain tensor's are all ranks.
+    """
+    known: dict[Any, Replicas | None] = {}
+    for item in wanted:
+        if not item.checkpoint.share_reads or ranks.alone:
+            yield item, None
+            continue
+        tensor: Any = item.tensor
+        layout = (id(tensor.device_mesh), tensor.placements) if is_dtensor(tensor) else None
+        key = layout, tensor.device.type
+        if key not in known:
+            known[key] = _replicas(replicated_over(tensor) if layout else ranks.group, tensor.device, ranks)
+        yield item, known[key]
+
+
+def _replicas(group: Any, device: torch.device, ranks: Ranks) -> Replicas | None:
+    if group is None or f"{device.type}:" not in dist.get_backend_config(group):
+        return None
+    members = tuple(dist.get_process_group_ranks(group))
+    return Replicas(members, group.group_name, group) if set(members) <= set(ranks.members) else None
+
+
+# -- what exactly they want, and who reads it -------------------------------------------------------------------------
+
+
+Place = tuple[str, str, str, tuple[int, ...], str, int]
+
+
+Placed = tuple[Place, Wanted]
+
+
+def _place(item: Wanted) -> Place:
+    """Says which box of which tensor it is, on any rank: one name may be in two sections, or in two checkpoints."""
+    chunk = next(iter(item.read.entry.chunks), None)
+    file = item.checkpoint.manifest.files[chunk.file].path if chunk is not None else ""
+    section, name = file.partition("/")[0], item.read.name
+    return item.checkpoint.path, section, name, item.read.box.offsets, file, chunk.begin if chunk is not None else 0
+
+
+def _fingerprint(items: Iterable[Placed]) -> str:
+    lines = []
+    for place, item in items:
+        entry, target = item.read.entry, item.read.target
+        lines.append(f"{place}\0{entry.dtype}\0{entry.shape}\0{item.read.box}\0{target.dtype}\0{target.device.type}")
+    return digest("\n".join(lines).encode(errors="surrogatepass"))
+
+
+def _agreed(asked: Mapping[int, Mapping[Key, str]]) -> set[Key]:
+    """Of what each rank asked for, by its number: the replicas that all ask for the same."""
+    keys = {key for of_rank in asked.values() for key in of_rank}
+    return {key for key in keys if len({asked[rank].get(key) for rank in key[0]}) == 1}
+
+
+def _shared(item: Wanted) -> Shared:
+    return Shared(item.read.box, item.read.target.element_size())
+
+
+def _assign(replicas: Replicas, items: Iterable[Placed]) -> list[Assigned]:
+    """By owner; each reads what it would write of a section."""
+    assigned = []
+    for _, of_section in itertools.groupby(items, key=lambda placed: placed[0][:2]):
+        section = [item for _, item in of_section]
+        for number, index, box in deal([_shared(item) for item in section], len(replicas.ranks)):
+            read = section[number].read
+            part = replace(read, box=box, target=narrow(read.target, box.within(read.box)))
+            assigned.append(Assigned(replicas, replicas.ranks[index], replace(section[number], read=part)))
+    return sorted(assigned, key=lambda item: item.owner)
+
+
+# -- passing on -------------------------------------------------------------------------------------------------------
+
+
+def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """What is broadcast at a time: a piece of a large tensor, or several small ones. By size alone, as on all ranks."""
+    batch: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if tensor.nbytes >= SMALL_BYTES:
+            for box in slabs(Box.whole(tensor.shape), PIECE_BYTES // tensor.element_size()):
+                yield [narrow(tensor, box)]
+            continue
+        if nbytes + tensor.nbytes > PACK_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(tensor)
+        nbytes += tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _broadcast(tensors: Sequence[Tensor], owner: int, group: Any) -> None:
+    """As bytes, since backends don't know all dtypes."""
+    first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
+        dist.broadcast(_as_bytes(first), src=owner, group=group)
+        return
+    begins = list(itertools.accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))
+    packed = torch.empty(begins[-1], dtype=torch.uint8, device=first.device)
+    places = [packed[begin : begin + tensor.nbytes] for begin, tensor in zip(begins, tensors)]
+    if dist.get_rank() == owner:
+        for place, tensor in zip(places, tensors):
+            place.copy_(_as_bytes(tensor.resolve_conj().resolve_neg().contiguous()))
+    dist.broadcast(packed, src=owner, group=group)
+    if dist.get_rank() != owner:
+        for place, tensor in zip(places, tensors):
+            tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,166 @@
+"""Ranks that work together: what one knows, all know; where one fails, all stop with the first cause."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard import errors
+from lightning_shard.errors import CheckpointError, RankFailure
+
+
+class RankCheckpointFailure(RankFailure, CheckpointError):
+    """Another rank failed to save or load its part."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that save or load together; one alone where there is no process group."""
+
+    rank: int = 0
+    members: tuple[int, ...] = (0,)
+    group: Any = None
+
+    @classmethod
+    def of(cls, group: Any = None) -> Ranks:
+        """Those of ``group``, by default of the whole world."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        group = group if group is not None else dist.group.WORLD
+        return cls(dist.get_rank(), tuple(dist.get_process_group_ranks(group)), group)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == self.members[0]
+
+    @property
+    def alone(self) -> bool:
+        return len(self.members) == 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order, on the first rank; elsewhere nothing."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * len(self.members)
+        dist.gather_object(value, values if self.first else None, dst=self.members[0], group=self.group)
+        return values if self.first else []
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's value."""
+        if self.alone:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.members[0], group=self.group)
+        return box[0]
+
+    def any(self, *values: bool) -> list[bool]:
+        """Of each value, whether it is true on some rank: one round, where objects take four."""
+        if self.alone:
+            return list(values)
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else None
+        flags = torch.tensor(values, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as it travels between ranks."""
+
+    rank: int
+    kind: str
+    message: str
+    files_stay: bool = False
+    """Whether what was being committed may have become the checkpoint all the same."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        return cls(rank, type(error).__name__, str(error) or type(error).__name__)
+
+    def raise_here(self, rank: int) -> None:
+        """Raise it on a rank that didn't fail itself: as the same error of ours, so that every rank can catch it."""
+        kind = getattr(errors, self.kind, None)
+        ours = isinstance(kind, type) and issubclass(kind, CheckpointError)
+        text = self.message if ours else f"{self.kind}: {self.message}"
+        prefix = f"rank {self.rank}: " if rank != self.rank else ""
+        raise (kind if ours and kind is not None else RankCheckpointFailure)(prefix + text)
+
+
+Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
+
+
+def exchange(
+    ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]
+) -> tuple[BaseException | None, Outcome | Failure]:
+    """Do each rank's work, and on the first rank what follows from all their results; a collective call.
+
+    Returns:
+        This rank's own error, and on every rank what the first one decided, or what failed first.
+
+    Raises:
+        Exception: The ranks could not talk; what the others know is unknown then.
+    """
+    own: BaseException | None = None
+    report: Any = None
+    try:
+        report = work()
+    except BaseException as error:
+        own = error
+        report = Failure.of(ranks.rank, error)
+    reports = ranks.gather(report)
+    outcome: Any = None
+    if ranks.first:
+        outcome = next((report for report in reports if isinstance(report, Failure)), None)
+        if outcome is None:
+            try:
+                outcome = decide(reports)
+            except BaseException as error:
+                own = error
+                outcome = Failure.of(ranks.rank, error)
+    return own, ranks.broadcast(outcome)
+
+
+def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
+    """The same, raising what failed: the ranks that failed raise their own error, the others that of the first one."""
+    own, outcome = exchange(ranks, work, decide)
+    if own is not None:
+        raise own
+    if isinstance(outcome, Failure):
+        outcome.raise_here(ranks.rank)
+    return outcome  # type: ignore[return-value]
+
+
+@dataclass
+class Vote:
+    """``yes`` may be set on any rank while a block runs. If that succeeds, it is then true on all if it was on one."""
+
+    yes: bool = False
+
+
+@contextlib.contextmanager
+def all_or_none(group: Any = None) -> Iterator[Vote]:
+    """Run a block on every rank of a group; if it fails on one, every rank raises. A collective call.
+
+    The failing ranks raise their own error; the others the one of the first rank that failed.
+    """
+    own: list[BaseException] = []
+    vote = Vote()
+    try:
+        yield vote
+    except BaseException as error:
+        own.append(error)
+
+    def fail() -> None:
+        if own:
+            raise own[0]
+
+    ranks = Ranks.of(group)
+    failed, vote.yes = ranks.any(bool(own), vote.yes)
+    if failed:
+        together(ranks, fail, lambda _: None)

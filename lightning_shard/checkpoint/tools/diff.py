@@ -1,0 +1,382 @@
+"""``diff``: what differs between two checkpoints, of any layouts, in any stores, in bounded memory.
+
+Chunks of the same box and the same digests are equal without being read; all other boxes are read from both, a part at
+a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.format.codec import TAG
+from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
+from lightning_shard.checkpoint.format.manifest import Section, TensorEntry
+from lightning_shard.checkpoint.loading.open import read
+from lightning_shard.checkpoint.loading.ranges import Read
+from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.errors import ConfigurationError, CorruptCheckpointError
+
+SECTIONS = ("model", "optimizer", "trainer", "ranks")
+BATCH_BYTES = 16 * 2**20
+"""How much of each checkpoint is compared at a time."""
+STEP_ELEMENTS = 2**18
+SHOWN_CHARS = 40
+_LEAST_INT64 = -(2**63)
+_MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
+Kind = Literal["only in a", "only in b", "shape", "dtype", "value"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One name, or key path of the trainer state, that differs.
+
+    ``section`` is ``model``, ``optimizer``, ``trainer`` or ``rank 0`` and so on. ``a`` and ``b`` are what either side
+    has: dtype and shape of a tensor, or a value of the trainer state as JSON. Where elements of a tensor differ,
+    ``different`` says how many of ``elements`` do, and ``max_difference`` by how much at most.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    a: str = ""
+    b: str = ""
+    different: int = 0
+    elements: int = 0
+    max_difference: float = 0.0
+
+    @property
+    def what(self) -> str:
+        if self.kind in ("only in a", "only in b"):
+            return f"{self.kind}: {self.a or self.b}"
+        if self.kind == "value" and self.elements:
+            return self._values
+        return f"{self.a} in a, {self.b} in b" + (f"; {self._values}" if self.different else "")
+
+    @property
+    def _values(self) -> str:
+        return f"{self.different:,} of {self.elements:,} elements differ, by at most {self.max_difference:.3g}"
+
+    def __str__(self) -> str:
+        return f"{self.section}: {self.name}: {self.what}"
+
+
+@dataclass
+class DiffReport:
+    """What was compared, and what differs. ``bytes`` of tensors were compared, of which ``bytes_read`` were read."""
+
+    a: str
+    b: str
+    tensors: int = 0
+    bytes: int = 0
+    bytes_read: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        compared = f"{self.tensors} tensors, {self.bytes:,} bytes"
+        if self.ok:
+            return f"a ({self.a}) and b ({self.b}) are equal: {compared}"
+        count = len(self.differences)
+        head = f"a ({self.a}) and b ({self.b}): {count} {'difference' if count == 1 else 'differences'} in {compared}"
+        return "\n".join([head, *map(str, self.differences)])
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    sections: Collection[str] = SECTIONS,
+    verify: bool = True,
+    storage_options: dict[str, Any] | None = None,
+    b_storage_options: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints: names, shapes, dtypes and values of tensors, and the trainer state by key path.
+
+    Elements are equal as numbers are, and NaN equals NaN. Tensors of two dtypes always differ; how far their values
+    do is told too.
+
+    Args:
+        rtol, atol: Floating numbers differ if ``|a - b| > atol + rtol * |b|``.
+        sections: Some of ``model``, ``optimizer``, ``trainer`` (its state) and ``ranks`` (each rank's own tensors,
+            which other numbers of ranks have others of).
+        verify: Check digests of what is read.
+        storage_options: For fsspec.
+        b_storage_options: For ``b``, where it needs others than ``a``.
+        progress: Called now and then with the bytes done and the bytes in all.
+
+    Raises:
+        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
+        ConfigurationError: ``sections`` has a name that is none, or a tolerance is negative.
+    """
+    unknown = sorted(set(sections) - set(SECTIONS))
+    if unknown:
+        raise ConfigurationError(f"sections has {', '.join(unknown)}: use some of {', '.join(SECTIONS)}.")
+    if not (rtol >= 0 and atol >= 0):
+        raise ConfigurationError(f"rtol ({rtol}) and atol ({atol}) must not be negative.")
+    ours = read(a, storage_options=storage_options, verify=verify)
+    theirs = read(
+        b, storage_options=b_storage_options if b_storage_options is not None else storage_options, verify=verify
+    )
+    report = DiffReport(ours.path, theirs.path)
+    comparison = _Comparison(ours, theirs, rtol, atol, report)
+    for section in ("model", "optimizer"):
+        if section in sections:
+            comparison.section(section, ours.manifest.sections()[section], theirs.manifest.sections()[section])
+    if "trainer" in sections:
+        comparison.trainer_state()
+    if "ranks" in sections:
+        nothing = Section({}, ours.manifest, "")
+        for rank in sorted({*ours.manifest.ranks, *theirs.manifest.ranks}):
+            pair = (checkpoint.manifest.ranks.get(rank, nothing) for checkpoint in (ours, theirs))
+            comparison.section(f"rank {rank}", *pair)
+    comparison.values(progress)
+    order = ("model", "optimizer", "trainer")
+    report.differences.sort(key=lambda found: order.index(found.section) if found.section in order else len(order))
+    return report
+
+
+@dataclass
+class _Pair:
+    """Two tensors of one shape, and what was found of their elements."""
+
+    section: str
+    name: str
+    a: TensorEntry
+    b: TensorEntry
+    different: int = 0
+    max_difference: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Bytes per element of the wider of the two."""
+        return max(DTYPES[entry.dtype].itemsize for entry in (self.a, self.b))
+
+    def room(self, elements: int) -> int:
+        """Bytes of buffer for so many elements, aligned for what follows."""
+        return -(-elements * self.width // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One box of two tensors, and the memory for it."""
+
+    pair: _Pair
+    box: Box
+    a: Tensor
+    b: Tensor
+
+
+@dataclass
+class _Comparison:
+    a: Checkpoint
+    b: Checkpoint
+    rtol: float
+    atol: float
+    report: DiffReport
+    pairs: list[_Pair] = field(default_factory=list)
+
+    def differ(self, section: str, name: str, kind: Kind, a: str = "", b: str = "") -> None:
+        self.report.differences.append(Difference(section, name, kind, a, b))
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def section(self, title: str, a: Section, b: Section) -> None:
+        for name in sorted({*a, *b}):
+            if name not in b:
+                self.differ(title, name, "only in a", a=_shown(a[name]))
+            elif name not in a:
+                self.differ(title, name, "only in b", b=_shown(b[name]))
+            elif a.alias_of(name) is None or a.alias_of(name) != b.alias_of(name):
+                # tied alike on both sides: told once, under the name of the tensor itself
+                self.tensor(title, name, a[name], b[name])
+
+    def tensor(self, section: str, name: str, a: TensorEntry, b: TensorEntry) -> None:
+        self.report.tensors += 1
+        if a.shape != b.shape:
+            self.differ(section, name, "shape", _shown(a), _shown(b))
+        else:
+            self.pairs.append(_Pair(section, name, a, b))
+
+    # -- the trainer state --------------------------------------------------------------------------------------------
+
+    def trainer_state(self) -> None:
+        try:
+            self.state(self.a.state_json(), self.b.state_json(), "")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"A trainer state is damaged: {type(error).__name__} {error}.") from error
+
+    def state(self, a: Any, b: Any, path: str) -> None:
+        """Compare two trees of typed JSON."""
+        tags = [tree.get(TAG) if isinstance(tree, dict) else None for tree in (a, b)]
+        if tags == ["tensor", "tensor"]:
+            self.tensor("trainer", path, self.a.manifest.trainer[a["v"]], self.b.manifest.trainer[b["v"]])
+        elif isinstance(a, dict) and isinstance(b, dict) and _kind(a) == _kind(b):
+            if tags[0] is None or tags[0] in _MAPPINGS:
+                self.mapping(_items(a), _items(b), path)
+            else:
+                self.state(a["v"], b["v"], path)
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for index, items in enumerate(zip(a, b)):
+                self.state(*items, f"{path}[{index}]")
+        elif type(a) is not type(b) or (a != b and not self.is_close(a, b)):
+            self.differ("trainer", path or "the state", "value", _text(a), _text(b))
+
+    def mapping(self, a: dict[str, tuple[str, Any]], b: dict[str, tuple[str, Any]], path: str) -> None:
+        for key, (label, _) in (a | b).items():
+            inner = (path + label).lstrip(".")
+            if key not in b:
+                self.differ("trainer", inner, "only in a", a=_text(a[key][1]))
+            elif key not in a:
+                self.differ("trainer", inner, "only in b", b=_text(b[key][1]))
+            else:
+                self.state(a[key][1], b[key][1], inner)
+
+    def is_close(self, a: Any, b: Any) -> bool:
+        return type(a) is float and abs(a - b) <= self.atol + self.rtol * abs(b)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def values(self, progress: Callable[[int, int], None] | None) -> None:
+        total = sum(pair.a.nbytes for pair in self.pairs)
+        room = min(BATCH_BYTES, max((pair.room(math.prod(pair.a.shape)) for pair in self.pairs), default=0))
+        buffers = tuple(torch.empty(room, dtype=torch.uint8) for _ in range(2))
+        batch: list[_Part] = []
+        filled = done = 0
+        for pair in self.pairs:
+            for box in self.boxes(pair):
+                if filled + pair.room(box.numel) > room:
+                    self.compare(batch)
+                    batch, filled = [], 0
+                    if progress is not None:
+                        progress(done, total)
+                a, b = (buffer[filled:] for buffer in buffers)
+                batch.append(_Part(pair, box, _carve(a, box, pair.a), _carve(b, box, pair.b)))
+                filled += pair.room(box.numel)
+            done += pair.a.nbytes
+        self.compare(batch)
+        if progress is not None:
+            progress(total, total)
+        self.report.bytes = total
+        for pair in self.pairs:
+            if pair.different or pair.a.dtype != pair.b.dtype:
+                self.report.differences.append(
+                    Difference(
+                        pair.section,
+                        pair.name,
+                        "value" if pair.a.dtype == pair.b.dtype else "dtype",
+                        _shown(pair.a),
+                        _shown(pair.b),
+                        pair.different,
+                        math.prod(pair.a.shape),
+                        pair.max_difference,
+                    )
+                )
+
+    def boxes(self, pair: _Pair) -> Iterator[Box]:
+        """The parts of a tensor that must be read to be compared."""
+        alike = pair.a.dtype == pair.b.dtype and self.a.manifest.block_bytes == self.b.manifest.block_bytes
+        known = {(chunk.offsets, chunk.sizes, chunk.digests) for chunk in pair.b.chunks if chunk.digests and alike}
+        for chunk in pair.a.chunks:
+            if (chunk.offsets, chunk.sizes, chunk.digests) not in known:
+                yield from slabs(Box(chunk.offsets, chunk.sizes), BATCH_BYTES // pair.width)
+
+    def compare(self, batch: list[_Part]) -> None:
+        self.report.bytes_read += self.a.fetch(Read(p.pair.name, p.pair.a, p.box, p.a) for p in batch)
+        self.report.bytes_read += self.b.fetch(Read(p.pair.name, p.pair.b, p.box, p.b) for p in batch)
+        for part in batch:
+            different, most = differing(part.a, part.b, self.rtol, self.atol)
+            part.pair.different += different
+            part.pair.max_difference = max(part.pair.max_difference, most)
+
+
+def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
+    """How many elements of two tensors of one shape differ, and by how much at most.
+
+    NaN equals NaN, and is infinitely far from any number.
+    """
+    count, most = 0, 0.0
+    # small steps: what is computed of a step may be wider than its elements
+    for x, y in zip(a.reshape(-1).split(STEP_ELEMENTS), b.reshape(-1).split(STEP_ELEMENTS)):
+        if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+            continue
+        distances = _distances(*_comparable(x, y), rtol, atol)
+        count += int(distances.count_nonzero())
+        most = max(most, float(distances.max()))
+    return count, most
+
+
+def _distances(a: Tensor, b: Tensor, rtol: float, atol: float) -> Tensor:
+    """How far apart elements are; 0 for those that count as equal."""
+    if a.dtype == torch.int64:
+        distances = torch.maximum(a, b) - torch.minimum(a, b)
+        # exact unless it is no int64 itself
+        return (a.double() - b.double()).abs() if (distances < 0).any() else distances
+    distances = (a - b).abs()
+    if distances.isnan().any():
+        equal = (a == b) | (a.isnan() & b.isnan())
+        distances = distances.masked_fill(equal, 0).nan_to_num(math.inf, math.inf)
+    if rtol or atol:
+        distances.masked_fill_(distances <= atol + rtol * b.abs().nan_to_num(0.0), 0)
+    return distances
+
+
+def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one dtype that has arithmetic and holds their values."""
+    dtypes = {a.dtype, b.dtype}
+    if dtypes == {torch.uint64}:
+        # of which there is hardly any arithmetic: shifted by 2^63, order and distances stay
+        return a.view(torch.int64) ^ _LEAST_INT64, b.view(torch.int64) ^ _LEAST_INT64
+    if any(dtype.is_complex for dtype in dtypes):
+        wide = torch.complex128
+    elif all(dtype.is_floating_point and dtype.itemsize <= 4 for dtype in dtypes):
+        wide = torch.float32
+    elif any(dtype.is_floating_point or dtype == torch.uint64 for dtype in dtypes):
+        wide = torch.float64
+    else:
+        wide = torch.int64
+    return a.to(wide), b.to(wide)
+
+
+def _carve(buffer: Tensor, box: Box, entry: TensorEntry) -> Tensor:
+    dtype = DTYPES[entry.dtype]
+    return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.sizes)
+
+
+def _kind(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a tagged value is, beside its ``v``; nothing for a plain mapping."""
+    return {key: value for key, value in tree.items() if key != "v"} if TAG in tree else {}
+
+
+def _items(tree: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """A mapping's values by what tells their keys apart, with the keys as a path has them."""
+    if TAG not in tree:
+        return {key: (f".{key}", value) for key, value in tree.items()}
+    keys = [(json.dumps(key), key, value) for key, value in tree["v"]]
+    return {text: (f".{key}" if isinstance(key, str) else f"[{text}]", value) for text, key, value in keys}
+
+
+def _shown(entry: TensorEntry) -> str:
+    return f"{entry.dtype} {' × '.join(map(str, entry.shape)) or 'scalar'}"
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"

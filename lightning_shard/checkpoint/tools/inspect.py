@@ -1,0 +1,108 @@
+"""``inspect``: what a checkpoint holds, from its manifest and its trainer state; no tensor is read."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_shard.checkpoint.format.manifest import OWN_FILE
+from lightning_shard.checkpoint.loading.open import read
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """One tensor; ``section`` is ``model`` or ``optimizer``, ``chunks`` how many pieces it is stored in."""
+
+    section: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    chunks: int
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True)
+class InspectReport:
+    """A checkpoint at a glance. Sizes are in bytes; ``rank_bytes`` counts all that a rank wrote."""
+
+    path: str
+    writer: str
+    attempt: str
+    format_version: int
+    layout: Any
+    world_size: int
+    epoch: int | None
+    global_step: int | None
+    digests: bool
+    tensors: dict[str, int]
+    """How many, by section."""
+    section_bytes: dict[str, int]
+    parameters: int
+    """Elements of the model's tensors."""
+    rank_bytes: dict[int, int]
+    files: dict[str, int]
+    biggest: list[TensorLine]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def imbalance(self) -> float:
+        """The largest rank's bytes over the mean: 1.0 is even, and the time that a save takes grows with it."""
+        sizes = list(self.rank_bytes.values())
+        return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
+
+
+def inspect(
+    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, biggest: int = 10
+) -> InspectReport:
+    """Layout, step, sizes and the ``biggest`` tensors of a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
+    """
+    checkpoint = read(path, storage_options=storage_options)
+    manifest = checkpoint.manifest
+    lines = []
+    for title in ("model", "optimizer"):
+        section = manifest.sections()[title]
+        for name, entry in section.items():
+            lines.append(
+                TensorLine(
+                    title, name, entry.dtype, entry.shape, entry.nbytes, len(entry.chunks), section.alias_of(name)
+                )
+            )
+    own = [line for line in lines if line.alias_of is None]
+    # what users saved may be anything; Lightning's is a dict with these
+    tree = checkpoint.state_json()
+    state = tree if isinstance(tree, dict) else {}
+    rank_bytes = dict.fromkeys(range(manifest.world_size), 0)
+    for file in manifest.files:
+        match = OWN_FILE.fullmatch(file.path)
+        rank = int(match[2].removeprefix("rank-")) if match and match[2] != "state" else 0
+        rank_bytes[rank] = rank_bytes.get(rank, 0) + file.bytes
+    return InspectReport(
+        path=checkpoint.path,
+        writer=manifest.writer,
+        attempt=manifest.attempt,
+        format_version=manifest.format_version,
+        layout=manifest.layout,
+        world_size=manifest.world_size,
+        epoch=_integer(state.get("epoch")),
+        global_step=_integer(state.get("global_step")),
+        digests=bool(manifest.block_bytes),
+        tensors={title: len(section) for title, section in manifest.sections().items() if section},
+        section_bytes={t: sum(line.bytes for line in own if line.section == t) for t in ("model", "optimizer")},
+        parameters=sum(math.prod(line.shape) for line in own if line.section == "model"),
+        rank_bytes=rank_bytes,
+        files={file.path: file.bytes for file in manifest.files},
+        biggest=sorted(own, key=lambda line: (-line.bytes, line.section, line.name))[:biggest],
+    )
+
+
+def _integer(value: Any) -> int | None:
+    return value if type(value) is int else None
