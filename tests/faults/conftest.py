@@ -1,0 +1,39 @@
+"""What tests of faults share: a ledger of what was tried, of which docs/reliability.md is made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LEDGER = "RELIABILITY_LEDGER"
+"""The variable that names a folder to keep the ledger in; without it nothing is kept."""
+
+
+@pytest.fixture
+def ledger(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``ledger(group, fault, tried=, lost=0, note="")``: one row, of a fault tried at so many points.
+
+    ``group`` is a heading such as "Crash"; ``fault`` says what was done to what, in one line; ``lost`` counts the
+    points after which something that was promised did not hold. The row is kept first, then ``lost`` must be 0.
+    """
+
+    def enter(group: str, fault: str, *, tried: int, lost: int = 0, note: str = "") -> None:
+        assert tried > 0, f"{fault}: nothing was tried"
+        if folder := os.environ.get(LEDGER):
+            row = {
+                "group": group,
+                "fault": fault,
+                "tried": tried,
+                "lost": lost,
+                "note": note,
+                "test": request.node.nodeid,
+            }
+            with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        assert lost == 0, f"{fault}: {lost} of {tried} did not hold"
+
+    return enter
