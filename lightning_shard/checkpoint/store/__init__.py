@@ -10,10 +10,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_shard.checkpoint.store.local import LocalStore
-from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, Store
+from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store
 from lightning_shard.errors import CheckpointError
 
-__all__ = ["Buffer", "LocalStore", "Reader", "Segment", "Store", "as_path", "open_filesystem", "open_store"]
+__all__ = [
+    "ANYTHING",
+    "Buffer",
+    "LocalStore",
+    "Reader",
+    "Segment",
+    "Stamp",
+    "Store",
+    "as_path",
+    "open_filesystem",
+    "open_store",
+]
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:

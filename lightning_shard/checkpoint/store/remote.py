@@ -11,11 +11,22 @@ import contextlib
 import posixpath
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC
 from typing import Any, TypeVar
 
 import tenacity
 
-from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, adjacent, too_short
+from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.store.protocol import (
+    ANYTHING,
+    Buffer,
+    Reader,
+    Segment,
+    Stamp,
+    adjacent,
+    conflict,
+    too_short,
+)
 from lightning_shard.errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -162,7 +173,32 @@ class RemoteStore:
             raise
         file.close()
 
-    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+    def stamp(self, name: str) -> Stamp | None:
+        try:
+            return digest(self.read(name))
+        except FileNotFoundError:
+            return None
+
+    def publish(
+        self,
+        name: str,
+        buffers: Iterable[Buffer],
+        size_bytes: int,
+        *,
+        durable: bool,
+        replaces: Stamp | None = ANYTHING,
+    ) -> None:
+        if replaces == ANYTHING:
+            self._put(name, buffers, size_bytes, durable=durable)
+            return
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        if self.stamp(name) not in (None, replaces):
+            raise conflict(self.root, name)
+        self._put(name, [memoryview(data)], size_bytes, durable=durable)
+        if self.stamp(name) != digest(data):
+            raise conflict(self.root, name)
+
+    def _put(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         if self._put_is_atomic:
             self.write(name, buffers, size_bytes, durable=durable)
             return
@@ -175,7 +211,9 @@ class RemoteStore:
                 self.fs.rm_file(self._path(temporary))
             raise
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
+        if only != ANYTHING and self.stamp(name) not in (None, only):
+            raise conflict(self.root, name)
         with contextlib.suppress(FileNotFoundError):
             retried(self.fs.rm_file, self._path(name))
 
@@ -185,6 +223,13 @@ class RemoteStore:
         for folder in ("model", "optimizer", "trainer", ""):
             with contextlib.suppress(Exception):
                 self.fs.rmdir(self._path(folder).rstrip("/"))
+
+    def modified(self, name: str) -> float | None:
+        try:
+            when = retried(self.fs.modified, self._path(name))
+        except NotImplementedError:
+            return None
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
     def exists(self, name: str) -> bool:
         try:
