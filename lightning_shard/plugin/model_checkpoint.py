@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.store import as_path, open_filesystem
-from lightning_shard.checkpoint.store.remote import retried
+from lightning_shard.checkpoint.store.calls import Calls
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
@@ -255,7 +255,7 @@ def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
 
 def _names(fs: Any, folder: str) -> list[str]:
     try:
-        return [posixpath.basename(path.rstrip("/")) for path in retried(fs.ls, folder, detail=False)]
+        return [posixpath.basename(path.rstrip("/")) for path in Calls(fs, folder)("ls", folder, detail=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -263,7 +263,7 @@ def _names(fs: Any, folder: str) -> list[str]:
 def _committed(fs: Any, manifest: str) -> datetime | None:
     """When a manifest was written; None where there is none."""
     try:
-        when = retried(fs.modified, manifest)
+        when = Calls(fs, manifest)("modified", manifest)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except NotImplementedError:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.store import remote
+from lightning_shard.checkpoint.store import calls
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 from tests.servers import let_servers_forget, serve
 
@@ -100,7 +100,7 @@ STATE = {"large": torch.arange(5 * 2**20, dtype=torch.int32), "small": torch.ara
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_WAIT_S", 0.3)
+    monkeypatch.setattr(calls, "MAX_WAIT_S", 0.3)
 
 
 @pytest.mark.parametrize(("fault", "every"), [(500, 3), (503, 3), ("cut", 2)])
