@@ -50,7 +50,8 @@ class ShardedCheckpointIO(CheckpointIO):
     """Writes a directory of per-rank safetensors files with a manifest, and reads it back on any layout.
 
     Args:
-        storage_options: For the fsspec filesystem of the path.
+        storage_options: For the fsspec filesystem of the path. They may hold secrets, which no text of this object
+            shows; a pickle of it holds them, since processes that Lightning spawns need them.
         asynchronous: Let training go on once the tensors have been copied to the CPU, and write them in the background;
             takes memory for one copy of a rank's part. A save waits for the one before it; what goes wrong is raised
             by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.

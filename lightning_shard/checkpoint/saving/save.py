@@ -86,7 +86,7 @@ class Order:
     """Where and how a checkpoint is to be written; see :func:`save`."""
 
     path: str | os.PathLike[str]
-    storage_options: dict[str, Any] | None
+    storage_options: dict[str, Any] | None = dataclasses.field(repr=False)  # they hold secrets
     layout: Any
     fsync: bool
     digests: bool
