@@ -36,8 +36,8 @@ from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHA
 from lightning_shard.checkpoint.format.header import build_header
 from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest
 from lightning_shard.checkpoint.loading.ranges import Read, plan_reads
-from lightning_shard.checkpoint.saving.commit import Account, merge
 from lightning_shard.checkpoint.saving.files import Piece, Written
+from lightning_shard.checkpoint.saving.merge import Account, Merged
 from lightning_shard.checkpoint.saving.part import my_pieces
 from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
 from lightning_shard.checkpoint.tensors import Frame, Located, locate
@@ -281,7 +281,7 @@ def _make_manifest(options: argparse.Namespace, layout: Layout, timed: Timed) ->
         accounts = list(accounts_of(layout, options.layers, options.width))
         manifest = timed(
             MERGE,
-            lambda: merge(accounts, attempt=ATTEMPT, layout=None, writer="planning", digests=True),  # noqa: B023
+            lambda: Merged(accounts).manifest(attempt=ATTEMPT, layout=None, writer="planning", digests=True),  # noqa: B023
         )
         data = timed(WRITE, manifest.to_bytes)
         del manifest

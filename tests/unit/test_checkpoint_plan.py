@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
-from lightning_shard.checkpoint.saving import commit, files
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.checkpoint.saving.part import my_pieces
 from lightning_shard.checkpoint.shards import (
     LocalBox,
@@ -227,12 +227,12 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             axes = tuple(axis for axis, placement in enumerate(where) if not placement.is_replicate())
             holders = frame.holders(name, grid[..., extra], axes)
             located.append(Located(name, local, tuple(tensor.shape), places, holders))
-        account = commit.Account(rank, frame.ranks)
+        account = merge.Account(rank, frame.ranks)
         if pieces := my_pieces(located, rank):
             path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
             account.add("model", files.write_file(store, path, pieces, {}, digests=True, durable=False))
         accounts.append(account)
-    manifest = commit.merge(accounts, attempt="0" * 12, layout=None, writer="test", digests=True)
+    manifest = merge.Merged(accounts).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
     return store, Manifest.from_bytes(manifest.to_bytes())
 
 
@@ -248,7 +248,7 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     # small limits, so that small tensors take the paths of large ones
     limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
     reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
-    grid, parts = mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
+    grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")
