@@ -40,6 +40,7 @@ from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import clip_over_all_axes
+from lightning_shard.plugin.preemption import AgreedSIGTERM, Preemption
 from lightning_shard.plugin.redirect import call_through
 from lightning_shard.plugin.rendezvous import Meeting
 from lightning_shard.plugin.resume import batches_trained, resume_data
@@ -136,6 +137,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._checked: set[str] = set()
         self._samples: bool | None = None
         self._watch: FailureWatch | None = None
+        self._preemption: Preemption | None = None
 
     # What users look at
 
@@ -190,6 +192,9 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._samples = loops.take_over_sampling(trainer)
         warn_of_stock_callbacks(trainer)
         loops.run_within(trainer, self._naming_failures)
+        if self._preemption is None:
+            self._preemption = Preemption()
+        self._preemption.take_over(trainer)
 
     def _setup_distributed(self) -> None:
         """As the parent's, over a store whose keys are of this round of torchrun."""
@@ -265,7 +270,10 @@ class HybridShardStrategy(CheckpointedStrategy):
         except Exception as error:
             exception.add_note(f"The save that was under way failed too: {error}")
         if self._watch is not None:
-            self._watch.report(exception)
+            if isinstance(exception, AgreedSIGTERM):
+                self._watch.stop()
+            else:
+                self._watch.report(exception)
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
