@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,7 +36,7 @@ __all__ = ["AgreedSIGTERM", "Preemption"]
 
 
 class AgreedSIGTERM(SIGTERMException):
-    """Raised on all ranks after the same step, when they have saved: none need be told that another stops."""
+    """Ends the fit on all ranks after the same step, when they have saved: none need be told that another stops."""
 
 
 class Preemption(callbacks.Callback):
@@ -43,10 +45,11 @@ class Preemption(callbacks.Callback):
     def __init__(self) -> None:
         self._sigterm = False
         self._requeue = False
+        self._agreed = False
 
     def take_over(self, trainer: pl.Trainer) -> None:
         """Replace what Lightning would do, before it registers its handlers; once for each fit or evaluation."""
-        self._sigterm = self._requeue = False
+        self._sigterm = self._requeue = self._agreed = False
         connector: Any = trainer._signal_connector
 
         def note_sigterm(*_: Any) -> None:
@@ -85,9 +88,18 @@ class Preemption(callbacks.Callback):
             for logger in trainer.loggers:
                 logger.save()
             _requeue_job()
-        if sigterm:
-            trainer._signal_connector.received_sigterm = True
-            raise AgreedSIGTERM(_exit_code(trainer))
+        # Lightning's loops look at this when the step has ended, with all its hooks and logs
+        trainer._signal_connector.received_sigterm = self._agreed = sigterm
+
+    @contextmanager
+    def stopping(self, trainer: pl.Trainer) -> Iterator[None]:
+        """What the loops raise then becomes an error that says what it is, with the exit code of a process so ended."""
+        try:
+            yield
+        except SIGTERMException:
+            if not self._agreed:
+                raise
+            raise AgreedSIGTERM(_exit_code(trainer)) from None
 
 
 def _exit_code(trainer: pl.Trainer) -> int:

@@ -137,7 +137,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._checked: set[str] = set()
         self._samples: bool | None = None
         self._watch: FailureWatch | None = None
-        self._preemption: Preemption | None = None
+        self._preemption = Preemption()
 
     # What users look at
 
@@ -191,10 +191,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self._samples is None:
             self._samples = loops.take_over_sampling(trainer)
         warn_of_stock_callbacks(trainer)
-        loops.run_within(trainer, self._naming_failures)
-        if self._preemption is None:
-            self._preemption = Preemption()
         self._preemption.take_over(trainer)
+        loops.run_within(trainer, self._ending_as_it_should)
 
     def _setup_distributed(self) -> None:
         """As the parent's, over a store whose keys are of this round of torchrun."""
@@ -276,10 +274,12 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self._watch.report(exception)
 
     @contextmanager
-    def _naming_failures(self) -> Iterator[None]:
+    def _ending_as_it_should(self) -> Iterator[None]:
         """What a collective raises where another rank failed becomes an error that says so."""
+        assert self.lightning_module is not None
         try:
-            yield
+            with self._preemption.stopping(self.lightning_module.trainer):
+                yield
         except Exception as error:
             if self._watch is None or not lost_the_others(error):
                 raise
