@@ -189,7 +189,7 @@ def kill_on_s3(scratch: Path, case: Save, limit: int | None = None) -> Tried:
 
 @pytest.mark.long
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("case", [*ONE_PROCESS, *RANKS[-6:]], ids=str)
+@pytest.mark.parametrize("case", [*ONE_PROCESS, *RANKS[-3:]], ids=str)
 def test_a_kill_at_any_request_leaves_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(kill_on_s3, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
     enter(ledger, "S3", case, tried)
@@ -197,5 +197,5 @@ def test_a_kill_at_any_request_leaves_a_whole_checkpoint(case: Save, tmp_path: P
 
 @pytest.mark.parametrize("case", [Save(overwrite=True, asynchronous=True)], ids=str)
 def test_a_kill_at_a_request_now_and_then(case: Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(kill_on_s3, 1, tmp_path, case, 6, init=False, timeout_s=LIMIT_S)
+    (tried,) = run_ranks(kill_on_s3, 1, tmp_path, case, 4, init=False, timeout_s=LIMIT_S)
     enter(ledger, "S3", case, tried, sample=True)
