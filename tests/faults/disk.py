@@ -1,8 +1,8 @@
 """What a disk may hold after a power cut: everything that was synced, and of the rest anything.
 
-A :class:`Recorder` takes down the calls of a save, of one process or of several. :class:`Disk` plays them back up to any
-call and gives images of what may be found when the power comes back. The rules are the weakest that POSIX allows a file
-system, weaker than ext4 and xfs are in practice:
+A :class:`Recorder` takes down the calls of a save, of one process or of several. :class:`Disk` plays them back up to
+any call and gives images of what may be found when the power comes back. The rules are the weakest that POSIX allows a
+file system, weaker than ext4 and xfs are in practice:
 
 - The bytes of a file are there once the file was synced, its name once its folder was. One doesn't imply the other.
 - What wasn't synced may be there or not, each write and each name for itself and in any order; a write may be there by
@@ -303,11 +303,12 @@ CHOICES: tuple[Choice, ...] = (
 )
 
 
-def images(log: Log, calls: int, *, each_change: bool = False) -> Iterator[Tree]:
-    """What may be found after a cut: some choices, and if asked for, each change alone and all but each."""
+def images(log: Log, calls: int, *, thorough: bool = False) -> Iterator[Tree]:
+    """What may be found after a cut: some choices; or also each change alone, all but each, and more at random."""
     disk = Disk(log, calls)
     choices = list(CHOICES)
-    if each_change:
+    if thorough:
+        choices += [_at_random(seed) for seed in range(4, 40)]
         for index in range(len(disk.pending)):
             choices += [but_one(index, "whole", "absent"), but_one(index, "absent", "whole")]
             choices += [but_one(index, "half", "whole")]

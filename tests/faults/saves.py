@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard import ModelCheckpoint, checkpoint
-from lightning_shard.errors import CheckpointError
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
 from tests.servers import let_servers_forget
 
@@ -31,9 +31,13 @@ _LONG_AGO_S = 2 * 3600
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
+W_ROWS = 1000
+"""So many that the tensor takes more than one write."""
+
+
 def model(step: int) -> dict[str, torch.Tensor]:
-    """Tensors that tell the step; ``w`` takes more than one write."""
-    return {"w": torch.arange(80_000.0).view(1000, 80) + step, "b": torch.full((7,), step, dtype=torch.bfloat16)}
+    """Tensors that tell the step."""
+    return {"w": torch.arange(80.0 * W_ROWS).view(W_ROWS, 80) + step, "b": torch.full((7,), step, dtype=torch.bfloat16)}
 
 
 def optimizer(step: int) -> dict[str, torch.Tensor]:
@@ -42,6 +46,13 @@ def optimizer(step: int) -> dict[str, torch.Tensor]:
 
 def trainer_state(step: int) -> dict[str, Any]:
     return {"global_step": step, "history": torch.arange(step)}
+
+
+def whole_state(step: int) -> dict[str, dict[str, Any]]:
+    """All of it but what is each rank's own."""
+    if step not in (1, 2, 3):
+        raise WrongValues(f"wrong values were loaded: step {step}")
+    return {"model": model(step), "optimizer": optimizer(step), "trainer": trainer_state(step)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ def save(place: Place, step: int, *, path: str = "", asynchronous: bool = False,
     ranks_own = {"generator": torch.tensor([dist.get_rank() if dist.is_initialized() else 0, step])}
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        state["w"], moments["w.momentum"] = _sharded(state["w"], mesh), _sharded(moments["w.momentum"], mesh)
+        state["w"], moments["w.momentum"] = sharded(state["w"], mesh), sharded(moments["w.momentum"], mesh)
     arguments: dict[str, Any] = {
         "optimizer": moments,
         "trainer_state": trainer_state(step),
@@ -87,7 +98,7 @@ def save(place: Place, step: int, *, path: str = "", asynchronous: bool = False,
     saver.close()
 
 
-def _sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     local = tensor.chunk(mesh.size())[mesh.get_local_rank()]
     return DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
 
@@ -95,22 +106,37 @@ def _sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 # -- what is there ----------------------------------------------------------------------------------------------------
 
 
-def step_at(path: str, options: dict[str, Any] | None = None) -> int | None:
+class WrongValues(AssertionError):
+    """Something was loaded without an error, and it isn't what was saved."""
+
+
+def same(what: str, found: Any, wanted: Any) -> None:
+    """Raises WrongValues where two tensors, or two numbers, differ."""
+    if not (torch.equal(found, wanted) if torch.is_tensor(wanted) else found == wanted):
+        raise WrongValues(f"wrong values were loaded: {what}")
+
+
+def step_at(path: str, options: dict[str, Any] | None = None, *, verified: bool = True) -> int | None:
     """Which step's checkpoint is whole at a path, to the last byte; None where there is no checkpoint.
 
+    ``verified``: ``verify`` says so too.
+
     Raises:
-        CheckpointError, AssertionError: There is one, and it isn't whole.
+        CheckpointError: There is one, and it isn't whole.
+        WrongValues: It was loaded, and is no step's.
     """
     if not checkpoint.exists(path, storage_options=options):
         return None
-    report = checkpoint.verify(path, storage_options=options)
-    assert report.ok, report.faults
+    if verified and not (report := checkpoint.verify(path, storage_options=options)).ok:
+        raise CorruptCheckpointError(f"{path}: {report.faults}")
     stored = checkpoint.read(path, storage_options=options)
-    step = stored.trainer_state()["global_step"]
-    assert torch.equal(stored.trainer_state()["history"], torch.arange(step))
-    for found, wanted in ((stored.full(), model(step)), (stored.optimizer.full(), optimizer(step))):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    trainer = stored.trainer_state()
+    step = trainer["global_step"]
+    found = {"model": stored.full(), "optimizer": stored.optimizer.full(), "trainer": trainer}
+    for section, wanted in whole_state(step).items():
+        same(f"names of {section}", list(found[section]), list(wanted))
+        for name, value in wanted.items():
+            same(name, found[section][name], value)
     return step
 
 
@@ -122,31 +148,45 @@ def last(place: Place) -> str | None:
     return next((f"{place.folder}/{path.rpartition('/')[2]}" for path in found), None)
 
 
-def fault_of(place: Place) -> str:
-    """What doesn't hold after a save of step 2 that was killed, or nothing: one of the two checkpoints is whole, is
-    found as the last one, and the next save succeeds and removes what is left over, once that is old.
+@dataclass(frozen=True)
+class System:
+    """A way to save that faults are tried on: ours, or another program's."""
+
+    save: Callable[..., None]
+    step_at: Callable[..., int | None]
+    refusals: tuple[type[BaseException], ...]
+    """What it may raise where it finds a checkpoint that isn't whole."""
+    is_ours: bool = False
+
+
+def fault_of(system: System, place: Place) -> str:
+    """What doesn't hold after a save of step 2 that was killed, or nothing: one of the two checkpoints is whole and the
+    next save succeeds. Of ours also: it is found as the last one, and the next save removes what is left over.
     """
     try:
-        first, second = step_at(place.first, place.options), step_at(place.path, place.options)
+        first, second = system.step_at(place.first, place.options), system.step_at(place.path, place.options)
         if first not in ({1, 2} if place.overwrite else {1}):
             return f"step 1 is gone: {first}"
         if second not in ({1, 2} if place.overwrite else {None, 2}):
             return f"neither the old nor the new one: {second}"
-        found = last(place)
-        if found not in (place.first, place.path) or step_at(found, place.options) is None:
+        if system.is_ours and (found := last(place)) not in (place.first, place.path if second else None):
             return f"last is {found}"
         target = place.on_disk / place.path.rpartition("/")[2]
-        age(target)
+        if target.exists():
+            age(target)
         if place.options:
             let_servers_forget()
-        save(place, 3)
-        if step_at(place.path, place.options) != 3:
+        system.save(place, 3)
+        if system.step_at(place.path, place.options) != 3:
             return "the next save isn't there"
-        if left := leftovers(target):
+        if system.is_ours and (left := leftovers(target)):
             return f"left over: {left}"
-    except (CheckpointError, AssertionError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (WrongValues, *system.refusals) as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
     return ""
+
+
+OURS = System(save, step_at, (CheckpointError, OSError), is_ours=True)
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -186,7 +226,7 @@ def forked(work: Callable[[], Any]) -> int:
 
 
 def ended(pids: Sequence[int]) -> list[int | None]:
-    """How each process ended (as of ``subprocess``), once all have; None for one that had to be killed after a while."""
+    """How each process ended (as ``subprocess`` tells it), once all have; None for one that waited on."""
     codes: dict[int, int | None] = {}
     deadline = time.monotonic() + ENDED_IN_S
     while len(codes) < len(pids):

@@ -19,7 +19,7 @@ import pytest
 from lightning_shard.checkpoint.store import remote, s3
 from lightning_shard.testing import run_ranks
 from tests.faults.calls import Counting, KillAt, Moment, met, moments, requests_met
-from tests.faults.saves import Place, age, ended, fault_of, forked, in_fork, join, save
+from tests.faults.saves import OURS, Place, System, age, ended, fault_of, forked, in_fork, join
 from tests.servers import BUCKET, Server, let_servers_forget, serve
 
 KILLED = -9
@@ -59,11 +59,12 @@ class Ground:
     """Where saves are killed: a folder of the disk, and how a store names it."""
 
     scratch: Path
+    system: System = OURS
     server: Server | None = None
     runs: int = 0
 
     def __post_init__(self) -> None:
-        in_fork(self.scratch, lambda: save(self._place("base", True), 1))
+        in_fork(self.scratch, lambda: self.system.save(self._place("base", True), 1))
         age(self._place("base", True).on_disk)
 
     @property
@@ -94,7 +95,7 @@ def kill_at_every_point(ground: Ground, case: Save, limit: int | None = None) ->
     for moment in spread(moments(json.loads(ground.counted.read_text())), limit):
         place = ground.fresh(case.overwrite)
         codes = ended(started(ground, place, case, moment))
-        fault = in_fork(ground.scratch, lambda place=place: fault_of(place))
+        fault = in_fork(ground.scratch, lambda place=place: fault_of(ground.system, place))
         if codes[case.victim] != KILLED or None in codes:
             fault = f"the ranks ended with {codes}; {fault}"
         tried.points += 1
@@ -122,7 +123,7 @@ def started(ground: Ground, place: Place, case: Save, moment: Moment | None) -> 
             if case.world_size > 1:
                 join(rank, case.world_size, meeting)
             with watched(place, killing or counting):
-                save(place, 2, asynchronous=case.asynchronous)
+                ground.system.save(place, 2, asynchronous=case.asynchronous)
             if rank == case.victim:
                 ground.counted.write_text(json.dumps(counting.names))
 
@@ -184,7 +185,7 @@ def test_a_kill_of_a_rank_now_and_then(case: Save, tmp_path: Path, ledger: Any) 
 def kill_on_s3(scratch: Path, case: Save, limit: int | None = None) -> Tried:
     s3.PART_BYTES = remote.PUT_BYTES = SMALL_PART_BYTES  # in this process, and those that are forked from it
     with serve("s3", scratch / "served") as server:
-        return kill_at_every_point(Ground(scratch, server), case, limit)
+        return kill_at_every_point(Ground(scratch, OURS, server), case, limit)
 
 
 @pytest.mark.long

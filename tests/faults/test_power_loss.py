@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.faults.calls import met
 from tests.faults.disk import Log, Node, Recorder, Tree, images, put
-from tests.faults.saves import Place, ended, forked, in_fork, join, save, step_at
+from tests.faults.saves import OURS, Place, System, WrongValues, ended, forked, in_fork, join
 
 LIMIT_S = 1200.0
 FIRST, BESIDE, IN_NEW_FOLDERS = "last.ckpt", "last-v1.ckpt", "runs/1/last.ckpt"
@@ -44,12 +43,12 @@ class Tried:
     faults: list[str] = field(default_factory=list)
 
 
-def recorded(scratch: Path, case: Save) -> Log:
+def recorded(scratch: Path, case: Save, system: System = OURS) -> Log:
     """The calls of a save."""
     folder = scratch / "disk"
     place = Place(str(folder), True, folder)
     folder.mkdir()
-    in_fork(scratch, lambda: save(place, 1))
+    in_fork(scratch, lambda: system.save(place, 1))
     recorder = Recorder(folder, scratch / "calls.pickle")
 
     def rank_saves(rank: int) -> None:
@@ -57,36 +56,38 @@ def recorded(scratch: Path, case: Save) -> Log:
             join(rank, case.world_size, scratch / "meeting")
         with met(folder, recorder):
             path = f"{folder}/{case.path}"
-            save(place, 2, path=path, asynchronous=case.asynchronous, fsync=case.fsync)
+            system.save(place, 2, path=path, asynchronous=case.asynchronous, fsync=case.fsync)
 
     pids = [forked(lambda rank=rank: rank_saves(rank)) for rank in range(case.world_size)]
     assert ended(pids) == [0] * case.world_size
     return recorder.log()
 
 
-def cut_after_every_call(scratch: Path, case: Save, log: Log, *, each_change: bool = False) -> Tried:
+def cut_after_every_call(
+    scratch: Path, case: Save, log: Log, *, system: System = OURS, thorough: bool = False
+) -> Tried:
     """See what may be found after each call of the log."""
     tried = Tried(calls=len(log.calls))
     seen: dict[bool, set[frozenset[tuple[str, bytes | None]]]] = {False: set(), True: set()}
     for calls in range(len(log.calls) + 1):
         returned = calls == len(log.calls)
-        for tree in images(log, calls, each_change=each_change):
+        for tree in images(log, calls, thorough=thorough):
             image = frozenset(tree.items())
             if image in seen[returned]:
                 continue
             seen[returned].add(image)
             tried.images += 1
-            if fault := fault_of(scratch / "image", tree, case, returned):
+            if fault := fault_of(scratch / "image", tree, case, returned, system):
                 tried.faults.append(f"after {calls} of {len(log.calls)} calls: {fault}")
     return tried
 
 
-def fault_of(folder: Path, tree: Tree, case: Save, returned: bool) -> str:
+def fault_of(folder: Path, tree: Tree, case: Save, returned: bool, system: System) -> str:
     """What doesn't hold: step 1 or step 2 is whole; step 2 once its save has returned."""
     put(tree, folder)
     try:
-        first, second = step_at(str(folder / FIRST)), step_at(str(folder / case.path))
-    except (CheckpointError, AssertionError, OSError) as error:
+        first, second = (system.step_at(str(folder / path)) for path in (FIRST, case.path))
+    except (WrongValues, *system.refusals) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(folder)
@@ -96,8 +97,8 @@ def fault_of(folder: Path, tree: Tree, case: Save, returned: bool) -> str:
     return "" if second in allowed else f"there is step {second}, and not one of {allowed}"
 
 
-def cut(scratch: Path, case: Save, each_change: bool = False) -> Tried:
-    return cut_after_every_call(scratch, case, recorded(scratch, case), each_change=each_change)
+def cut(scratch: Path, case: Save, thorough: bool = False) -> Tried:
+    return cut_after_every_call(scratch, case, recorded(scratch, case), thorough=thorough)
 
 
 CASES = [Save(FIRST), Save(BESIDE), Save(IN_NEW_FOLDERS), Save(FIRST, asynchronous=True)]
@@ -124,7 +125,7 @@ def test_whatever_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path:
     enter(ledger, case, tried)
 
 
-# -- the images are worth something: they show what is wrong with a save that syncs less --------------------------------
+# -- the images are worth something: they show what is wrong with a save that syncs less ------------------------------
 
 
 def without_syncs(log: Log, of: set[Node]) -> Log:
