@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_shard.errors import RankFailure
+from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.rendezvous import Meeting
 
 _KEY = "lightning_shard/watch"
@@ -46,7 +46,10 @@ class FailureWatch:
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._failing = False
+        self._seen: str | None = None
+        """The first failure, by the thread: the store may go away after that."""
         self._first: str | None = None
+        """The same, of another rank, once it has been reported."""
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
@@ -62,17 +65,17 @@ class FailureWatch:
                 mine = self._who_was_first() or mine
             first = self._store.compare_set(self._first_key, "", mine).decode()
         except (RuntimeError, dist.DistError):
-            first = self._store_lost
+            first = self._seen or self._store_lost
         self._stopped.set()
         if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        elif first == mine and self._rank == 0:
-            time.sleep(2 * _POLL_S)  # the store may live in this process: let the others read it
+        if self._rank == 0 and not self._meeting.is_kept_by_an_agent:
+            time.sleep(2 * _POLL_S)  # the store lives in this process: let the others read it
 
     def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
         """After :meth:`report`: the first failure as an error of ours, where this one only follows from it."""
-        if self._first is None or not lost_the_others(exception):
+        if self._first is None or isinstance(exception, ShardError) or not lost_the_others(exception):
             return None
         return RankFailure(
             f"rank {self._rank} lost the others. The first failure was on {self._first}\nAll ranks stop; started again"
@@ -97,11 +100,13 @@ class FailureWatch:
         beats = 0
         while not self._stopped.wait(_POLL_S if beats else 0):
             beats += 1
-            first = self._look(f"{beats} {self._where()}")
+            first = self._seen = self._look(f"{beats} {self._where()}") or self._seen
             if first is None or self._failing:
                 continue
             if self._stopped.wait(_GRACE_S):
                 return
+            if self._failing:
+                continue  # the main thread is about to end by itself
             print(
                 f"[lightning_shard] rank {self._rank} stops {self._where()}, because of the first failure, on {first}",
                 file=sys.stderr,
@@ -140,12 +145,16 @@ class FailureWatch:
     def _who_was_first(self) -> str | None:
         """The first failure that another rank has told of, or what can be said of ranks that tell nothing."""
         self._store.set(self._lost_key(self._rank), "1")
-        before = self._beats()
-        stop = time.monotonic() + _SETTLE_S
+        # one looks, however many they are, and the others hear of it
+        looks = self._store.compare_set(f"{self._prefix}/looks", "", str(self._rank)).decode() == str(self._rank)
+        before = self._beats() if looks else {}
+        stop = time.monotonic() + (_SETTLE_S if looks else 2 * _SETTLE_S)
         while time.monotonic() < stop:
             if self._store.check([self._first_key]):
                 return self._store.get(self._first_key).decode()
             time.sleep(_POLL_S / 4)
+        if not looks:
+            return None
         beats = self._beats()
         others = [rank for rank in beats if not self._store.check([self._lost_key(rank)])]
         if silent := [rank for rank in others if beats[rank] == before[rank]]:
@@ -171,13 +180,18 @@ class FailureWatch:
 
 
 def lost_the_others(exception: BaseException) -> bool:
-    """Whether this is what a collective raises on a rank when it can't reach another: the cause lies elsewhere.
+    """Whether this comes of what a collective raises on a rank that can't reach another: the cause lies elsewhere.
 
     Gloo raises plain RuntimeErrors, told by their text (torch 2.13); those of NCCL and of stores have classes.
     """
-    if isinstance(exception, dist.DistError):
-        return True
-    return type(exception) is RuntimeError and any(sign in str(exception) for sign in ("gloo/", "Gloo "))
+    error: BaseException | None = exception
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if type(error) is RuntimeError and any(sign in str(error) for sign in ("gloo/", "Gloo ")):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def _ranks(ranks: Collection[int]) -> str:
