@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-_real = {name: getattr(os, name) for name in ("open", "write", "pwrite", "fsync", "stat", "fstat", "readlink", "kill")}
+_real = {name: getattr(os, name) for name in ("write", "pwrite", "readlink", "kill")}
 WRITES = ("write", "pwrite", "writev", "pwritev")
 _ON_DESCRIPTORS = (*WRITES, "fsync", "fdatasync", "ftruncate", "posix_fallocate", "copy_file_range", "sendfile")
 _ON_ONE_NAME = ("open", "mkdir", "rmdir", "unlink", "remove", "truncate", "symlink")
