@@ -195,8 +195,7 @@ def leftovers(folder: Path) -> list[str]:
     if named:
         named |= {file.path for file in checkpoint.read(folder).manifest.files}
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
-    # TODO(commit): temporaries of the manifest too
-    return sorted(name for name in files - named if not name.endswith(".tmp"))
+    return sorted(files - named)
 
 
 def age(folder: Path) -> None:
