@@ -97,7 +97,7 @@ def cut_off(data: bytes, at: int) -> bytes:
 
 
 DAMAGES: dict[str, Callable[[bytes, int], bytes]] = {
-    "a bit flipped in every byte of a small checkpoint, one at a time": flipped,
+    "every byte of every file of a small checkpoint flipped in turn": flipped,
     "every file of a small checkpoint cut off at every byte": cut_off,
 }
 

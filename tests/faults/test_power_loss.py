@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_shard.testing import run_ranks
+from tests.faults.calls import met
 from tests.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
-from tests.faults.disk import Log, Node
+from tests.faults.disk import Log, Node, Recorder, images
 
 LIMIT_S = 1200.0
 
@@ -44,7 +46,39 @@ def test_whatever_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path:
     enter(ledger, case, tried)
 
 
-# -- the images are worth something: they show what is wrong with a save that syncs less ------------------------------
+# -- the images are worth something: their rules, and what they show of a save that syncs less ------------------------
+
+
+def replace_a(folder: Path, *, sync_file: bool, sync_folder: bool) -> set[bytes | None]:
+    """What may be found at ``a``, which held ``old``, after it was replaced by a file of ``new``."""
+    (folder / "a").write_bytes(b"old")
+    recorder = Recorder(folder, folder.with_suffix(".calls"))
+    with met(folder, recorder):
+        with open(folder / "a.tmp", "wb") as file:
+            file.write(b"new")
+            file.flush()
+            if sync_file:
+                os.fsync(file.fileno())
+        os.replace(folder / "a.tmp", folder / "a")
+        if sync_folder:
+            opened = os.open(folder, os.O_RDONLY)
+            os.fsync(opened)
+            os.close(opened)
+    log = recorder.log()
+    return {tree.get("a") for tree in images(log, len(log.calls), thorough=True)}
+
+
+def test_the_rules_by_which_images_are_made(tmp_path: Path) -> None:
+    found = {}
+    for sync_file in (False, True):
+        for sync_folder in (False, True):
+            folder = tmp_path / f"{sync_file}-{sync_folder}"
+            folder.mkdir()
+            found[sync_file, sync_folder] = replace_a(folder, sync_file=sync_file, sync_folder=sync_folder)
+    assert found[True, True] == {b"new"}
+    assert found[True, False] == {b"old", b"new"}
+    assert found[False, True] == {b"", b"\0\0\0", b"new"}
+    assert found[False, False] == {b"old", b"", b"\0\0\0", b"new"}
 
 
 def without_syncs(log: Log, of: Collection[Node]) -> Log:
