@@ -1,4 +1,4 @@
-# Four verbs. Each makes its own environment in .venv, from nothing, the first time.
+# Five verbs. Each makes its own environment in .venv, from nothing, the first time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # A process per rank, each with one thread: more threads than cores only get in each other's way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench reliability
 
 # Train on 4 processes, stop, resume on another layout, gather to one file, compare with a plain model.
 demo: $(INSTALLED)
@@ -25,6 +25,13 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# All tests of faults, the long ones too, and the page of what they counted; in about a quarter of an hour.
+LEDGER := $(CURDIR)/.cache/reliability
+reliability: $(INSTALLED)
+	@rm -rf $(LEDGER) && mkdir -p $(LEDGER)
+	@RELIABILITY_LEDGER=$(LEDGER) $(BIN)/python -m pytest tests/faults -m "long or not long" -n 2 --dist worksteal; \
+	status=$$?; $(BIN)/python tests/faults/report.py $(LEDGER) docs/reliability.md "make reliability" && exit $$status
 
 # Every version is pinned: an open range of torch may take several GB of another build.
 $(INSTALLED): pyproject.toml constraints.txt

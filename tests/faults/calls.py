@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-_real = {name: getattr(os, name) for name in ("open", "write", "pwrite", "fsync", "stat", "fstat", "readlink", "kill")}
+_real = {name: getattr(os, name) for name in ("write", "pwrite", "readlink", "kill")}
 WRITES = ("write", "pwrite", "writev", "pwritev")
 _ON_DESCRIPTORS = (*WRITES, "fsync", "fdatasync", "ftruncate", "posix_fallocate", "copy_file_range", "sendfile")
 _ON_ONE_NAME = ("open", "mkdir", "rmdir", "unlink", "remove", "truncate", "symlink")
@@ -71,7 +71,7 @@ def _handed_on(name: str, root: str, handler: Handler) -> Callable[..., Any]:
             other = _absolute(args[1], kwargs.get("dst_dir_fd"))
         elif name != "open" or (args[1] if len(args) > 1 else kwargs["flags"]) & _CHANGING:
             path = _absolute(args[1 if name == "symlink" else 0], kwargs.get("dir_fd"))
-        if path.startswith(root):
+        if path == root or path.startswith(root + os.sep):
             return handler(Call(name, args, path, other, lambda: real(*args, **kwargs)))
         return real(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint by its defaults, for the same faults to be tried on it as on :mod:`tests.faults.saves`."""
+"""torch.distributed.checkpoint by its defaults: the same faults are tried on it as on ours."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ def trainer_state(step: int) -> dict[str, Any]:
     return {"global_step": step, "history": torch.arange(step)}
 
 
-def whole_state(step: int) -> dict[str, dict[str, Any]]:
+def whole_state(step: int | None) -> dict[str, dict[str, Any]]:
     """All of it but what is each rank's own."""
-    if step not in (1, 2, 3):
+    if step is None or step not in (1, 2, 3):
         raise WrongValues(f"wrong values were loaded: step {step}")
     return {"model": model(step), "optimizer": optimizer(step), "trainer": trainer_state(step)}
 
@@ -131,10 +131,10 @@ def step_at(path: str, options: dict[str, Any] | None = None, *, verified: bool 
         raise CorruptCheckpointError(f"{path}: {report.faults}")
     stored = checkpoint.read(path, storage_options=options)
     trainer = stored.trainer_state()
-    step = trainer["global_step"]
+    step = trainer.get("global_step") if isinstance(trainer, dict) else None
     found = {"model": stored.full(), "optimizer": stored.optimizer.full(), "trainer": trainer}
     for section, wanted in whole_state(step).items():
-        same(f"names of {section}", list(found[section]), list(wanted))
+        same(f"names of {section}", sorted(found[section]), sorted(wanted))
         for name, value in wanted.items():
             same(name, found[section][name], value)
     return step
@@ -169,7 +169,7 @@ def fault_of(system: System, place: Place) -> str:
             return f"step 1 is gone: {first}"
         if second not in ({1, 2} if place.overwrite else {None, 2}):
             return f"neither the old nor the new one: {second}"
-        if system.is_ours and (found := last(place)) not in (place.first, place.path if second else None):
+        if system.is_ours and (found := last(place)) != (place.path if second else place.first):
             return f"last is {found}"
         target = place.on_disk / place.path.rpartition("/")[2]
         if target.exists():
@@ -195,8 +195,7 @@ def leftovers(folder: Path) -> list[str]:
     if named:
         named |= {file.path for file in checkpoint.read(folder).manifest.files}
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
-    # TODO(commit): temporaries of the manifest too
-    return sorted(name for name in files - named if not name.endswith(".tmp"))
+    return sorted(files - named)
 
 
 def age(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,92 +12,13 @@ import pytest
 
 from lightning_shard.testing import run_ranks
 from tests.faults.calls import met
-from tests.faults.disk import Log, Node, Recorder, Tree, images, put
-from tests.faults.saves import OURS, Place, System, WrongValues, ended, forked, in_fork, join
+from tests.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
+from tests.faults.disk import Log, Node, Recorder, images
 
 LIMIT_S = 1200.0
-FIRST, BESIDE, IN_NEW_FOLDERS = "last.ckpt", "last-v1.ckpt", "runs/1/last.ckpt"
 
 
-@dataclass(frozen=True)
-class Save:
-    """A save of step 2 beside step 1, which is at ``FIRST``."""
-
-    path: str
-    world_size: int = 1
-    asynchronous: bool = False
-    fsync: bool = True
-
-    def __str__(self) -> str:
-        where = {FIRST: "over one", BESIDE: "to a new path", IN_NEW_FOLDERS: "to a new path in new folders"}[self.path]
-        ranks = "one process" if self.world_size == 1 else f"{self.world_size} ranks"
-        return f"{'asynchronous ' if self.asynchronous else ''}save {where}, {ranks}"
-
-
-@dataclass
-class Tried:
-    """How many different images, after how many calls, and what did not hold in which."""
-
-    images: int = 0
-    calls: int = 0
-    faults: list[str] = field(default_factory=list)
-
-
-def recorded(scratch: Path, case: Save, system: System = OURS) -> Log:
-    """The calls of a save."""
-    folder = scratch / "disk"
-    place = Place(str(folder), True, folder)
-    folder.mkdir()
-    in_fork(scratch, lambda: system.save(place, 1))
-    recorder = Recorder(folder, scratch / "calls.pickle")
-
-    def rank_saves(rank: int) -> None:
-        if case.world_size > 1:
-            join(rank, case.world_size, scratch / "meeting")
-        with met(folder, recorder):
-            path = f"{folder}/{case.path}"
-            system.save(place, 2, path=path, asynchronous=case.asynchronous, fsync=case.fsync)
-
-    pids = [forked(lambda rank=rank: rank_saves(rank)) for rank in range(case.world_size)]
-    assert ended(pids) == [0] * case.world_size
-    return recorder.log()
-
-
-def cut_after_every_call(
-    scratch: Path, case: Save, log: Log, *, system: System = OURS, thorough: bool = False
-) -> Tried:
-    """See what may be found after each call of the log."""
-    tried = Tried(calls=len(log.calls))
-    seen: dict[bool, set[frozenset[tuple[str, bytes | None]]]] = {False: set(), True: set()}
-    for calls in range(len(log.calls) + 1):
-        returned = calls == len(log.calls)
-        for tree in images(log, calls, thorough=thorough):
-            image = frozenset(tree.items())
-            if image in seen[returned]:
-                continue
-            seen[returned].add(image)
-            tried.images += 1
-            if fault := fault_of(scratch / "image", tree, case, returned, system):
-                tried.faults.append(f"after {calls} of {len(log.calls)} calls: {fault}")
-    return tried
-
-
-def fault_of(folder: Path, tree: Tree, case: Save, returned: bool, system: System) -> str:
-    """What doesn't hold: step 1 or step 2 is whole; step 2 once its save has returned."""
-    put(tree, folder)
-    try:
-        first, second = (system.step_at(str(folder / path)) for path in (FIRST, case.path))
-    except (WrongValues, *system.refusals) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        shutil.rmtree(folder)
-    if case.path != FIRST and first != 1:
-        return f"step 1 is gone: {first}"
-    allowed = {2} if returned else {1, 2} if case.path == FIRST else {None, 2}
-    return "" if second in allowed else f"there is step {second}, and not one of {allowed}"
-
-
-def cut(scratch: Path, case: Save, thorough: bool = False) -> Tried:
+def cut(scratch: Path, case: Save, thorough: bool) -> Tried:
     return cut_after_every_call(scratch, case, recorded(scratch, case), thorough=thorough)
 
 
@@ -113,7 +34,7 @@ def enter(ledger: Any, case: Save, tried: Tried, *, sample: bool = False) -> Non
 
 @pytest.mark.parametrize("case", [*CASES, RANKS[0]], ids=str)
 def test_what_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(cut, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
+    (tried,) = run_ranks(cut, 1, tmp_path, case, False, init=False, timeout_s=LIMIT_S)
     enter(ledger, case, tried, sample=True)
 
 
@@ -125,32 +46,65 @@ def test_whatever_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path:
     enter(ledger, case, tried)
 
 
-# -- the images are worth something: they show what is wrong with a save that syncs less ------------------------------
+# -- the images are worth something: their rules, and what they show of a save that syncs less ------------------------
 
 
-def without_syncs(log: Log, of: set[Node]) -> Log:
+def replace_a(folder: Path, *, sync_file: bool, sync_folder: bool) -> set[bytes | None]:
+    """What may be found at ``a``, which held ``old``, after it was replaced by a file of ``new``."""
+    (folder / "a").write_bytes(b"old")
+    recorder = Recorder(folder, folder.with_suffix(".calls"))
+    with met(folder, recorder):
+        with open(folder / "a.tmp", "wb") as file:
+            file.write(b"new")
+            file.flush()
+            if sync_file:
+                os.fsync(file.fileno())
+        os.replace(folder / "a.tmp", folder / "a")
+        if sync_folder:
+            opened = os.open(folder, os.O_RDONLY)
+            os.fsync(opened)
+            os.close(opened)
+    log = recorder.log()
+    return {tree.get("a") for tree in images(log, len(log.calls), thorough=True)}
+
+
+def test_the_rules_by_which_images_are_made(tmp_path: Path) -> None:
+    found = {}
+    for sync_file in (False, True):
+        for sync_folder in (False, True):
+            folder = tmp_path / f"{sync_file}-{sync_folder}"
+            folder.mkdir()
+            found[sync_file, sync_folder] = replace_a(folder, sync_file=sync_file, sync_folder=sync_folder)
+    assert found[True, True] == {b"new"}
+    assert found[True, False] == {b"old", b"new"}
+    assert found[False, True] == {b"", b"\0\0\0", b"new"}
+    assert found[False, False] == {b"old", b"", b"\0\0\0", b"new"}
+
+
+def without_syncs(log: Log, of: Collection[Node]) -> Log:
     return replace(log, calls=[call for call in log.calls if isinstance(call, list) or call not in of])
 
 
-def cut_with_less(scratch: Path) -> Iterator[Tried]:
+def with_late_syncs(log: Log) -> Log:
+    syncs = [call for call in log.calls if not isinstance(call, list)]
+    return replace(log, calls=[call for call in log.calls if isinstance(call, list)] + syncs)
+
+
+def cut_with_less(scratch: Path) -> list[Tried]:
     """Without the syncs of files, without those of folders, and with all of them after everything else."""
     case = Save(FIRST)
     log = recorded(scratch, case)
-    syncs = [call for call in log.calls if not isinstance(call, list)]
-    late = replace(log, calls=[call for call in log.calls if isinstance(call, list)] + syncs)
-    for less in (without_syncs(log, set(log.files)), without_syncs(log, set(log.folders)), late):
-        yield cut_after_every_call(scratch, case, less)
+    less = without_syncs(log, log.files), without_syncs(log, log.folders), with_late_syncs(log)
+    return [cut_after_every_call(scratch, case, one, until_fault=True) for one in less]
 
 
-def all_with_less(scratch: Path) -> list[Tried]:
-    return list(cut_with_less(scratch))
+def cut_without_fsync(scratch: Path) -> list[Tried]:
+    case = Save(FIRST, fsync=False)
+    return [cut_after_every_call(scratch, case, recorded(scratch, case), until_fault=True)]
 
 
-def test_a_save_that_syncs_less_would_be_found_out(tmp_path: Path) -> None:
-    (tried,) = run_ranks(all_with_less, 1, tmp_path, init=False, timeout_s=LIMIT_S)
-    assert all(less.faults for less in tried)
-
-
-def test_a_save_without_fsync_promises_nothing_and_is_found_out(tmp_path: Path) -> None:
-    (tried,) = run_ranks(cut, 1, tmp_path, Save(FIRST, fsync=False), init=False, timeout_s=LIMIT_S)
-    assert tried.faults
+@pytest.mark.parametrize("weaker", [cut_with_less, cut_without_fsync])
+def test_a_save_that_syncs_less_would_be_found_out(weaker: Callable[[Path], list[Tried]], tmp_path: Path) -> None:
+    """What ``fsync=False`` doesn't promise, too."""
+    (tried,) = run_ranks(weaker, 1, tmp_path, init=False, timeout_s=LIMIT_S)
+    assert all(one.faults for one in tried)
