@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ class Site:
         mesh: The mesh of the ranks that hold this rank's stage.
         gather_over_stages: Every stage's value; collective over the pipeline.
         places: Each parameter's place in the whole module.
+        timeout: Of collective operations.
     """
 
     mesh: DeviceMesh
@@ -44,6 +46,7 @@ class Site:
     device: torch.device
     gather_over_stages: Callable[[Any], list[Any]]
     places: Mapping[str, int]
+    timeout: timedelta | None = None
 
 
 class ShardedCheckpointIO(CheckpointIO):
@@ -129,7 +132,7 @@ class ShardedCheckpointIO(CheckpointIO):
         }
         if self._asynchronous and self._fitting:
             if self._saver is None:
-                self._saver = ckpt.AsyncSaver()
+                self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
             self._saver.save(tensors, str(path), **arguments)
         else:
             ckpt.save(tensors, str(path), **arguments)
