@@ -15,6 +15,7 @@
         ├── CheckpointConflictError           another save or removal came first
         ├── FormatVersionError                written by a newer version of the format
         ├── CorruptCheckpointError            a file is missing, truncated, or its digest differs
+        │   └── CheckpointReplacedError       it was replaced or removed while it was read: open it anew
         ├── StateMismatchError                names, shapes or dtypes differ from what is being loaded into
         └── UnsupportedStateError             a value that the format can't hold; names its key
 
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointConflictError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "ConfigurationError",
     "CorruptCheckpointError",
     "FormatVersionError",
@@ -90,6 +92,10 @@ class FormatVersionError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError):
     """A file of the checkpoint is missing, truncated, or differs from its digest."""
+
+
+class CheckpointReplacedError(CorruptCheckpointError):
+    """The checkpoint was replaced or removed while it was read. What is there now can be opened anew."""
 
 
 class StateMismatchError(CheckpointError):

@@ -13,7 +13,7 @@ from lightning_shard.checkpoint.loading.open import read, read_together
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.ranks import all_or_none
 from lightning_shard.checkpoint.saving.background import AsyncSaver
-from lightning_shard.checkpoint.saving.save import save
+from lightning_shard.checkpoint.saving.save import SaveReport, save
 from lightning_shard.checkpoint.tools.diff import SECTIONS, Difference, DiffReport, diff
 from lightning_shard.checkpoint.tools.inspect import InspectReport, inspect
 from lightning_shard.checkpoint.tools.verify import Fault, VerifyReport, verify
@@ -34,6 +34,7 @@ __all__ = [
     "GatherReport",
     "InspectReport",
     "Pair",
+    "SaveReport",
     "StoredTensor",
     "VerifyReport",
     "all_or_none",

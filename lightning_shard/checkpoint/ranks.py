@@ -18,6 +18,10 @@ class RankCheckpointFailure(RankFailure, CheckpointError):
     """Another rank failed to save or load its part, or didn't come to do so."""
 
 
+class RanksLost(RankCheckpointFailure):
+    """The ranks can't talk any more, so what the others know is unknown."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes that save or load together; one alone where there is no process group."""
@@ -75,7 +79,7 @@ class Ranks:
         """Run a collective of the group; if ranks are lost in it, say which.
 
         Raises:
-            RankCheckpointFailure: The connection to a rank was lost, or the group's timeout is over.
+            RanksLost: The connection to a rank was lost, or the group's timeout is over.
         """
         from lightning_shard.checkpoint.attendance import Attendance
 
@@ -86,7 +90,7 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, ShardError):
                 raise
-            raise RankCheckpointFailure(
+            raise RanksLost(
                 f"The ranks that save or load together lost each other: {attendance.account()}. Rank {self.rank} was"
                 f" told: {error}"
             ) from error
@@ -128,7 +132,7 @@ def exchange(
         This rank's own error, and on every rank what the first one decided, or what failed first.
 
     Raises:
-        Exception: The ranks could not talk; what the others know is unknown then.
+        RanksLost: They could not talk to the end.
     """
     own: BaseException | None = None
     report: Any = None

@@ -38,7 +38,7 @@ class Site:
         mesh: The mesh of the ranks that hold this rank's stage.
         gather_over_stages: Every stage's value; collective over the pipeline.
         places: Each parameter's place in the whole module.
-        timeout: Of what the ranks do together.
+        timeout: Of collective operations.
     """
 
     mesh: DeviceMesh
@@ -133,7 +133,7 @@ class ShardedCheckpointIO(CheckpointIO):
         }
         if self._asynchronous and self._fitting:
             if self._saver is None:
-                self._saver = ckpt.AsyncSaver(timeout=site.timeout if site is not None else None)
+                self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
             self._saver.save(tensors, str(path), **arguments)
         else:
             ckpt.save(tensors, str(path), **arguments)

@@ -1,7 +1,10 @@
 """Asynchronous saving in one process: what is saved is what was there when save returned."""
 
+import subprocess
+import sys
 import threading
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -75,7 +78,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so_once(tmp_path, gate, sav
     state = {"w": torch.zeros(4)}
     saver.save(state, tmp_path / "first")
     threading.Timer(0.2, gate.set).start()
-    with pytest.warns(UserWarning, match=r"first is still being written: the next one waits"):
+    with pytest.warns(UserWarning, match=r"first was still being written: the next one waited"):
         saver.save(state, tmp_path / "second")
     assert checkpoint.exists(tmp_path / "first")
     saver.wait()
@@ -134,3 +137,99 @@ def test_an_interrupted_wait_keeps_the_save_and_its_memory(tmp_path, gate, saver
     saver.wait()
     assert torch.equal(checkpoint.read(tmp_path / "first")["w"].full(), torch.ones(4))
     assert torch.equal(checkpoint.read(tmp_path / "third")["w"].full(), torch.zeros(4))
+
+
+def test_as_a_context_manager_it_tells_when_it_is_done_and_what_it_wrote(tmp_path, gate):
+    with checkpoint.AsyncSaver() as saver:
+        assert saver.done()
+        assert saver.wait() is None
+        saver.save({"w": torch.ones(4)}, tmp_path / "c")
+        assert not saver.done()
+        gate.set()
+        report = saver.wait()
+        assert saver.done()
+        saver.save({"w": torch.ones(4)}, tmp_path / "d")
+    assert checkpoint.exists(tmp_path / "d")
+    stored = checkpoint.read(tmp_path / "c")
+    assert (report.path, report.attempt) == (str(tmp_path / "c"), stored.manifest.attempt)
+    assert report.bytes == report.rank_bytes == sum(file.bytes for file in stored.manifest.files)
+    assert report.seconds > 0
+
+
+def test_the_end_of_the_block_raises_a_failure_or_adds_it_to_the_error_that_ended_it(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStore, "write", full)
+    with pytest.raises(CheckpointError, match="No space left"), checkpoint.AsyncSaver() as saver:
+        saver.save({"w": torch.ones(4)}, tmp_path / "c")
+
+    def fail():
+        with checkpoint.AsyncSaver() as saver:
+            saver.save({"w": torch.ones(4)}, tmp_path / "c")
+            raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first") as caught:
+        fail()
+    assert "No space left" in caught.value.__notes__[0]
+
+
+def test_the_layout_is_what_it_was_when_save_was_called(tmp_path, gate, saver):
+    layout = {"steps": [1]}
+    saver.save({"w": torch.ones(4)}, tmp_path / "c", layout=layout)
+    layout["steps"].append(2)
+    gate.set()
+    saver.wait()
+    assert checkpoint.read(tmp_path / "c").manifest.layout == {"steps": [1]}
+    with pytest.raises(UnsupportedStateError, match="layout"):
+        saver.save({"w": torch.ones(4)}, tmp_path / "d", layout=object())
+
+
+def test_a_saver_that_is_dropped_with_a_save_under_way_warns(tmp_path, gate):
+    saver = checkpoint.AsyncSaver()
+    saver.save({"w": torch.ones(4)}, tmp_path / "c")
+    saving = saver._saving
+    with pytest.warns(ResourceWarning, match="nobody has waited for"):
+        del saver
+    gate.set()
+    saving.result(30)
+    assert checkpoint.exists(tmp_path / "c")
+
+
+# Without the package's own __init__, which imports much that isn't needed here.
+ENDS_WITHOUT_WAITING = """
+import sys, time, torch, types
+sys.modules["lightning_shard"] = types.ModuleType("lightning_shard")
+sys.modules["lightning_shard"].__path__ = [sys.argv[2]]
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.store import LocalStore
+write = LocalStore.write
+def slow(self, name, *args, **kwargs):
+    time.sleep(0.5)
+    if "fails" in self.root:
+        raise OSError(28, "No space left on device")
+    write(self, name, *args, **kwargs)
+LocalStore.write = slow
+saver = checkpoint.AsyncSaver()
+saver.save({"w": torch.ones(4)}, sys.argv[1])
+print("the program ends")
+"""
+
+
+def test_at_the_end_of_a_program_a_save_is_finished_and_a_failure_is_told_and_sets_the_status(tmp_path):
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_WITHOUT_WAITING, tmp_path / name, Path(checkpoint.__file__).parents[1]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("works", "fails")
+    ]
+    (works, works_error), (fails, fails_error) = [program.communicate(timeout=120) for program in programs]
+    assert [program.returncode for program in programs] == [0, 1], works_error + fails_error
+    assert works == fails == "the program ends\n"
+    assert checkpoint.verify(tmp_path / "works").ok
+    assert "fails failed, and nobody waited for it" in fails_error
+    assert "No space left on device" in fails_error
+    assert not checkpoint.exists(tmp_path / "fails")

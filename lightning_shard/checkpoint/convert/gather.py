@@ -12,7 +12,7 @@ import torch
 
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
-from lightning_shard.checkpoint.loading.open import read_together
+from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import open_store
@@ -31,6 +31,7 @@ class GatherReport:
     bytes: int
 
 
+@starting_over
 def gather(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -116,7 +117,8 @@ def gather(
                 bundle = export.lightning(checkpoint, name, naming, plan)
             else:
                 bundle = export.safetensors(checkpoint, name, naming, max_shard_bytes, optimizer=bool(optimizer))
-        deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
+        with checkpoint.saying_if_replaced():
+            deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
         with all_or_none(group):
             for small, data in bundle.small.items() if ranks.first else ():
                 store.publish(small, [memoryview(data)], len(data), durable=fsync)

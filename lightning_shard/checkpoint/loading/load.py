@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.loading.open import Found, find, open_found
+from lightning_shard.checkpoint.loading.open import Found, find, open_found, starting_over
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
@@ -26,6 +26,7 @@ Pair = tuple[StoredTensor, Tensor]
 """What is stored, and the tensor or DTensor to fill with this rank's part of it."""
 
 
+@starting_over
 def load(
     path: str | os.PathLike[str],
     into: Mapping[str, Any] | torch.nn.Module,
@@ -63,6 +64,8 @@ def load(
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
         StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written then.
+        CheckpointReplacedError: It was replaced or removed while it was read, twice.
+        RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
     """
     ranks = Ranks.of(group)
     wanted: dict[str, dict[str, Tensor]] = {}

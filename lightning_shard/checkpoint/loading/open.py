@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
-from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
+from lightning_shard.checkpoint.ranks import Ranks, RanksLost, all_or_none, together
 from lightning_shard.checkpoint.store import Store, as_path, open_store
-from lightning_shard.errors import CheckpointNotFoundError
+from lightning_shard.errors import CheckpointNotFoundError, CheckpointReplacedError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def read(
@@ -50,6 +55,27 @@ def read_together(
     found = together(Ranks.of(group), lambda: None, lambda _: find(root, storage_options))
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
+
+
+def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Have a call that opens and reads a checkpoint on the ranks of ``group`` start over once, if it is replaced then.
+
+    The call must fail on all ranks if it fails on one.
+    """
+
+    @wraps(collective)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return collective(*args, **kwargs)
+        except RanksLost:
+            raise
+        except BaseException as error:
+            replaced, _ = Ranks.of(kwargs.get("group")).any(isinstance(error, CheckpointReplacedError), False)
+            if not replaced:
+                raise
+        return collective(*args, **kwargs)
+
+    return call
 
 
 Found = tuple[str, bytes, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,10 +13,10 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.manifest import Manifest, Section, TensorEntry
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
 from lightning_shard.checkpoint.store import Store
-from lightning_shard.errors import CorruptCheckpointError
+from lightning_shard.errors import CheckpointReplacedError, CorruptCheckpointError
 
 
 class StoredTensor:
@@ -131,18 +132,25 @@ class Checkpoint(StoredTensors):
         self.optimizer = StoredTensors(manifest.optimizer, self)
 
     def fetch(self, reads: Iterable[Read], *, verify: bool | None = None) -> int:
-        """Carry out reads of this checkpoint; returns the bytes read."""
-        return read_boxes(self.store, self.manifest, reads, verify=self.verify if verify is None else verify)
+        """Carry out reads of this checkpoint; returns the bytes read.
+
+        Raises:
+            CorruptCheckpointError: As :func:`read_boxes`.
+            CheckpointReplacedError: A file is missing, since another checkpoint is there by now, or none.
+        """
+        with self.saying_if_replaced():
+            return read_boxes(self.store, self.manifest, reads, verify=self.verify if verify is None else verify)
 
     def state_json(self) -> Any:
         """The trainer state as encoded in its file, or None where there is none."""
         if self.manifest.state_file is None:
             return self._state
         file = self.manifest.files[self.manifest.state_file]
-        try:
-            data = self.store.read(file.path)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{self.path}/{file.path} is missing: use another checkpoint.") from error
+        with self.saying_if_replaced():
+            try:
+                data = self.store.read(file.path)
+            except FileNotFoundError as error:
+                raise CorruptCheckpointError(f"{self.path}/{file.path} is missing: use another checkpoint.") from error
         if len(data) != file.bytes:
             raise CorruptCheckpointError(
                 f"{self.path}/{file.path} has {len(data):,} bytes instead of {file.bytes:,}: use another checkpoint."
@@ -171,6 +179,27 @@ class Checkpoint(StoredTensors):
         """What that rank saved as ``rank_state``; nothing for a rank that didn't save any."""
         section = self.manifest.ranks.get(rank)
         return StoredTensors(section, self).full() if section is not None else {}
+
+    @contextlib.contextmanager
+    def saying_if_replaced(self) -> Iterator[None]:
+        """Where a file is missing, look at the manifest once more: a save that replaces it removes its files."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and (change := self._change()):
+                raise CheckpointReplacedError(
+                    f"{self.path} was {change} while it was read: open it anew. ({error})"
+                ) from error
+            raise
+
+    def _change(self) -> str:
+        try:
+            now = Manifest.from_bytes(self.store.read(MANIFEST_NAME))
+        except FileNotFoundError:
+            return "removed" if self._state is None else ""
+        except Exception:
+            return ""
+        return f"replaced by attempt {now.attempt}" if now.attempt != self.manifest.attempt else ""
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {len(self)} model and {len(self.optimizer)} optimizer tensors)"

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from lightning_shard.checkpoint.folder import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -55,10 +56,11 @@ def check_files(store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_ho
     """
     if store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
         return
-    with ThreadPoolExecutor(store.requests) as pool:
+    with ThreadPoolExecutor(store.requests) if store.is_remote else contextlib.nullcontext() as pool:
         for host, files in by_host.items():
             entries = list(files)
-            lost = [fault for fault in pool.map(lambda file: _fault(store, file), entries) if fault]
+            looks = (pool.map if pool else map)(partial(_fault, store), entries)
+            lost = [fault for fault in looks if fault]
             if lost and (host == own_host or len(lost) < len(entries)):
                 raise CheckpointError(_lost(store, lost))
 

@@ -104,7 +104,7 @@ def plan_part(
 
 
 def _frame(state: Mapping[str, Tensor], mesh: DeviceMesh | None, ranks: Ranks) -> Frame | None:
-    if ranks.alone and mesh is None and not any(is_dtensor(tensor) for tensor in state.values()):
+    if ranks.members == (0,) and mesh is None and not any(is_dtensor(tensor) for tensor in state.values()):
         return None
     return Frame.of(mesh if mesh is not None else common_mesh(state, ranks.members), ranks.members, ranks.rank)
 

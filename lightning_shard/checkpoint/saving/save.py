@@ -101,6 +101,7 @@ def save(
         RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
     """
     ranks = Ranks.of(group)
+    order = Order(os.fspath(path), storage_options, layout, fsync, digests)
 
     def plan() -> RankPart:
         return plan_part(
@@ -113,14 +114,14 @@ def save(
             attempt=new_attempt(),
         )
 
-    return write_together(Order(path, storage_options, layout, fsync, digests), ranks, plan)
+    return write_together(order, ranks, plan)
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
     """Where and how a checkpoint is to be written; see :func:`save`."""
 
-    path: str | os.PathLike[str]
+    path: str
     storage_options: dict[str, Any] | None = dataclasses.field(repr=False)  # they hold secrets
     layout: Any
     fsync: bool
@@ -175,7 +176,7 @@ class _Saving:
             assert isinstance(outcome, Failure)
             self._fail(own, outcome)
         seconds = time.monotonic() - self._began_s
-        return SaveReport(os.fspath(self._order.path), outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
+        return SaveReport(self._order.path, outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
 
     def _write(self) -> Account:
         order = self._order
@@ -235,8 +236,7 @@ class _Saving:
             outcome.raise_here(self._ranks.rank)
         assert error is not None
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            path = os.fspath(self._order.path)
-            raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
+            raise CheckpointError(f"The checkpoint {self._order.path} could not be written: {error}.") from error
         raise error
 
 

@@ -32,9 +32,10 @@ LOCK_WAIT_S = 10.0
 """A lock is held while a file is read and renamed. Who holds it for longer has been stopped, and may yet wake up."""
 _FOLDERS = ("model", "optimizer", "trainer")
 _TRIES = 10
-# What mounts answer that have no locks, or no hard links.
+# What mounts answer that have no locks, no hard links, or no folders that can be opened or synced.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV}
+_NO_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11's mmap has no name for it
 
 
@@ -294,14 +295,21 @@ def _lock(fd: int) -> bool:
 
 
 def _fsync_folder(path: str) -> None:
+    """Sync a folder's entries, where that can be done; the files themselves have been synced.
+
+    Raises:
+        OSError: It failed. Not where mounts can't do it, or the folder may be written to but not be opened.
+    """
     try:
-        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return  # not everywhere can a folder be opened
+        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (*_NO_FOLDERS, errno.EACCES, errno.EPERM):
+            return
+        raise
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # nor synced, on some mounts; the files have been
+        if error.errno not in _NO_FOLDERS:
             raise
     finally:
         os.close(fd)
