@@ -374,3 +374,33 @@ def test_one_rank_of_two_meets_the_faults(
     arguments = (path, s3_server.endpoint, s3_server.options, str(s3_server.folder), faulty, cases)
     lost = [line for lines in run_ranks(save_and_gather_with_a_bad_rank, 2, *arguments) for line in lines]
     entered(ledger, f"S3, two ranks save and gather, rank {faulty} meets faults", 2 * len(cases), lost)
+
+
+# -- WebDAV ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["half sent", "reset", "lost", 500, "cut"])
+def test_webdav_at_every_request(fault: Fault, tmp_path: Path, ledger: Ledger) -> None:
+    """A server may write a put in place, and keep its half: so nothing is put under a name that is in use."""
+    lost = []
+    with serve("webdav", tmp_path / "data") as server, behind(server.endpoint) as proxy:
+        options = through(server.options, proxy)
+        path = f"{server.url}/c"
+        for step in (0, 1):
+            proxy.arm(no_fault)
+            checkpoint.save({"w": torch.full((100,), float(step))}, path, storage_options=options)
+        total, before = proxy.requests, 1.0
+        for number in range(1, total + 1):
+            step = float(number + 1)
+            proxy.arm(once(number, fault))
+            error = None
+            try:
+                checkpoint.save({"w": torch.full((100,), step)}, path, storage_options=options)
+            except (CheckpointError, OSError) as failure:
+                error = failure
+            there = checkpoint.read(path, storage_options=server.options)["w"].full()
+            value = float(there[0])
+            if not (there == value).all() or (value != step and (error is None or value != before)):
+                lost.append(f"request {number}: {value} is there after {step} over {before}, {error!r}")
+            before = value
+    entered(ledger, f"WebDAV, a save: {fault} at one request, each in turn", total, lost)
