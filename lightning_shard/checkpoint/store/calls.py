@@ -57,7 +57,8 @@ _PASSING_CODES = {
 }
 """S3's words for what may pass, some of which come with a status of 400."""
 _PASSING_KINDS = {
-    "HTTPClientError",  # botocore: cut, refused and timed out connections
+    "HTTPClientError",  # botocore: cut and timed out connections
+    "ConnectionError",  # refused and reset ones
     "IncompleteReadError",
     "ResponseStreamingError",
     "ResponseParserError",

@@ -39,6 +39,8 @@ MAX_GAP_BYTES = 256 * 2**10
 """Ranges this near each other are read as one: it costs less than another round trip."""
 PUT_BYTES = 16 * 2**20
 """Files up to this size are put in one call."""
+SMALL_BYTES = 16 * 2**20
+"""What is read whole gets the time that so much takes."""
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "memory"}
 """A put is seen whole or not at all, there are no folders and no moves.
@@ -97,7 +99,7 @@ class RemoteStore:
         return posixpath.join(self.base, name)
 
     def read(self, name: str) -> bytes:
-        return self._calls("cat_file", self._path(name))
+        return self._calls("cat_file", self._path(name), moving_bytes=SMALL_BYTES)
 
     def size(self, name: str) -> int:
         return self._size(name, self._calls("info", self._path(name)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_shard.checkpoint.store.calls import MIN_BYTES_PER_S, STALL_S, answer_of
 from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, conflict
-from lightning_shard.checkpoint.store.remote import RemoteStore, in_parts
+from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in_parts
 
 PART_BYTES = 8 * 2**20
 PARTS_IN_FLIGHT = 4
@@ -26,9 +26,6 @@ _CONFIG: dict[str, Any] = {
     # faults are met in one place, `Calls`: three of them multiply to minutes where a server is gone
     "retries": {"total_max_attempts": 1, "mode": "standard"},
     "connect_timeout": 10,
-    # Of silence. It does not count while botocore waits to be told to send a body (Expect: 100-continue), nor while it
-    # sends one: `Calls` has a limit for the whole of a call.
-    "read_timeout": STALL_S,
 }
 _MAX_PARTS = 10_000  # of one object, by S3's rules; and all but the last must have 5 MiB
 _MARK = "lightning-shard-upload"
@@ -51,7 +48,10 @@ class S3Store(RemoteStore):
         import fsspec
 
         given = {**fsspec.config.conf.get("s3", {}), **storage_options}
-        config = {**_CONFIG, **(given.get("config_kwargs") or {})}
+        # The limit of a silence, which isn't counted while botocore waits to be told to send a body (Expect:
+        # 100-continue), nor while it sends one: `Calls` has a limit for the whole of a call.
+        stall_s = storage_options.get("stall_s", STALL_S)
+        config = {**_CONFIG, "read_timeout": stall_s, **(given.get("config_kwargs") or {})}
         # listings are never cached, since other ranks write too
         super().__init__(root, {"use_listings_cache": False, **storage_options, "config_kwargs": config})
         self.fs.retries = 1
@@ -66,6 +66,10 @@ class S3Store(RemoteStore):
         except BaseException:
             self.abort_upload(upload)
             raise
+
+    def read(self, name: str) -> bytes:
+        # by one request: else s3fs asks for the size first
+        return self._calls("cat_file", self._path(name), max_concurrency=1, moving_bytes=SMALL_BYTES)
 
     # -- one winner -----------------------------------------------------------------------------------------------
 
@@ -92,30 +96,29 @@ class S3Store(RemoteStore):
         # Some servers put in spite of the condition, and don't say so: hence the looks before and after.
         if self.stamp(name) not in (None, replaces):
             raise conflict(self.root, name)
-        self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), size_bytes)
-        if self.read(name) != data:
+        stamp = self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), size_bytes)
+        if self.stamp(name) != stamp:
             raise conflict(self.root, name)
 
-    def _put_if(self, name: str, data: bytes, replaces: Stamp | None, limit_s: float) -> None:
+    def _put_if(self, name: str, data: bytes, replaces: Stamp | None, limit_s: float) -> Stamp | None:
+        """Returns the stamp of what was put."""
         condition = {"IfNoneMatch": "*"} if replaces is None else {"IfMatch": replaces}
         put = {**self._where(name), "Body": data}
         try:
-            self._once("put_object", limit_s, **put, **condition)
+            return str(self._once("put_object", limit_s, **put, **condition)["ETag"])
         except OSError as error:
             status, code = answer_of(error)
             if code in _NO_CONDITIONS or status == 501:
-                self._once("put_object", limit_s, **put)
-                return
+                return str(self._once("put_object", limit_s, **put)["ETag"])
             if status not in (404, 412) or code == "NoSuchBucket":
                 raise
             try:
                 # an attempt whose answer was lost may have been carried out
-                if self._calls.once("cat_file", self._path(name), limit_s=limit_s) == data:
-                    return
+                if self._calls.once("cat_file", self._path(name), max_concurrency=1, limit_s=limit_s) == data:
+                    return self.stamp(name)
             except FileNotFoundError:
                 if replaces is not None:  # removed since: no hindrance
-                    self._put_if(name, data, None, limit_s)
-                    return
+                    return self._put_if(name, data, None, limit_s)
             raise conflict(self.root, name) from error
 
     def _where(self, name: str) -> dict[str, str]:
