@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.optimizers import flatten_optimizer_states, merge_stages
+from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
-from lightning_shard.plugin.other_files import weights_alone
-from lightning_shard.plugin.sharded_values import lay_out, lift, merge_over_stages
-from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
+from lightning_shard.plugin.other_files import WEIGHTS_ALONE, weights_alone
 
 SEVERAL_RANKS = (
     "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are several: use"
@@ -173,7 +173,7 @@ class ShardedCheckpointIO(CheckpointIO):
     def _opened(self, stored: ckpt.Checkpoint) -> dict[str, Any]:
         loaded = stored.trainer_state()
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
-            return {**weights_alone(stored), "optimizer_tensors": {}}
+            return weights_alone(stored)
         loaded.pop(TRANSFORMERS_KEY, None)
         loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
         loaded["optimizer_tensors"] = dict(stored.optimizer)
@@ -194,6 +194,8 @@ class ShardedCheckpointIO(CheckpointIO):
         }
         if any(not name.startswith("state/") for name in loaded.pop("optimizer_tensors")):
             loaded.pop("optimizer_states", None)
+            if loaded.get(WEIGHTS_ALONE):
+                loaded["optimizer_states"] = []
         state_dict = loaded.pop("state_dict")
         rest, pairs = lay_out(loaded, {}, ())
         ckpt.load_tensors(pairs)

@@ -16,6 +16,15 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import Pair, load_together
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.optimizers import (
+    Plan,
+    merge_stages,
+    name_numbered,
+    named_optimizer_state,
+    plan_optimizers,
+    renamed,
+)
+from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import reshard
@@ -24,15 +33,9 @@ from lightning_shard.plugin.assemble import Assembly
 from lightning_shard.plugin.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.other_files import WEIGHTS_ALONE, name_numbered, with_prefix
+from lightning_shard.plugin.other_files import WEIGHTS_ALONE, prefix_of
 from lightning_shard.plugin.pretrained import describe
-from lightning_shard.plugin.sharded_values import lay_out
-from lightning_shard.plugin.state import (
-    load_module,
-    load_optimizer,
-    merge_stages,
-    named_optimizer_state,
-)
+from lightning_shard.plugin.state import load_module
 
 _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 
@@ -145,18 +148,20 @@ class CheckpointedStrategy(ModelParallelStrategy):
         reshard(self.lightning_module)
         stage = self._assembly.stage if self._assembly else None
         names = self._names_of_other_stages()
+        stored = checkpoint["state_dict"]
+        prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
         load_module(
             self.lightning_module,
-            with_prefix(checkpoint["state_dict"], {*names, *self.lightning_module.state_dict()}),
+            {prefix + name: value for name, value in stored.items()},
             names,
             strict=strict,
             also=stage.foreign_buffers if stage else (),
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if checkpoint.get(WEIGHTS_ALONE):
-            return
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
+        if checkpoint.get(WEIGHTS_ALONE) and not states:
+            return
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
                 f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
@@ -164,8 +169,20 @@ class CheckpointedStrategy(ModelParallelStrategy):
             )
         if any("numbered" in state for state in states):
             tensors, states = name_numbered(tensors, states, self._parameter_groups())
-        for index, optimizer in enumerate(self.optimizers):
-            load_optimizer(optimizer, index, self._names, tensors, states[index])
+        elif checkpoint.get(WEIGHTS_ALONE):
+            assert self._assembly is not None
+            listed = [name for state in states for group in state["param_groups"] for name in group["params"]]
+            if prefix := prefix_of(listed, set(self._assembly.places)):
+                tensors, states = renamed(tensors, states, None, {"": prefix})
+        plans: list[Plan] = []
+
+        def pairs() -> list[Pair]:
+            plans.extend(plan_optimizers(self.optimizers, self._names, tensors, states))
+            return [pair for plan in plans for pair in plan.pairs]
+
+        load_together(pairs)
+        for plan in plans:
+            plan.finish()
         assert self.lightning_module is not None
         drop_replaced_schedulers(self.lightning_module.trainer)
 

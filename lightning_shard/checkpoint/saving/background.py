@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.memory import byte_view, is_plain
+from lightning_shard.checkpoint.optimizers import take_apart
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
@@ -62,7 +63,7 @@ class AsyncSaver:
         state: Mapping[str, Any] | torch.nn.Module,
         path: str | os.PathLike[str],
         *,
-        optimizer: Mapping[str, Any] | None = None,
+        optimizer: Any = None,
         trainer_state: Any = None,
         rank_state: Mapping[str, Tensor] | None = None,
         mesh: DeviceMesh | None = None,
@@ -83,6 +84,7 @@ class AsyncSaver:
         self._say_if_waiting()
         self._finish()
         ranks = self._ranks
+        optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
         self._saves += 1
         with all_or_none(ranks.group):
             self.drain()
