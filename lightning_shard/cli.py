@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what names of the model's tensors begin with, and what takes its place; may be repeated",
     )
     gather.add_argument("--config", metavar="FOLDER", help="a transformers folder, where the checkpoint has no config")
+    gather.add_argument("--base", metavar="PATH", help="what holds the frozen tensors that the checkpoint leaves out")
     gather.add_argument(
         "--max-shard-bytes",
         type=_size,
@@ -233,6 +234,7 @@ def _gather(arguments: argparse.Namespace) -> int:
             strip_prefix=arguments.strip_prefix,
             rename=dict(arguments.rename) or None,
             config=arguments.config,
+            base=arguments.base,
             max_shard_bytes=arguments.max_shard_bytes,
             verify=not arguments.no_verify,
             storage_options=_options(arguments),

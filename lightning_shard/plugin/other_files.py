@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,18 +29,3 @@ def weights_alone(stored: Checkpoint) -> dict[str, Any]:
         "optimizer_tensors": dict(stored.optimizer) if states else {},
         "lr_schedulers": [],
     }
-
-
-def prefix_of(stored: Collection[str], names: set[str]) -> str:
-    """What the names that a module has for stored tensors begin with, if these have one beginning more.
-
-    So it is with a transformers model's file, where a LightningModule holds the model as ``self.model``.
-    """
-    if not names.isdisjoint(stored) or not stored:
-        return ""
-    first = next(iter(stored))
-    for name in sorted(names):
-        prefix = name.removesuffix(first)
-        if prefix != name and prefix.endswith(".") and all(prefix + key in names for key in stored):
-            return prefix
-    return ""

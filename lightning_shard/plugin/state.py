@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def load_module(
     *,
     strict: bool,
     also: Iterable[str] = (),
+    left_out: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
     """Fill a module's parameters and buffers, in place.
 
@@ -50,6 +51,7 @@ def load_module(
         elsewhere: Names that other stages fill.
         strict: Refuse missing and unexpected names.
         also: Buffers that are filled too, though they are another stage's state.
+        left_out: Names that may be missing: the module has what they should be.
 
     Returns:
         Missing and unexpected names.
@@ -66,7 +68,11 @@ def load_module(
     # checkpoint.
     others = {name: stored[name] for name in state if name in stored and name not in live}
     found = {id(tensor) for name, tensor in state.items() if name in stored}
-    missing = sorted(name for name, tensor in state.items() if name not in stored and id(tensor) not in found)
+    missing = sorted(
+        name
+        for name, tensor in state.items()
+        if name not in stored and id(tensor) not in found and name not in left_out
+    )
     unexpected = sorted(stored.keys() - state.keys() - set(elsewhere))
 
     def pairs() -> list[ckpt.Pair]:
