@@ -14,13 +14,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.convert import write
-from lightning_shard.checkpoint.store import calls, remote, s3
+from lightning_shard.checkpoint.store import calls, open_store, remote, s3
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
-from tests.proxy import Fault, Proxy, behind, no_fault, once, through
+from lightning_shard.testing import run_ranks
+from tests.proxy import Fault, Proxy, behind, from_then_on, no_fault, once, through
 from tests.servers import BUCKET, Server, serve
 
 GROUP = "Stores that fail"
