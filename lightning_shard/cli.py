@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC
 from typing import Any, get_args
 
 import torch
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = _verb(verbs, "inspect", _inspect, "show layout, step, sizes and the biggest tensors")
     inspect.add_argument("--biggest", type=_count, default=10, metavar="N", help="how many tensors to list (10)")
 
+    _verb(verbs, "list", _list, "show the checkpoints of a folder, the oldest first", path="a folder of checkpoints")
+
     _verb(verbs, "verify", _verify, "read every byte and compare it with its digest")
 
     gather = _verb(verbs, "gather", _gather, "write a safetensors file, a transformers folder or a Lightning .ckpt")
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what names of the model's tensors begin with, and what takes its place; may be repeated",
     )
     gather.add_argument("--config", metavar="FOLDER", help="a transformers folder, where the checkpoint has no config")
+    gather.add_argument("--base", metavar="PATH", help="what holds the frozen tensors that the checkpoint leaves out")
     gather.add_argument(
         "--max-shard-bytes",
         type=_size,
@@ -109,10 +113,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+def _verb(
+    verbs: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    path: str = "a checkpoint's directory or manifest",
+) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(verb=run)
-    parser.add_argument("path", help="a checkpoint's directory or manifest, local or a URL that fsspec knows")
+    parser.add_argument("path", help=f"{path}, local or a URL that fsspec knows")
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
     _option_of(parser, "--storage-option", "for fsspec; the value may be JSON")
     return parser
@@ -163,6 +173,31 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _list(arguments: argparse.Namespace) -> int:
+    entries = checkpoint.list(arguments.path, storage_options=_options(arguments))
+    if arguments.json:
+        _print_json([{**dataclasses.asdict(entry), "committed": entry.committed.isoformat()} for entry in entries])
+        return 0
+    if not entries:
+        print(f"{arguments.path}: no committed checkpoint")
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("checkpoint", overflow="fold")
+    table.add_column("step", justify="right")
+    table.add_column("committed (UTC)", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("attempt", overflow="fold")
+    for entry in entries:
+        committed = entry.committed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        facts = ("", "damaged") if entry.fault else (_bytes(entry.bytes), entry.attempt)
+        table.add_row(entry.name, "" if entry.step is None else str(entry.step), committed, *facts)
+    Console().print(table)
+    for entry in entries:
+        if entry.fault:
+            print(f"{entry.name}: {entry.fault}")
+    return 1 if any(entry.fault for entry in entries) else 0
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     with _progress("checking", arguments) as progress:
         report = checkpoint.verify(arguments.path, storage_options=_options(arguments), progress=progress)
@@ -199,6 +234,7 @@ def _gather(arguments: argparse.Namespace) -> int:
             strip_prefix=arguments.strip_prefix,
             rename=dict(arguments.rename) or None,
             config=arguments.config,
+            base=arguments.base,
             max_shard_bytes=arguments.max_shard_bytes,
             verify=not arguments.no_verify,
             storage_options=_options(arguments),

@@ -5,6 +5,8 @@ Works with plain tensors or DTensors, with a process group or without; see ``doc
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_shard.checkpoint.catalog import Entry, latest, prune
+from lightning_shard.checkpoint.catalog import list_checkpoints as list
 from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.folder import exists, remove
 from lightning_shard.checkpoint.format.codec import register_codec
@@ -29,6 +31,7 @@ __all__ = [
     "DcpWriter",
     "DiffReport",
     "Difference",
+    "Entry",
     "Fault",
     "Format",
     "GatherReport",
@@ -42,9 +45,12 @@ __all__ = [
     "exists",
     "gather",
     "inspect",
+    "latest",
+    "list",
     "load",
     "load_tensors",
     "load_together",
+    "prune",
     "read",
     "read_together",
     "register_codec",

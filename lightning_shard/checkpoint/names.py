@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lightning_shard.errors import StateMismatchError
 
@@ -34,6 +34,21 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
             )
         found[new] = name
     return found
+
+
+def prefix_of(stored: Collection[str], names: set[str]) -> str:
+    """What the names that a module has for stored tensors begin with, if these have one beginning more.
+
+    So it is with a transformers model's file, where a LightningModule holds the model as ``self.model``.
+    """
+    if not names.isdisjoint(stored) or not stored:
+        return ""
+    first = next(iter(stored))
+    for name in sorted(names):
+        prefix = name.removesuffix(first)
+        if prefix != name and prefix.endswith(".") and all(prefix + key in names for key in stored):
+            return prefix
+    return ""
 
 
 def _renamed(name: str, rename: Rename | None) -> str | None:

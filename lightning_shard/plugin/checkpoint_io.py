@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,13 +17,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.optimizers import flatten_optimizer_states, merge_stages
+from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
+from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
-from lightning_shard.plugin.other_files import weights_alone
-from lightning_shard.plugin.sharded_values import lay_out, lift, merge_over_stages
-from lightning_shard.plugin.state import flatten_optimizer_states, merge_stages
+from lightning_shard.plugin.other_files import WEIGHTS_ALONE, weights_alone
 
 SEVERAL_RANKS = (
     "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are several: use"
@@ -63,6 +66,11 @@ class ShardedCheckpointIO(CheckpointIO):
         share_reads: What several ranks need alike when a checkpoint is loaded, one of them reads and passes on to the
             others. None: if the store is reached through a network, as object stores are; worth trying on file systems
             that many machines mount.
+        exclude_frozen: Leave out parameters that don't train and are still what they were at the start, as for
+            fine-tuning a large frozen model: whoever builds the module anew has them. The checkpoint says which and
+            with what content; it is refused where the module has others, and there is no ``base``.
+        base: A checkpoint, safetensors file or transformers folder that holds the frozen parameters; they are compared
+            with it at the first save, and taken from it where the module has others.
     """
 
     def __init__(
@@ -73,7 +81,11 @@ class ShardedCheckpointIO(CheckpointIO):
         fsync: bool = True,
         digests: bool = True,
         share_reads: bool | None = None,
+        exclude_frozen: bool = False,
+        base: str | os.PathLike[str] | None = None,
     ) -> None:
+        self.exclude_frozen = exclude_frozen
+        self.base = None if base is None else as_path(base)
         self._asynchronous = asynchronous
         self._storage_options = dict(storage_options or {})
         self._fsync = fsync
@@ -102,6 +114,8 @@ class ShardedCheckpointIO(CheckpointIO):
         """
         if self._site is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigurationError(SEVERAL_RANKS)
+        if self._site is None and self.exclude_frozen:
+            raise ConfigurationError("exclude_frozen needs strategy='hybrid_shard', which knows what doesn't train.")
         rest = dict(checkpoint)
         state = rest.pop("state_dict", {})
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -152,10 +166,11 @@ class ShardedCheckpointIO(CheckpointIO):
         if self._saver is not None:
             self._saver.drain()
 
-    def open_checkpoint(self, path: Any, *, together: bool = False) -> dict[str, Any]:
+    def open_checkpoint(self, path: Any, *, together: bool = False, whole: bool = False) -> dict[str, Any]:
         """Lightning's checkpoint, or its ``.ckpt``, or a file of weights alone, with its tensors still in the store.
 
-        ``together``: on all ranks, of which the first reads the manifest; a collective call.
+        ``together``: on all ranks, of which the first reads the manifest; a collective call. ``whole``: with frozen
+        parameters that were left out, from where they came.
 
         ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
         ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
@@ -168,12 +183,12 @@ class ShardedCheckpointIO(CheckpointIO):
         if self._share_reads is not None:
             stored.share_reads = self._share_reads
         with on_all_ranks():
-            return self._opened(stored)
+            return self._opened(complete(stored, self.base, storage_options=self._storage_options) if whole else stored)
 
     def _opened(self, stored: ckpt.Checkpoint) -> dict[str, Any]:
         loaded = stored.trainer_state()
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
-            return {**weights_alone(stored), "optimizer_tensors": {}}
+            return weights_alone(stored)
         loaded.pop(TRANSFORMERS_KEY, None)
         loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
         loaded["optimizer_tensors"] = dict(stored.optimizer)
@@ -187,13 +202,15 @@ class ShardedCheckpointIO(CheckpointIO):
         Optimizer states written by the strategy are named by parameter, which such strategies can't place: they are
         left out.
         """
-        loaded = self.open_checkpoint(path)
+        loaded = self.open_checkpoint(path, whole=True)
         loaded["state_dict"] = {
             name: value.full() if isinstance(value, ckpt.StoredTensor) else value
             for name, value in loaded["state_dict"].items()
         }
         if any(not name.startswith("state/") for name in loaded.pop("optimizer_tensors")):
             loaded.pop("optimizer_states", None)
+            if loaded.get(WEIGHTS_ALONE):
+                loaded["optimizer_states"] = []
         state_dict = loaded.pop("state_dict")
         rest, pairs = lay_out(loaded, {}, ())
         ckpt.load_tensors(pairs)

@@ -15,7 +15,19 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
 from lightning_shard.checkpoint import Pair, load_together
+from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.names import prefix_of
+from lightning_shard.checkpoint.optimizers import (
+    Plan,
+    merge_stages,
+    name_numbered,
+    named_optimizer_state,
+    plan_optimizers,
+    renamed,
+)
+from lightning_shard.checkpoint.sharded_values import lay_out
+from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import reshard
@@ -23,16 +35,11 @@ from lightning_shard.plugin.agreement import check_replicas, same_on_data_ranks
 from lightning_shard.plugin.assemble import Assembly
 from lightning_shard.plugin.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
+from lightning_shard.plugin.frozen import Frozen
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.other_files import WEIGHTS_ALONE, name_numbered, with_prefix
+from lightning_shard.plugin.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.pretrained import describe
-from lightning_shard.plugin.sharded_values import lay_out
-from lightning_shard.plugin.state import (
-    load_module,
-    load_optimizer,
-    merge_stages,
-    named_optimizer_state,
-)
+from lightning_shard.plugin.state import load_module
 
 _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 
@@ -49,6 +56,9 @@ class CheckpointedStrategy(ModelParallelStrategy):
     _seed: int = 0
     _generators: dict[str, Tensor] | None = None
     """Of this rank, loaded and not yet put to use."""
+    _loaded_from: str = ""
+    """The path of the checkpoint that was loaded last."""
+    _left_out: Frozen | None = None
     _names: dict[int, str]
     """``id(parameter)`` to name, of this rank's parameters."""
 
@@ -111,18 +121,22 @@ class CheckpointedStrategy(ModelParallelStrategy):
             for key in ("state_dict", "current_model_state")  # the second is the first's where that is an average
             if key in checkpoint
         }
+        own: dict[str, Any] = {"seed": self._seed}
+        if self.checkpoint_io.exclude_frozen:
+            states["state_dict"], own["excluded"] = self._frozen().leave_out(states["state_dict"])
         if self.is_global_zero:  # whose state is the one that is saved
             states[TRANSFORMERS_KEY] = describe(
                 self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
             )
         self.checkpoint_io.save_checkpoint(
-            {**checkpoint, **states, "lightning_shard": {"seed": self._seed}},
+            {**checkpoint, **states, "lightning_shard": own},
             self.broadcast(filepath),
             storage_options=storage_options,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded = self.checkpoint_io.open_checkpoint(self.broadcast(checkpoint_path), together=True)
+        self._loaded_from = as_path(self.broadcast(checkpoint_path))
+        loaded = self.checkpoint_io.open_checkpoint(self._loaded_from, together=True)
         self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
         self._generators = loaded.pop("rank_state", None)
         module = self.lightning_module
@@ -145,18 +159,29 @@ class CheckpointedStrategy(ModelParallelStrategy):
         reshard(self.lightning_module)
         stage = self._assembly.stage if self._assembly else None
         names = self._names_of_other_stages()
+        stored = checkpoint["state_dict"]
+        prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
+        stored = {prefix + name: value for name, value in stored.items()}
+        excluded = excluded_of(checkpoint, stored)
+        if excluded is not None:
+            stored = self._frozen().complete(stored, excluded)
         load_module(
             self.lightning_module,
-            with_prefix(checkpoint["state_dict"], {*names, *self.lightning_module.state_dict()}),
+            stored,
             names,
             strict=strict,
             also=stage.foreign_buffers if stage else (),
+            left_out=excluded["tensors"] if excluded is not None else (),
         )
+        if excluded is not None:
+            self._frozen().check(excluded)
+        elif checkpoint.get(WEIGHTS_ALONE) and self.checkpoint_io.exclude_frozen:
+            self._frozen().begin_with(self._loaded_from)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if checkpoint.get(WEIGHTS_ALONE):
-            return
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
+        if checkpoint.get(WEIGHTS_ALONE) and not states:
+            return
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
                 f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
@@ -164,14 +189,35 @@ class CheckpointedStrategy(ModelParallelStrategy):
             )
         if any("numbered" in state for state in states):
             tensors, states = name_numbered(tensors, states, self._parameter_groups())
-        for index, optimizer in enumerate(self.optimizers):
-            load_optimizer(optimizer, index, self._names, tensors, states[index])
+        elif checkpoint.get(WEIGHTS_ALONE):
+            assert self._assembly is not None
+            listed = [name for state in states for group in state["param_groups"] for name in group["params"]]
+            if prefix := prefix_of(listed, set(self._assembly.places)):
+                tensors, states = renamed(tensors, states, None, {"": prefix})
+        plans: list[Plan] = []
+
+        def pairs() -> list[Pair]:
+            plans.extend(plan_optimizers(self.optimizers, self._names, tensors, states))
+            return [pair for plan in plans for pair in plan.pairs]
+
+        load_together(pairs)
+        for plan in plans:
+            plan.finish()
         assert self.lightning_module is not None
         drop_replaced_schedulers(self.lightning_module.trainer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _frozen(self) -> Frozen:
+        """The module's frozen parameters; what they are at the first call is what they began as."""
+        if self._left_out is None:
+            assert self.lightning_module is not None
+            io = self.checkpoint_io
+            mesh = self.device_mesh[self.layout.stage_axes]
+            self._left_out = Frozen(self.lightning_module, mesh, io.base, io.storage_options)
+        return self._left_out
 
     def _parameter_groups(self) -> list[list[list[str]]]:
         """Names of all stages' parameters, by optimizer and group, in the order of ``configure_optimizers``."""
@@ -201,3 +247,6 @@ class CheckpointedStrategy(ModelParallelStrategy):
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )
+        self._left_out = None
+        if self.checkpoint_io.exclude_frozen:
+            self._frozen()

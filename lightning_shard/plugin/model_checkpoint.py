@@ -21,7 +21,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +34,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.catalog import commits, names_in
 from lightning_shard.checkpoint.store import as_path, open_filesystem
-from lightning_shard.checkpoint.store.calls import Calls
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
@@ -115,15 +114,19 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         # a name such as "{epoch}-last" is one of many
         pattern = ".*".join(re.escape(part) for part in re.split(r"\{.*?\}", self.CHECKPOINT_NAME_LAST))
         pattern = rf"{pattern}(?:{re.escape(self.CHECKPOINT_JOIN_CHAR)}v(\d+))?{re.escape(self.FILE_EXTENSION)}"
-        fs, folder = open_filesystem(dirpath, io.storage_options)
-        found = []
-        for name in _names(fs, folder):
+        versions: dict[str, int] = {}
+
+        def is_last(name: str) -> bool:
             if last := re.fullmatch(pattern, name):
-                committed = _committed(fs, posixpath.join(folder, name, MANIFEST_NAME))
-                if committed is not None:
-                    # stores tell the time in seconds: of two in the same one, the higher version is the later
-                    found.append((committed, int(last[1] or 0), name))
-        return {_FoundPath(posixpath.join(dirpath, name), committed) for committed, _, name in sorted(found)[-1:]}
+                versions[name] = int(last[1] or 0)
+            return last is not None
+
+        found = commits(dirpath, io.storage_options, is_last)
+        if not found:
+            return set()
+        # stores tell the time in seconds: of two in the same one, the higher version is the later
+        committed, name = max(found, key=lambda commit: (commit[0], versions[commit[1]]))
+        return {_FoundPath(posixpath.join(dirpath, name), committed)}
 
     @property
     def last_is_resumed_from(self) -> bool:
@@ -282,8 +285,8 @@ def save_for_requeue(trainer: pl.Trainer) -> str | None:
     root = _normalised(trainer.default_root_dir)
 
     def next_path() -> str:
-        fs, folder = open_filesystem(root, io.storage_options)
-        taken = [int(found[1]) for name in _names(fs, folder) if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))]
+        names = names_in(root, io.storage_options)
+        taken = [int(found[1]) for name in names if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))]
         return posixpath.join(root, f"hpc_ckpt_{max(taken, default=0) + 1}.ckpt")
 
     path = _on_first_rank(trainer, next_path)
@@ -314,26 +317,6 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
 
 def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
     return ckpt.exists(path, storage_options=io.storage_options)
-
-
-def _names(fs: Any, folder: str) -> list[str]:
-    try:
-        return [posixpath.basename(path.rstrip("/")) for path in Calls(fs, folder)("ls", folder, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _committed(fs: Any, manifest: str) -> datetime | None:
-    """When a manifest was written; None where there is none."""
-    try:
-        when = Calls(fs, manifest)("modified", manifest)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-    except NotImplementedError:
-        when = datetime.min if fs.exists(manifest) else None
-    if when is None:
-        return None
-    return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 
 def _is_local(path: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
+from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
@@ -43,6 +44,7 @@ def gather(
     strip_prefix: str | None = None,
     rename: Rename | None = None,
     config: Any = None,
+    base: str | os.PathLike[str] | None = None,
     verify: bool = True,
     storage_options: dict[str, Any] | None = None,
     out_storage_options: dict[str, Any] | None = None,
@@ -76,6 +78,8 @@ def gather(
             function that gives the new name, or None to leave the tensor out. The optimizer's names stay.
         config: For ``"transformers"``, where the checkpoint has none: a transformers config, or a folder that has
             ``config.json`` (and perhaps a tokenizer's files).
+        base: Where frozen tensors are that the checkpoint leaves out; by default where it says that they came from.
+            They are read once more, to see that they are the same.
         verify: Check digests.
         out_storage_options: For fsspec, if ``out`` is a URL.
         progress: Called now and then with this rank's bytes done and those that it will have done in all.
@@ -100,6 +104,7 @@ def gather(
         # what takes the trainer state is found by the first rank, and said to the others
         plan: Any = None
         with all_or_none(group):
+            checkpoint = complete(checkpoint, base, storage_options=storage_options)
             if format == "transformers" and optimizer:
                 raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
             naming = export.Naming(dtype, strip_prefix, rename)

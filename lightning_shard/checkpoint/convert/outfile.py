@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault, slabs
 from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.format.manifest import Chunk, TensorEntry
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.stored import StoredTensor
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import byte_view
 
 
@@ -89,18 +89,19 @@ class Step:
             CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`.
         """
         memory = byte_view(buffer[: self.nbytes])
-        reads: list[Read] = []
+        reads: dict[int, tuple[Checkpoint, list[Read]]] = {}
         place = 0
         for part in self.parts:
             if isinstance(part, Literal):
                 memory[place : place + part.nbytes] = part.data
             else:
                 target = buffer[place : place + part.nbytes].view(part.dtype).view(part.box.sizes)
-                reads.append(Read(part.source.stored.name, part.entry, part.box, target))
                 checkpoint = part.source.stored.checkpoint
+                own = reads.setdefault(id(checkpoint), (checkpoint, []))[1]
+                own.append(Read(part.source.stored.name, part.entry, part.box, target))
             place += part.nbytes
-        if reads:
-            checkpoint.fetch(reads)
+        for checkpoint, own in reads.values():
+            checkpoint.fetch(own)
         return memory
 
 

@@ -162,8 +162,8 @@ def _work(files: Sequence[OutFile]) -> list[tuple[OutFile, Step]]:
 
 
 def _from_local_disk(files: Sequence[OutFile]) -> bool:
-    stores = (source.stored.checkpoint.store for file in files for _, source in file.tensors)
-    return isinstance(next(stores, None), LocalStore)
+    stores = {id(c := source.stored.checkpoint): c.store for file in files for _, source in file.tensors}
+    return bool(stores) and all(isinstance(store, LocalStore) for store in stores.values())
 
 
 def _write_in_place(work: Sequence[tuple[str, Step]], copies: bool, durable: bool, progress: Progress | None) -> None:

@@ -16,6 +16,7 @@ from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wante
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.optimizers import Restored
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.store import as_path, open_store
 from lightning_shard.checkpoint.tensors import flatten, identity, local_tensor, target_boxes
@@ -31,7 +32,7 @@ def load(
     path: str | os.PathLike[str],
     into: Mapping[str, Any] | torch.nn.Module,
     *,
-    optimizer: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
     strict: bool = True,
     cast: bool = False,
     strip_prefix: str | None = None,
@@ -46,7 +47,9 @@ def load(
     Args:
         path: A checkpoint, or another program's file or folder: see :func:`read`.
         into: As ``state`` of :func:`save`; names that differ are told apart before anything is written.
-        optimizer: The same for the optimizer's tensors; None leaves those of the checkpoint alone.
+        optimizer: A torch optimizer over the state's parameters, or a list of them, which get their state and their
+            groups' settings, whether they have taken a step or not. Or tensors by name, as for ``into``. None leaves
+            the checkpoint's optimizer alone.
         strict: Every name asked for must be in the checkpoint, and every name in it asked for by some rank.
         cast: Convert dtypes where they differ; otherwise that is an error.
         strip_prefix: Taken off the names of the checkpoint's model tensors that have it, to find them in the state.
@@ -71,12 +74,15 @@ def load(
     wanted: dict[str, dict[str, Tensor]] = {}
     missing: list[str] = []
     unexpected: list[str] = []
+    restored: list[Restored] = []
 
     def ask() -> list[str]:
         wanted[""] = flatten(into.state_dict(keep_vars=True) if isinstance(into, torch.nn.Module) else into)
-        if optimizer is not None:
+        restored.extend(Restored.of(optimizer, into))
+        if optimizer is not None and not restored:
             wanted["optimizer:"] = flatten(optimizer)
-        return [prefix + name for prefix, names in wanted.items() for name in names]
+        named = [prefix + name for prefix, names in wanted.items() for name in names]
+        return named + [name for each in restored for name in each.asked]
 
     def find_it(everyone: list[list[str]]) -> tuple[Found, bool, set[str]]:
         root = as_path(path)
@@ -94,6 +100,10 @@ def load(
         stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
         missing.extend(prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix]))
         unexpected.extend(prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any)
+        for each in restored:
+            there = each.find(checkpoint, strip_prefix, rename)
+            missing.extend(name for name in each.asked if name not in there)
+            unexpected.extend(sorted(there - asked_by_any))
         if strict and (missing or unexpected):
             raise StateMismatchError(_differences(checkpoint.path, missing, unexpected))
         return [
@@ -101,13 +111,15 @@ def load(
             for prefix, names in wanted.items()
             for name, tensor in names.items()
             if name in stored[prefix]
-        ]
+        ] + [pair for each in restored for pair in each.pairs()]
 
     if share:
         load_together(pairs, verify=verify, cast=cast, group=group)
     else:
         with all_or_none(group):  # each round of talk takes time: here they talk once
             load_tensors(pairs(), verify=verify, cast=cast)
+    for each in restored:
+        each.finish()
     return missing, unexpected
 
 

@@ -14,15 +14,18 @@ from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry
+from lightning_shard.checkpoint.loading.index import select
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
 from lightning_shard.checkpoint.store import Store
+from lightning_shard.checkpoint.store.remote import MAX_GAP_BYTES
 from lightning_shard.errors import CheckpointReplacedError, CorruptCheckpointError
 
 
 class StoredTensor:
     """A tensor in a checkpoint: shape and dtype are known, elements are read when asked for.
 
-    ``stored[10:20]`` reads these rows, ``stored[..., 3]`` this column; steps must be positive.
+    ``stored[10:20]`` reads these rows, ``stored[..., 3]`` this column, ``stored[[7, 900]]`` and ``stored[mask]`` about
+    what they pick. The result is what torch gives for the index; steps may be negative, as numpy's.
     """
 
     def __init__(self, name: str, entry: TensorEntry, checkpoint: Checkpoint) -> None:
@@ -60,8 +63,13 @@ class StoredTensor:
         return target
 
     def __getitem__(self, index: Any) -> Tensor:
-        offsets, sizes, after = _select(index, self.entry.shape, self.name)
-        return self.box(Box(offsets, sizes))[after]
+        checkpoint = self.checkpoint
+        gap = max(MAX_GAP_BYTES, checkpoint.manifest.block_bytes if checkpoint.verify else 0)
+        selection = select(index, self.entry.shape, self.name, item_bytes=self.dtype.itemsize, max_gap_bytes=gap)
+        target = torch.empty(selection.sizes, dtype=self.dtype)
+        parts = zip(selection.boxes, selection.parts(target), strict=True)
+        checkpoint.fetch([Read(self.name, self.entry, box, part) for box, part in parts])
+        return selection.pick(target)
 
     def __len__(self) -> int:
         if not self.entry.shape:
@@ -203,34 +211,3 @@ class Checkpoint(StoredTensors):
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {len(self)} model and {len(self.optimizer)} optimizer tensors)"
-
-
-def _select(index: Any, shape: tuple[int, ...], name: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """An index expression as the box to read, and the index to apply to what was read."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    given = sum(item is not Ellipsis for item in items)
-    if given > len(shape) or items.count(Ellipsis) > 1:
-        raise IndexError(f"{name!r} of shape {shape} can't be indexed with {index!r}: too many indices.")
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    filler = [slice(None)] * (len(shape) - given)
-    items = [*items[:at], *filler, *items[at + 1 :]]
-    offsets: list[int] = []
-    sizes: list[int] = []
-    after: list[Any] = []
-    for item, size in zip(items, shape, strict=True):
-        if isinstance(item, slice):
-            start, stop, step = item.indices(size)
-            if step < 1:
-                raise IndexError(f"{name!r}: slices must have a positive step, not {step}.")
-            stop = max(start, stop)
-            offsets.append(start)
-            sizes.append(stop - start)
-            after.append(slice(None, None, step))
-        else:
-            place = int(item.__index__()) if hasattr(item, "__index__") else None
-            if place is None or isinstance(item, bool) or not -size <= place < size:
-                raise IndexError(f"{name!r} of shape {shape} can't be indexed with {item!r}.")
-            offsets.append(place % size)
-            sizes.append(1)
-            after.append(0)
-    return tuple(offsets), tuple(sizes), tuple(after)

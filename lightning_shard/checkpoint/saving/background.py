@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.memory import byte_view, is_plain
+from lightning_shard.checkpoint.optimizers import take_apart
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
@@ -72,7 +73,7 @@ class AsyncSaver:
         state: Mapping[str, Any] | torch.nn.Module,
         path: str | os.PathLike[str],
         *,
-        optimizer: Mapping[str, Any] | None = None,
+        optimizer: Any = None,
         trainer_state: Any = None,
         rank_state: Mapping[str, Tensor] | None = None,
         mesh: DeviceMesh | None = None,
@@ -93,6 +94,7 @@ class AsyncSaver:
         waits = self._saving is not None and not self._saving.done()
         self._finish()
         ranks = self._ranks
+        optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
         with all_or_none(ranks.group):
             self.drain()
             if waits and ranks.first:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
+from lightning_shard.checkpoint.optimizers import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
@@ -61,7 +62,7 @@ def save(
     state: Mapping[str, Any] | torch.nn.Module,
     path: str | os.PathLike[str],
     *,
-    optimizer: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
     trainer_state: Any = None,
     rank_state: Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
@@ -82,7 +83,8 @@ def save(
         state: Tensors and DTensors by name; nested dicts give names joined by ``.``; a module stands for its
             state dict. Tensors that share all of their memory are written once.
         path: A directory, new or holding an earlier checkpoint; local, or any URL that fsspec knows.
-        optimizer: The optimizer's tensors by name.
+        optimizer: A torch optimizer, its ``state_dict()``, that of ``torch.distributed.checkpoint``, or a list of
+            these; their groups are kept in the trainer state, under ``optimizer_states``. Or tensors by name.
         trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.codec` holds; the first rank's is saved.
         rank_state: Tensors that belong to this rank alone, such as states of random generators.
         mesh: The ranks that hold this same list of tensors, as the ranks of one pipeline stage do, with the axes that
@@ -102,6 +104,7 @@ def save(
     """
     ranks = Ranks.of(group)
     order = Order(os.fspath(path), storage_options, layout, fsync, digests)
+    optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
 
     def plan() -> RankPart:
         return plan_part(

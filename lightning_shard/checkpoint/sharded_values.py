@@ -1,4 +1,4 @@
-"""DTensors anywhere in Lightning's checkpoint: saved in parts like the model's, and laid out anew when they come back.
+"""DTensors anywhere in the trainer's state: saved in parts like the model's, and laid out anew when they come back.
 
 In the trainer's state a reference stands for each. A mapping that holds a DTensor is state by name, as a callback's
 averages of parameters are: all that it holds is merged over the pipeline's stages, and each stage is given its own.
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.format.codec import Reference
+from lightning_shard.checkpoint.loading.stored import StoredTensor
+from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError
 
 Path = tuple[Any, ...]
@@ -35,13 +35,13 @@ def lift(tree: Any, name: str, *, with_siblings: bool = False) -> tuple[Any, dic
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str, takes_all: bool) -> Any:
-        if isinstance(value, DTensor) or (takes_all and isinstance(value, Tensor)):
+        if is_dtensor(value) or (takes_all and isinstance(value, Tensor)):
             if path in tensors:
                 raise UnsupportedStateError(f"Two tensors are named {path!r} once keys are joined by '/': rename one.")
             tensors[path] = value
             return Reference(path)
-        takes_all = with_siblings and type(value) in _MAPPINGS and _has(value, DTensor)
-        return _rebuilt(value, lambda key, item: walk(item, f"{path}/{key}", takes_all))
+        takes_all = with_siblings and type(value) in _MAPPINGS and any(map(is_dtensor, value.values()))
+        return rebuilt(value, lambda key, item: walk(item, f"{path}/{key}", takes_all))
 
     return walk(tree, name, False), tensors
 
@@ -75,18 +75,20 @@ def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
     return tree
 
 
-def lay_out(tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]) -> tuple[Any, list[ckpt.Pair]]:
-    """A tree with an empty tensor for each :class:`~lightning_shard.checkpoint.StoredTensor`, and what goes into them.
+def lay_out(
+    tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]
+) -> tuple[Any, list[tuple[StoredTensor, Tensor]]]:
+    """A tree with an empty tensor for each stored tensor, and what goes into them.
 
     Args:
         live: The module's tensors by name. What has the name and shape of one is laid out like it; any other is whole
             and on the CPU.
         elsewhere: Names that other stages hold: left out of mappings of sharded values.
     """
-    pairs: list[ckpt.Pair] = []
+    pairs: list[tuple[StoredTensor, Tensor]] = []
 
     def walk(value: Any, key: Any) -> Any:
-        if isinstance(value, ckpt.StoredTensor):
+        if isinstance(value, StoredTensor):
             like = live.get(key) if isinstance(key, str) else None
             if like is not None and like.shape == value.shape:
                 target = torch.empty_like(like.detach(), dtype=value.dtype)
@@ -94,9 +96,9 @@ def lay_out(tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]) -
                 target = torch.empty(value.shape, dtype=value.dtype)
             pairs.append((value, target))
             return target
-        if type(value) in _MAPPINGS and _has(value, ckpt.StoredTensor):
+        if type(value) in _MAPPINGS and _has(value, StoredTensor):
             value = type(value)((k, item) for k, item in value.items() if k in live or k not in elsewhere)
-        return _rebuilt(value, lambda k, item: walk(item, k))
+        return rebuilt(value, lambda k, item: walk(item, k))
 
     return walk(tree, None), pairs
 
@@ -108,7 +110,7 @@ def _has(mapping: Mapping[Any, Any], kind: type) -> bool:
     return any(isinstance(value, kind) for value in mapping.values())
 
 
-def _rebuilt(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+def rebuilt(value: Any, function: Callable[[Any, Any], Any]) -> Any:
     """A node with ``function(key, child)`` for each child; anything else itself."""
     if type(value) in _MAPPINGS:
         return type(value)((key, function(key, item)) for key, item in value.items())
@@ -118,7 +120,7 @@ def _rebuilt(value: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    return _rebuilt(value, lambda _, item: _copied(item))
+    return rebuilt(value, lambda _, item: _copied(item))
 
 
 def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
@@ -131,4 +133,4 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
             if not isinstance(item, Reference):
                 _collect(item, (*path, key), found)
     else:
-        _rebuilt(value, lambda key, item: _collect(item, (*path, key), found))
+        rebuilt(value, lambda key, item: _collect(item, (*path, key), found))

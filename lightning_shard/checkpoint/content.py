@@ -1,0 +1,107 @@
+"""A number for a tensor's content that is the same on every layout, and needs no rank to hold the whole tensor.
+
+The elements' bits ``b`` and their places ``i`` in the row-major tensor give ``Σ mix(b + (i + 1) · γ) mod 2⁶⁴``, with γ
+and ``mix`` of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Each rank sums
+over its part. It tells other weights from the same ones; against someone who wants to deceive it is no help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.loading.stored import StoredTensor
+from lightning_shard.checkpoint.memory import narrow
+from lightning_shard.checkpoint.ranks import Ranks, together
+from lightning_shard.checkpoint.saving.part import plan_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_GAMMA, _FIRST, _SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""As int64, whose products wrap around."""
+_SLAB_ELEMENTS = 2**18
+_STORED_SLAB_ELEMENTS = 2**22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def content_of_all(
+    tensors: Mapping[str, Tensor], mesh: DeviceMesh | None = None, group: object = None
+) -> dict[str, str]:
+    """The content of tensors and DTensors by name, those of all ranks; as 16 hexadecimal digits. A collective call.
+
+    Args:
+        mesh: The ranks that hold this same list, as of :func:`save`.
+    """
+    ranks = Ranks.of(group)
+
+    def own() -> tuple[tuple[int, ...], dict[str, int]]:
+        part = plan_part(
+            tensors, optimizer=None, trainer_state=None, rank_state=None, mesh=mesh, ranks=ranks, attempt="0" * 12
+        )
+        sums: dict[str, int] = dict.fromkeys(tensors, 0)
+        for file in part.files:
+            for piece in file.pieces:
+                sums[piece.name] += _sum(piece.data, piece.box, piece.shape)
+        for name, target in part.aliases.get("model", {}).items():
+            sums[name] = sums[target]
+        return part.mesh_ranks, sums
+
+    def total(everyone: list[tuple[tuple[int, ...], dict[str, int]]]) -> dict[str, str]:
+        sums: dict[str, int] = {}
+        holders: dict[str, tuple[int, ...]] = {}
+        for mesh_ranks, one in everyone:
+            for name, value in one.items():
+                # what several stages hold alike is counted of the first
+                if holders.setdefault(name, mesh_ranks) == mesh_ranks:
+                    sums[name] = sums.get(name, 0) + value
+        return {name: _text(value) for name, value in sums.items()}
+
+    return together(ranks, own, total)
+
+
+def content_of_stored(stored: StoredTensor) -> str:
+    """The same of a tensor in a checkpoint, which is read a part at a time."""
+    whole = Box.whole(stored.shape)
+    return _text(sum(_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS)))
+
+
+def _text(value: int) -> str:
+    return f"{value % 2**64:016x}"
+
+
+def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """Of a box of a tensor of that shape, over elements of up to 8 bytes; a wider one is a last dim of two."""
+    data = data.detach()
+    if data.element_size() > 8:
+        data = torch.view_as_real(data.resolve_conj())
+        box, shape = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    total = 0
+    for slab in slabs(box, _SLAB_ELEMENTS):
+        part = narrow(data, slab.within(box)).resolve_conj().resolve_neg().contiguous()
+        bits = part.view(_BITS[part.element_size()]).to(torch.int64)
+        if part.element_size() < 8:
+            bits &= (1 << 8 * part.element_size()) - 1
+        place = torch.ones((), dtype=torch.int64, device=part.device)
+        for dim, (offset, size) in enumerate(zip(slab.offsets, slab.sizes)):
+            along = torch.arange(offset, offset + size, device=part.device) * strides[dim]
+            place = place + along.view([-1 if d == dim else 1 for d in range(len(shape))])
+        total += int(_mixed(bits + place * _GAMMA).sum())
+    return total
+
+
+def _mixed(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

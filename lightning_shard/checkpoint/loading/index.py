@@ -1,0 +1,227 @@
+"""An index expression as the boxes to read of a stored tensor, and what then picks the result out of them.
+
+The result is what torch gives for the same index of the tensor itself; slices may have negative steps too, as numpy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.boxes import Box
+
+Run = tuple[int, int]
+_ALIKE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By their elements' bytes, dtypes that torch can index: it can't some, such as those of 8-bit floats."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The boxes to read, and how the result is picked.
+
+    Attributes:
+        boxes: They are to be laid side by side along ``dim``, in this order, into a tensor of ``sizes``.
+        rows: Dims of that tensor of which these rows are taken, before ``index`` is applied.
+    """
+
+    sizes: tuple[int, ...]
+    dim: int
+    boxes: tuple[Box, ...]
+    rows: tuple[tuple[int, Tensor], ...]
+    index: tuple[Any, ...]
+
+    def parts(self, target: Tensor) -> list[Tensor]:
+        """The places of the boxes in a tensor of ``sizes``."""
+        if target.ndim == 0 or not self.boxes:
+            return [target] * len(self.boxes)
+        return list(target.split([box.sizes[self.dim] for box in self.boxes], self.dim))
+
+    def pick(self, read: Tensor) -> Tensor:
+        """The result, from what was read."""
+        plain = read.view(_ALIKE[read.element_size()])
+        for dim, rows in self.rows:
+            plain = plain.index_select(dim, rows)
+        return plain[self.index].view(read.dtype)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """What is wanted of one dim.
+
+    Attributes:
+        run: From the first to after the last place.
+        places: The places in ascending order, where they aren't all of the run.
+        item: What the index has here: an int, all of a slice, or places that stand for themselves.
+    """
+
+    run: Run
+    places: Tensor | None
+    item: Any
+
+
+def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, max_gap_bytes: int) -> Selection:
+    """Plan an index expression.
+
+    Only one dim is cut into several boxes: the one where that saves most. Of the others all that lies between the first
+    and the last place is read.
+
+    Args:
+        max_gap_bytes: Boxes that are nearer each other, in a tensor that lies whole, are read as one.
+
+    Raises:
+        IndexError: The index doesn't fit the shape, or isn't of a kind that numpy and torch agree on.
+    """
+    items = _expanded(index, shape, name)
+    wanted = [item for item in items if item is not None]
+    axes = [_axis(item, size, name) for item, size in zip(wanted, shape, strict=True)]
+    runs: list[list[Run]] = [[axis.run] for axis in axes]
+    cuts = {}
+    for dim, axis in enumerate(axes):
+        if axis.places is not None and len(axis.places):
+            step_bytes = math.prod(shape[dim + 1 :]) * item_bytes
+            cuts[dim] = _runs(axis.places, max_gap_bytes // max(1, step_bytes))
+    cut = min(cuts, key=lambda dim: _length(cuts[dim]) / _length(runs[dim]), default=0)
+    if cut in cuts:
+        runs[cut] = cuts[cut]
+    boxes = [_box([*runs[:cut], [run], *runs[cut + 1 :]]) for run in runs[cut]] if axes else [Box((), ())]
+    rows: list[tuple[int, Tensor]] = []
+    final: list[Any] = []
+    numbered = iter(enumerate(axes))
+    for item in items:
+        if item is None:
+            final.append(None)
+            continue
+        dim, axis = next(numbered)
+        chosen = axis.item
+        if isinstance(chosen, Tensor):
+            chosen = _within(chosen, runs[dim])
+            if isinstance(item, slice):
+                rows.append((dim, chosen))
+                chosen = slice(None)
+        final.append(chosen)
+    sizes = tuple(_length(own) for own in runs)
+    return Selection(sizes, cut, tuple(box for box in boxes if box.numel), tuple(rows), tuple(final))
+
+
+def _length(runs: Sequence[Run]) -> int:
+    return sum(end - begin for begin, end in runs)
+
+
+def _box(runs: Sequence[Sequence[Run]]) -> Box:
+    """Of one run per dim."""
+    return Box(tuple(begin for ((begin, _),) in runs), tuple(end - begin for ((begin, end),) in runs))
+
+
+def _runs(places: Tensor, max_gap: int) -> list[Run]:
+    """Ascending places as runs, over gaps of up to so many places."""
+    breaks = (places.diff() > max_gap + 1).nonzero().flatten() + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in places.tensor_split(breaks)]
+
+
+def _within(places: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Places of a dim as places in its runs, laid side by side."""
+    if not len(runs) or not places.numel():
+        return places
+    begins = torch.tensor([begin for begin, _ in runs])
+    lengths = torch.tensor([end - begin for begin, end in runs])
+    moved = lengths.cumsum(0) - lengths - begins
+    return places + moved[torch.searchsorted(begins, places, right=True) - 1]
+
+
+def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
+    """One item for each dim, and None for each new one; masks as places."""
+    items: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        if item is None or item is Ellipsis or isinstance(item, slice):
+            items.append(item)
+        elif _is_place(item):
+            items.append(int(item.__index__()))
+        else:
+            items.append(_places(item, index, name))
+    given = sum(_dims(item) for item in items)
+    ellipses = [at for at, item in enumerate(items) if item is Ellipsis]
+    if given > len(shape) or len(ellipses) > 1:
+        raise IndexError(f"{name!r} of shape {shape} can't be indexed with {index!r}: too many indices.")
+    at = ellipses[0] if ellipses else len(items)
+    items[at : at + 1] = [slice(None)] * (len(shape) - given)
+    expanded: list[Any] = []
+    dim = 0
+    for item in items:
+        if isinstance(item, Tensor) and item.dtype == torch.bool:
+            sizes = shape[dim : dim + item.ndim]
+            if tuple(item.shape) != sizes:
+                raise IndexError(f"{name!r}: a mask of shape {tuple(item.shape)} doesn't fit dims of sizes {sizes}.")
+            expanded.extend(item.nonzero(as_tuple=True))
+        else:
+            expanded.append(item)
+        dim += _dims(item)
+    return expanded
+
+
+def _dims(item: Any) -> int:
+    """How many dims of the tensor an item is for."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _is_place(item: Any) -> bool:
+    if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+        return False
+    return not isinstance(item, (Tensor, np.ndarray)) or (item.ndim == 0 and item.dtype not in _MASKS)
+
+
+_MASKS: tuple[Any, ...] = (torch.bool, np.dtype(bool), torch.uint8, np.dtype(np.uint8))
+
+
+def _places(item: Any, index: Any, name: str) -> Tensor:
+    """A mask, or places of type int64."""
+    try:
+        tensor = item.detach().cpu() if isinstance(item, Tensor) else torch.from_numpy(np.array(item))
+    except (TypeError, ValueError) as error:
+        raise IndexError(f"{name!r} can't be indexed with {index!r}: {error}.") from error
+    if isinstance(item, (list, tuple, range)) and not tensor.numel():
+        tensor = tensor.to(torch.int64)  # numpy takes a list of nothing for one of floats
+    if tensor.dtype == torch.bool and tensor.ndim:
+        return tensor
+    if tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return tensor.to(torch.int64)
+    what = f"{'a single ' if not tensor.ndim else ''}{str(tensor.dtype).removeprefix('torch.')}"
+    hint = {torch.bool: "a new dim is None", torch.uint8: "torch takes it for a mask: convert to bool or int64"}
+    raise IndexError(
+        f"{name!r} can't be indexed with {what} ({hint.get(tensor.dtype, 'places are integers')}): use integers,"
+        " slices, None, ..., lists and tensors of integers, or masks of bools."
+    )
+
+
+def _axis(item: Any, size: int, name: str) -> _Axis:
+    if isinstance(item, slice):
+        places = range(*item.indices(size))
+        if not places:
+            return _Axis((0, 0), None, slice(None))
+        if places.step == 1:
+            return _Axis((places.start, places.stop), None, slice(None))
+        chosen = torch.arange(places.start, places.stop, places.step)
+        return _Axis((min(places), max(places) + 1), chosen.sort().values, chosen)
+    lowest, highest = (item, item) if isinstance(item, int) else _extremes(item)
+    if lowest < -size or highest >= size:
+        outside = lowest if lowest < -size else highest
+        raise IndexError(f"{name!r} has no place {outside} in a dim of {size}.")
+    if isinstance(item, int):
+        place = item % size
+        return _Axis((place, place + 1), None, 0)
+    chosen = torch.where(item < 0, item + size, item)
+    if not chosen.numel():
+        return _Axis((0, 0), None, chosen)
+    low, high = _extremes(chosen)
+    return _Axis((low, high + 1), chosen.unique(), chosen)
+
+
+def _extremes(places: Tensor) -> tuple[int, int]:
+    return (int(places.min()), int(places.max())) if places.numel() else (0, -1)

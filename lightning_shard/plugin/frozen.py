@@ -1,0 +1,187 @@
+"""Frozen parameters that checkpoints leave out: ``ShardedCheckpointIO(exclude_frozen=True)``.
+
+A parameter is left out if it doesn't train and is, byte for byte, what it was when the module was first laid out (or
+what ``base`` has): then whoever builds the module anew has it. One that was trained and then frozen is saved. The
+checkpoint says what is left out, with each one's content, so that it never goes on with other weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint.content import content_of_all
+from lightning_shard.checkpoint.excluded import Record, of_base
+from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.header import dtype_name
+from lightning_shard.checkpoint.memory import byte_view
+from lightning_shard.errors import StateMismatchError
+from lightning_shard.sharding import local_tensor
+
+_BEGINNING = "_lightning_shard_frozen"
+"""The attribute of a module that keeps what its frozen parameters were when it was first laid out."""
+
+
+class Frozen:
+    """The frozen parameters of this rank's part of a module.
+
+    Args:
+        mesh: The ranks that hold this same part.
+        base: The checkpoint that holds them; None: they are what the module was built with.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, base: str | None, storage_options: dict[str, Any] | None
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._base = base
+        self._options = storage_options
+        self._base_checked = base is None
+        self._told: dict[str, dict[str, Any]] = {}
+        if _BEGINNING not in module.__dict__:
+            module.__dict__[_BEGINNING] = self._digests(dict(module.named_parameters(remove_duplicate=False)))
+
+    def begin_with(self, path: str) -> None:
+        """The module has been filled from a checkpoint of weights, which holds the frozen ones too."""
+        self._base = self._base or path
+        self._module.__dict__[_BEGINNING] = self._digests(dict(self._module.named_parameters(remove_duplicate=False)))
+
+    def leave_out(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Record | None]:
+        """A state dict without what is left out, and what is said of that; a collective call over all ranks."""
+        frozen = {name for name, p in self._module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        own = {name: state[name] for name in state if name in frozen and isinstance(state[name], Tensor)}
+        beginning = self._module.__dict__[_BEGINNING]
+        changed = [name for name, value in self._digests(own).items() if value != beginning.get(name)]
+        everyone = _everywhere((list(own), changed))
+        anywhere = {name for names, _ in everyone for name in names}
+        anywhere -= {name for _, names in everyone for name in names}
+        if not anywhere:
+            return dict(state), None
+        out = {name: value for name, value in own.items() if name in anywhere}
+        if not self._base_checked:
+            self._check_base(out)
+        if anywhere - self._told.keys():
+            self._told = self._tell(out)
+        told = {name: entry for name, entry in self._told.items() if name in anywhere}
+        record = {"tensors": told, "base": self._base, "origins": _origins(self._module)}
+        return {name: value for name, value in state.items() if name not in out}, record
+
+    def _tell(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        contents = content_of_all(tensors, self._mesh)
+        first: dict[int, str] = {}
+        told: dict[str, dict[str, Any]] = {}
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, tensor in tensors.items():
+            told[name] = {"dtype": dtype_name(tensor.dtype, name), "shape": list(tensor.shape)}
+            told[name]["content"] = contents[name]
+            other = first.setdefault(id(parameters[name]), name)
+            if other != name:
+                told[name]["same_as"] = other
+        return {name: value for part in _everywhere(told) for name, value in part.items()}
+
+    def _check_base(self, tensors: Mapping[str, Tensor]) -> None:
+        """The base has what is left out, byte for byte: read once, a parameter at a time."""
+        with ckpt.all_or_none():
+            assert self._base is not None
+            base = ckpt.read(self._base, storage_options=self._options)
+            record = {
+                "tensors": {
+                    name: {"dtype": dtype_name(tensor.dtype, name), "shape": list(tensor.shape)}
+                    for name, tensor in tensors.items()
+                }
+            }
+            for name, stored in of_base(base, record).items() if tensors else ():
+                target = torch.empty_like(tensors[name])
+                ckpt.load_tensors([(stored, target)])
+                if not torch.equal(local_tensor(target), local_tensor(tensors[name])):
+                    raise StateMismatchError(
+                        f"base ({self._base}) has another {name!r} than the module, whose frozen parameters would be"
+                        " lost: pass the base that the module was made from, or leave it out."
+                    )
+        self._base_checked = True
+
+    def complete(self, stored: Mapping[str, Any], record: Record) -> dict[str, Any]:
+        """What is to be loaded: nothing for parameters that the module has as they were, else the base's.
+
+        A collective call over all ranks.
+
+        Raises:
+            StateMismatchError: The module has other frozen weights, and there is no base to take them from.
+        """
+        wrong = self.differing(record)
+        if not wrong:
+            return dict(stored)
+        path = self._base or record["base"]
+        if path is None:
+            raise StateMismatchError(_other_weights(wrong, record))
+        with ckpt.all_or_none():
+            others = of_base(ckpt.read(path, storage_options=self._options), record)
+        return {**stored, **others}
+
+    def differing(self, record: Record) -> list[str]:
+        """The names of those left out that this module, over all ranks, hasn't with the content they had."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        own = {name: p.detach() for name, p in parameters.items() if name in record["tensors"]}
+        contents = content_of_all(own, self._mesh)
+        told = record["tensors"]
+        shapes = {name: [dtype_name(p.dtype, name), list(p.shape)] for name, p in own.items()}
+        everyone = {name: value for part in _everywhere(shapes) for name, value in part.items()}
+        return [
+            name
+            for name, tensor in told.items()
+            if contents.get(name) != tensor["content"] or everyone[name] != [tensor["dtype"], list(tensor["shape"])]
+        ]
+
+    def check(self, record: Record) -> None:
+        """After loading: the module has what was left out; a collective call over all ranks."""
+        if wrong := self.differing(record):
+            raise StateMismatchError(_other_weights(wrong, record))
+
+    def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Of this rank's part of frozen and other tensors."""
+        return {name: digest(byte_view(_plain(local_tensor(tensor)))) for name, tensor in tensors.items()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _everywhere(value: Any) -> list[Any]:
+    """Every rank's."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _other_weights(names: list[str], record: Record) -> str:
+    known = ", ".join(dict.fromkeys(record["origins"].values()))
+    source = f" They came from {known}." if known else ""
+    return (
+        f"The checkpoint leaves out {len(record['tensors'])} frozen parameters, and {len(names)} of them are others"
+        f" here ({', '.join(names[:3])}{' …' if len(names) > 3 else ''}): the numbers would be wrong.{source} Build the"
+        " module from the same weights, or pass ShardedCheckpointIO(base=), a checkpoint that holds them."
+    )
+
+
+def _origins(module: nn.Module) -> dict[str, str]:
+    """Where transformers models in the module came from, by the beginning of their tensors' names."""
+    known = sys.modules.get("transformers.modeling_utils")
+    found: dict[str, str] = {}
+    if known is None:
+        return found
+    for name, part in module.named_modules():
+        path = getattr(part, "name_or_path", "") if isinstance(part, known.PreTrainedModel) else ""
+        if path:
+            found[f"{name}." if name else ""] = os.path.abspath(path) if os.path.isdir(path) else str(path)
+    return found

@@ -1,0 +1,205 @@
+"""``ShardedCheckpointIO(exclude_frozen=True)``: adapters on a frozen network that is left out, put together again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint.content import content_of_all, content_of_stored
+from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, layout, loader
+
+LAYOUTS = {"dp2": layout(data=2), "pp2": layout(pipeline=2)}
+SAVED, TRAINED = 2, 3
+
+
+class Block(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.down = nn.Linear(12, 2, bias=False)
+        self.up = nn.Linear(2, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x) + self.up(self.down(x)))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(12, VOCABULARY)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".down." in name or ".up." in name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+FROZEN = {f"model.{name}" for name, p in Network().named_parameters() if not p.requires_grad}
+
+
+class Adapted(L.LightningModule):
+    def __init__(self, seed: int = 1, freeze_late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = Network()
+        self.freeze_late = freeze_late
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.freeze_late and self.global_step == 1:
+            with torch.no_grad():
+                self.model.blocks[0].layer.bias.add_(1.0)
+        loss = F.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+def fit(
+    name: str | None, steps: int, module: Adapted, *, save: str | None = None, resume: str | None = None, **io: Any
+) -> list[float]:
+    strategy: Any = "auto"
+    sizes = LAYOUTS[name] if name else layout()
+    if name:
+        strategy = HybridShardStrategy(**sizes, checkpoint_io=ShardedCheckpointIO(fsync=False, **io))
+    devices = 2 if name else 1
+    callbacks: list[L.Callback] = []
+    if save:
+        keep = {"every_n_train_steps": steps, "save_top_k": -1}
+        callbacks.append(ModelCheckpoint(os.path.dirname(save), os.path.basename(save).removesuffix(".ckpt"), **keep))
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=devices,
+        max_steps=steps,
+        callbacks=callbacks,
+        **{**QUIET, "enable_checkpointing": bool(save)},
+    )
+    trainer.fit(module, loader(GLOBAL_BATCH // sizes["data_parallel_size"]), ckpt_path=resume)
+    return module.losses
+
+
+def save_and_resume(name: str, other: str, folder: str) -> dict[str, Any]:
+    path = f"{folder}/{name}.ckpt"
+    plain = fit(name, SAVED, Adapted(), save=path, exclude_frozen=True)
+    with pytest.raises(StateMismatchError, match="11 of them are others"):
+        fit(other, TRAINED, Adapted(seed=2), resume=path)
+    resumed = {
+        "rebuilt": fit(other, TRAINED, Adapted(), resume=path),
+        "from base": fit(other, TRAINED, Adapted(seed=2), resume=path, base=f"{folder}/base", exclude_frozen=True),
+    }
+    with pytest.raises(StateMismatchError, match="are others"):
+        fit(other, TRAINED, Adapted(seed=2), resume=path, base=f"{folder}/wrong")
+    return {"plain": plain, **resumed}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[float]:
+    return fit(None, TRAINED, Adapted())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_without_its_frozen_weights_goes_on_and_only_with_the_same_ones(
+    name: str, tmp_path: Path, uninterrupted: list[float]
+) -> None:
+    (other,) = set(LAYOUTS) - {name}
+    checkpoint.save(Adapted().model, tmp_path / "base")  # without the beginning "model."
+    checkpoint.save(Adapted(seed=2).model, tmp_path / "wrong")
+    for seen in run_ranks(save_and_resume, 2, name, other, str(tmp_path), elastic=True):
+        assert seen["plain"] == pytest.approx(uninterrupted[:SAVED], rel=1e-5)
+        for how in ("rebuilt", "from base"):
+            assert seen[how] == pytest.approx(uninterrupted[SAVED:], rel=1e-5), how
+    path = tmp_path / f"{name}.ckpt"
+    stored = checkpoint.read(path)
+    whole = Adapted().state_dict()
+    assert set(stored) == whole.keys() - FROZEN
+    told = stored.trainer_state()["lightning_shard"]["excluded"]
+    assert set(told["tensors"]) == FROZEN
+    assert checkpoint.verify(path).ok
+
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(CheckpointError, match=r"11 frozen tensors .* pass base="):
+        checkpoint.gather(path, out)
+    with pytest.raises(StateMismatchError, match="holds another"):
+        checkpoint.gather(path, out, base=tmp_path / "wrong")
+    assert not out.exists()
+    checkpoint.gather(path, out, base=tmp_path / "base")
+    gathered = checkpoint.read(out).full()
+    assert gathered.keys() == whole.keys()
+    for key in FROZEN:
+        assert torch.equal(gathered[key], whole[key]), key
+    for key in whole.keys() - FROZEN:
+        assert torch.equal(gathered[key], stored[key].full()), key
+    # Lightning's own file is whole again
+    checkpoint.gather(path, tmp_path / "plain.ckpt", base=tmp_path / "base")
+    assert Adapted(seed=2).load_state_dict(checkpoint.read(tmp_path / "plain.ckpt").full())
+
+
+def with_bases(folder: str) -> list[float]:
+    with pytest.raises(StateMismatchError, match="another 'model"):
+        fit("dp2", 1, Adapted(), save=f"{folder}/never.ckpt", exclude_frozen=True, base=f"{folder}/wrong")
+    fit("dp2", SAVED, Adapted(), save=f"{folder}/named.ckpt", exclude_frozen=True, base=f"{folder}/base")
+    fit("dp2", SAVED, Adapted(seed=2), resume=f"{folder}/base", save=f"{folder}/begun.ckpt", exclude_frozen=True)
+    fit("dp2", SAVED, Adapted(freeze_late=True), save=f"{folder}/late.ckpt", exclude_frozen=True)
+    # the base that the checkpoint names is found again
+    return fit("dp2", TRAINED, Adapted(seed=2), resume=f"{folder}/named.ckpt", exclude_frozen=True)
+
+
+def test_the_base_is_compared_named_and_found_again(tmp_path: Path, uninterrupted: list[float]) -> None:
+    checkpoint.save(Adapted().model, tmp_path / "base")
+    checkpoint.save(Adapted(seed=2).model, tmp_path / "wrong")
+    for losses in run_ranks(with_bases, 2, str(tmp_path), elastic=True):
+        assert losses == pytest.approx(uninterrupted[SAVED:], rel=1e-5)
+    assert not checkpoint.exists(tmp_path / "never.ckpt")
+    for path in ("named", "begun"):
+        assert not FROZEN & set(checkpoint.read(tmp_path / f"{path}.ckpt"))
+        checkpoint.gather(tmp_path / f"{path}.ckpt", tmp_path / f"{path}.safetensors")
+        gathered = checkpoint.read(tmp_path / f"{path}.safetensors")
+        assert torch.equal(gathered["model.head.weight"].full(), Adapted().model.head.weight)
+    late = checkpoint.read(tmp_path / "late.ckpt")
+    assert FROZEN & set(late) == {"model.blocks.0.layer.bias"}  # frozen, but not what it was
+
+
+def test_other_strategies_refuse_it(tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        max_steps=1, devices=1, plugins=[ShardedCheckpointIO(exclude_frozen=True)], **{**QUIET, "barebones": False}
+    )
+    trainer.fit(Adapted(), loader(GLOBAL_BATCH))
+    with pytest.raises(ConfigurationError, match="hybrid_shard"):
+        trainer.save_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex128, torch.bool])
+def test_contents_differ_where_tensors_do(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = (torch.arange(7 * 5) % 11).view(7, 5).to(dtype)
+    other, swapped = tensor.clone(), tensor.clone()
+    other[3, 3] = 0 if tensor[3, 3] else 1
+    swapped[0, 0], swapped[6, 4] = tensor[0, 1], tensor[0, 0]
+    swapped[0, 1] = tensor[6, 4] if dtype != torch.bool else 0
+    state = {"a": tensor, "other": other, "swapped": swapped, "reshaped": tensor.view(5, 7), "b": tensor.clone()}
+    found = content_of_all(state)
+    assert found["a"] == found["b"] == found["reshaped"]
+    assert len({found["a"], found["other"], found["swapped"]}) == 3
+    checkpoint.save(state, tmp_path / "c")
+    assert {name: content_of_stored(stored) for name, stored in checkpoint.read(tmp_path / "c").items()} == found

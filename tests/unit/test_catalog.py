@@ -1,0 +1,122 @@
+"""What checkpoints a folder has, which is the newest, and which go: on the local disk and on an S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard import checkpoint
+from lightning_shard.cli import main
+from lightning_shard.errors import CheckpointNotFoundError, ConfigurationError
+from tests.servers import let_servers_forget, serve
+
+STEPS = (9, 10, 11, 12)
+
+
+def save(url: str, options: dict[str, Any] | None, step: int, key: str = "global_step") -> None:
+    checkpoint.save({"w": torch.full((3,), float(step))}, url, trainer_state={key: step}, storage_options=options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with serve("s3", tmp_path_factory.mktemp("server") / "s3") as started:
+        yield started
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, Any] | None]:
+    """A folder's URL, the folder itself and the store's options; with four checkpoints, a torn one and a file."""
+    if request.param == "local":
+        url, folder, options = str(tmp_path / "run"), tmp_path / "run", None
+    else:
+        server = request.getfixturevalue("server")
+        name = request.node.name.replace("[", "-").replace("]", "")
+        url, folder, options = f"{server.url}/{name}", server.folder / "bucket" / name, server.options
+    for step in STEPS:
+        save(f"{url}/step={step}", options, step)
+    (folder / "torn" / "model").mkdir(parents=True)
+    (folder / "torn" / "model" / "rank-00000-0123456789ab.safetensors").write_bytes(b"half")
+    (folder / "notes.txt").write_text("mine")
+    for index, step in enumerate(STEPS):  # the order of the commits, one in the same second as the one before
+        at = 1_700_000_000 + index - (step == 10)
+        os.utime(folder / f"step={step}" / "manifest.json", (at, at))
+    let_servers_forget()
+    return url, folder, options
+
+
+def test_committed_checkpoints_are_listed_by_the_time_of_their_commits(place: Any) -> None:
+    url, folder, options = place
+    entries = checkpoint.list(url, storage_options=options)
+    assert [entry.name for entry in entries] == [f"step={step}" for step in STEPS]
+    assert [entry.step for entry in entries] == list(STEPS)
+    assert entries[-1].committed == datetime.fromtimestamp(1_700_000_003, UTC)
+    for entry in entries:
+        assert entry.attempt == checkpoint.read(entry, storage_options=options).manifest.attempt
+        assert entry.bytes == sum(f.stat().st_size for f in (folder / entry.name).rglob("*/*") if f.is_file())
+    assert checkpoint.latest(url, storage_options=options) == entries[-1].path == f"{url}/step=12"
+    assert checkpoint.latest(f"{url}/nothing", storage_options=options) is None
+    assert checkpoint.list(f"{url}/nothing", storage_options=options) == []
+
+
+def test_the_oldest_are_removed_and_nothing_else(place: Any) -> None:
+    url, folder, options = place
+    (folder / "step=9" / "mine.txt").write_text("not a checkpoint's")
+    (folder / "step=13").mkdir()
+    (folder / "step=13" / "manifest.json").write_text("{")
+    let_servers_forget()
+    with pytest.raises(CheckpointNotFoundError, match="step=77"):
+        checkpoint.prune(url, keep=1, protect=[f"{url}/step=77"], storage_options=options)
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        checkpoint.prune(url, keep=0, storage_options=options)
+    assert len(checkpoint.list(url, storage_options=options)) == len(STEPS) + 1
+    gone = checkpoint.prune(url, keep=2, protect=["step=10", f"{url}/step=12/"], storage_options=options)
+    assert gone == [f"{url}/step=9"]
+    assert checkpoint.prune(url, keep=1, protect=lambda entry: entry.step == 11, storage_options=options) == [
+        f"{url}/step=10"
+    ]
+    let_servers_forget()
+    assert (folder / "torn" / "model" / "rank-00000-0123456789ab.safetensors").exists()
+    assert [path.name for path in (folder / "step=9").rglob("*") if path.is_file()] == ["mine.txt"]
+    entries = checkpoint.list(url, storage_options=options)  # the damaged one isn't counted, and stays
+    assert [(entry.name, bool(entry.fault)) for entry in entries] == [
+        ("step=11", False),
+        ("step=12", False),
+        ("step=13", True),
+    ]
+
+
+def test_a_link_is_not_a_checkpoint_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    for step in STEPS:
+        save(str(tmp_path / f"step={step}"), None, step, key="step")
+    (tmp_path / "best").symlink_to("step=9", target_is_directory=True)
+    assert [entry.step for entry in checkpoint.list(tmp_path)] == list(STEPS)
+    checkpoint.prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step=12", "step=9"]
+    assert checkpoint.verify(tmp_path / "best").ok
+
+
+def test_the_command_line_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path)]) == 0
+    assert "no committed checkpoint" in capsys.readouterr().out
+    for step in (1, 2):
+        save(str(tmp_path / f"step={step}"), None, step)
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["step=1", "1"], ["step=2", "2"]]
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(entry["name"], entry["step"], entry["fault"]) for entry in listed] == [
+        ("step=1", 1, None),
+        ("step=2", 2, None),
+    ]
+    assert datetime.fromisoformat(listed[0]["committed"]).tzinfo is not None
+    (tmp_path / "step=1" / "manifest.json").write_text("{")
+    assert main(["list", str(tmp_path)]) == 1
+    assert "damaged" in capsys.readouterr().out
