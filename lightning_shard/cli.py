@@ -144,7 +144,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     facts.add_row("optimizer", _bytes(report.section_bytes["optimizer"]))
     facts.add_row("files", f"{len(report.files)}, {_bytes(report.bytes)}")
     facts.add_row("ranks", _ranks(report.rank_bytes, report.imbalance))
-    facts.add_row("digests", "yes" if report.digests else "none: damage can't be found")
+    digests = "yes" if report.digests else "none: damage can't be found"
+    facts.add_row("digests", digests if report.manifest_digest else f"{digests}; the manifest has none of its own")
     facts.add_row("written by", f"{report.writer}, format version {report.format_version}, attempt {report.attempt}")
     console.print(facts)
     if report.biggest:
@@ -172,6 +173,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     checked = f"{report.files} files, {report.tensors} tensors, {_bytes(report.bytes)}"
     if report.ok:
         note = "" if report.digests else "; it has no digests, so only sizes and places were checked"
+        note += "" if report.manifest_digest else "; its manifest has no digest of its own"
         print(f"{report.path}: sound ({checked}{note})")
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
