@@ -497,7 +497,10 @@ def test_a_tensors_line_may_say_more_and_is_checked_when_it_is_needed(tmp_path):
     assert torch.equal(
         rewrite('"offsets":[0],"sizes":[4]', '"new":1,"sizes":[4],"offsets":[0]')["t"].full(), torch.ones(4)
     )
-    for old, new in (('"offsets":[0],"sizes":[4]', '"offsets":[1],"sizes":[4]'), ('[0],"sizes":[4]', '["0"],"sizes":[4]')):
+    for old, new in (
+        ('"offsets":[0],"sizes":[4]', '"offsets":[1],"sizes":[4]'),
+        ('[0],"sizes":[4]', '["0"],"sizes":[4]'),
+    ):
         opened = rewrite(old, new)
         assert opened["empty"].full().numel() == 0
         with pytest.raises(CorruptCheckpointError, match="model tensor 't'"):
