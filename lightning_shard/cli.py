@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from lightning_shard import checkpoint
 from lightning_shard.errors import ShardError
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
         if arguments.json:
             _print_json({"ok": False, "error": type(error).__name__, "message": str(error)})
-        print(f"lightning-shard: {text}", file=sys.stderr)
+        print(f"lightning-shard: {_printable(text)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("lightning-shard: interrupted", file=sys.stderr)
@@ -146,16 +147,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("checkpoint", report.path)
+    facts.add_row("checkpoint", _cell(report.path))
     if report.global_step is not None or report.epoch is not None:
         facts.add_row("step", f"{_shown(report.global_step)} in epoch {_shown(report.epoch)}")
-    facts.add_row("layout", _layout(report.layout, report.world_size))
+    facts.add_row("layout", _cell(_layout(report.layout, report.world_size)))
     facts.add_row("model", f"{report.parameters:,} elements, {_bytes(report.section_bytes['model'])}")
     facts.add_row("optimizer", _bytes(report.section_bytes["optimizer"]))
     facts.add_row("files", f"{len(report.files)}, {_bytes(report.bytes)}")
     facts.add_row("ranks", _ranks(report.rank_bytes, report.imbalance))
-    facts.add_row("digests", "yes" if report.digests else "none: damage can't be found")
-    facts.add_row("written by", f"{report.writer}, format version {report.format_version}, attempt {report.attempt}")
+    digests = "yes" if report.digests else "none: damage can't be found"
+    facts.add_row("digests", digests if report.manifest_digest else f"{digests}; the manifest has none of its own")
+    writer = f"{report.writer}, format version {report.format_version}, attempt {report.attempt}"
+    facts.add_row("written by", _cell(writer))
     console.print(facts)
     if report.biggest:
         table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
@@ -167,7 +170,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         for line in report.biggest:
             name = line.name if line.section == "model" else f"optimizer: {line.name}"
             shape = " × ".join(map(str, line.shape)) or "scalar"
-            table.add_row(name, line.dtype, shape, _bytes(line.bytes), str(line.chunks))
+            table.add_row(_cell(name), line.dtype, shape, _bytes(line.bytes), str(line.chunks))
         console.print()
         console.print(table)
     return 0
@@ -207,13 +210,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     checked = f"{report.files} files, {report.tensors} tensors, {_bytes(report.bytes)}"
     if report.ok:
         note = "" if report.digests else "; it has no digests, so only sizes and places were checked"
+        note += "" if report.manifest_digest else "; its manifest has no digest of its own"
         print(f"{report.path}: sound ({checked}{note})")
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("file", "tensor", "fault"):
         table.add_column(title, overflow="fold")
     for fault in report.faults[:FAULTS_SHOWN]:
-        table.add_row(fault.file, fault.tensor or "", fault.what)
+        table.add_row(*map(_cell, (fault.file, fault.tensor or "", fault.what)))
     count = len(report.faults)
     print(f"{report.path}: {count} {'fault' if count == 1 else 'faults'} ({checked})")
     Console().print(table)
@@ -282,7 +286,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     table.add_column("name", overflow="fold")
     table.add_column("difference", overflow="fold")
     for difference in report.differences[:FAULTS_SHOWN]:
-        table.add_row(difference.section, difference.name, difference.what)
+        table.add_row(*map(_cell, (difference.section, difference.name, difference.what)))
     Console().print(table)
     if count > FAULTS_SHOWN:
         print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
@@ -316,7 +320,19 @@ def _progress(title: str, arguments: argparse.Namespace) -> Iterator[Callable[[i
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(_printable(json.dumps(value, indent=2, ensure_ascii=False)))
+
+
+def _cell(text: str) -> Text:
+    """Text from a checkpoint as a table shows it: nothing in it is markup."""
+    return Text(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Text without what a terminal would obey, or can't show, as JSON's escapes: names may be anything."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
 
 
 def _shown(value: int | None) -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+SEARCHED_BOXES = 2000
+"""Among more, two that overlap aren't searched for: the time grows with the square of their number."""
+_PRIME = 2**127 - 1
 
 
 @dataclass(frozen=True)
@@ -76,28 +82,56 @@ def slabs(box: Box, elements: int, multiple: Callable[[int], int] = lambda dim: 
 
 def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """What is wrong with boxes that should make up a tensor, each element once; None where nothing is."""
-    if _is_grid(shape, boxes):
+    if is_grid(shape, [(box.offsets, box.sizes) for box in boxes]):
         return None
     whole = Box.whole(shape)
     for box in boxes:
         if box.numel and box.intersect(whole) != box:
             return f"the box at {box.offsets} of {box.sizes} isn't inside of {tuple(shape)}"
     full = [box for box in boxes if box.numel]
-    pair = _overlap(full)
+    if _make_up(whole, full):
+        return None
+    pair = _overlap(full) if len(full) <= SEARCHED_BOXES else None
     if pair is not None:
         a, b = pair
         return f"the boxes at {a.offsets} of {a.sizes} and at {b.offsets} of {b.sizes} overlap"
     covered = sum(box.numel for box in full)
-    if covered != whole.numel:
+    if covered < whole.numel:
         return f"{whole.numel - covered:,} of {whole.numel:,} elements are in no box"
-    return None
+    return f"{len(full):,} boxes of {covered:,} elements overlap in a tensor of {whole.numel:,}"
 
 
-def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes are all the cells of one grid over the shape, as nearly every layout gives: told fast."""
+def _make_up(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether boxes within a whole make it up, each element once, in time proportional to their number.
+
+    A measure that adds up as the volume does, but for which no box stands for another: every coordinate of every dim
+    has a random number, and a box measures the product over its dims of what the numbers at its end and its begin
+    differ by. Boxes that don't make up the whole measure as much with a probability of ``ndim / _PRIME`` (Schwartz and
+    Zippel's lemma: the measure is a polynomial of the numbers, which only for them is that of the whole).
+    """
+    if sum(box.numel for box in boxes) != whole.numel:
+        return False
+    numbers: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in whole.sizes]
+
+    def measure(box: Box) -> int:
+        product = 1
+        for at, offset, size in zip(numbers, box.offsets, box.sizes):
+            product = product * (at[offset + size] - at[offset]) % _PRIME
+        return product
+
+    return sum(map(measure, boxes)) % _PRIME == measure(whole)
+
+
+def is_grid(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets, sizes) are all the cells of one grid over the shape, as nearly every layout gives.
+
+    Told fast, and for whatever numbers and lengths the boxes have.
+    """
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        return False
     cells = 1
     for dim, size in enumerate(shape):
-        runs = {(box.offsets[dim], box.sizes[dim]) for box in boxes}
+        runs = {(offsets[dim], sizes[dim]) for offsets, sizes in boxes}
         cells *= len(runs)
         end = 0
         for offset, length in sorted(runs):
@@ -107,7 +141,7 @@ def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         if end != size:
             return False
     # as many different ones as there are cells, and each is one of these
-    return cells == len(boxes) == len({box.offsets for box in boxes})
+    return cells == len(boxes) == len({offsets for offsets, _ in boxes})
 
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:

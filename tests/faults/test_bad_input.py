@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ from lightning_shard.errors import (
     StateMismatchError,
 )
 from lightning_shard.testing import RanksFailed, run_ranks
+from tests.manifests import edit
 from tests.parity import QUIET, Model, layout, loader, world
 
 PIPELINE = layout(pipeline=2)
@@ -288,10 +288,7 @@ def test_a_path_without_a_manifest(tmp_path: Path) -> None:
 
 def test_a_manifest_of_a_newer_version(saved: str, tmp_path: Path) -> None:
     path = copied(saved, tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    key = next(key for key in manifest if "version" in key)
-    manifest[key] = 99
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    edit(path, lambda manifest: manifest.update(format_version=99))
     on_every_rank(PIPELINE, gpt, FormatVersionError, "99", resume=str(path))
 
 

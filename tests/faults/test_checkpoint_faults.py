@@ -1,6 +1,5 @@
 """Damage, crashes and failures: an earlier checkpoint stays whole, every fault is found and named, nothing hangs."""
 
-import json
 import os
 import random
 from pathlib import Path
@@ -16,6 +15,7 @@ from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 from lightning_shard.testing import RanksFailed, ranks, run_ranks
+from tests.manifests import edit, edit_text
 
 STATE = {"w": torch.arange(3000.0).view(100, 30), "b": torch.ones(7, dtype=torch.bfloat16)}
 
@@ -136,9 +136,7 @@ def test_only_our_own_leftovers_are_removed(saved):
     leftover = saved / "optimizer" / "rank-00009-0123456789ab.safetensors"
     leftover.write_text("torn")
     # an old manifest that names a file of someone else's
-    manifest = json.loads((saved / "manifest.json").read_text())
-    manifest["files"].append({"path": "notes.txt", "bytes": 4})
-    (saved / "manifest.json").write_text(json.dumps(manifest))
+    edit(saved, lambda manifest: manifest["files"].append({"path": "notes.txt", "bytes": 4, "digest": "0" * 32}))
     checkpoint.save({"w": torch.zeros(1)}, saved)
     assert all(file.read_text() == "mine" for file in keep)
     assert leftover.exists(), "it may be of a save under way"
@@ -309,11 +307,10 @@ def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(saved
 
 
 def test_what_may_be_damaged_in_a_line_of_the_manifest_is_a_fault(saved):
-    path = Path(saved, "manifest.json")
-    text = path.read_text()
-    for damaged in (text.replace('"chunks":[', '"chunk":['), text.replace('"chunks":[{', '"chunks":5,"x":[{')):
-        assert damaged != text
-        path.write_text(damaged)
+    text = Path(saved, "manifest.json").read_text()
+    for change in (('"chunks":[', '"chunk":['), ('"chunks":[{', '"chunks":5,"x":[{')):
+        Path(saved, "manifest.json").write_text(text)
+        edit_text(saved, lambda text, change=change: text.replace(*change))
         assert not checkpoint.verify(saved).ok
         with pytest.raises(CorruptCheckpointError):
             checkpoint.read(saved)["w"].full()

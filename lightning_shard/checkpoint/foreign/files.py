@@ -15,17 +15,25 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.checkpoint.foreign import lightning_ckpt
-from lightning_shard.checkpoint.foreign.torchfile import MAGIC, load_fake, stored_as
+from lightning_shard.checkpoint.foreign.torchfile import MAGIC, Archive, read_archive
 from lightning_shard.checkpoint.format import codec
-from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, parse_header
-from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest, chunk_to_json, tensor_to_json
+from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, layout_fault, parse_header
+from lightning_shard.checkpoint.format.manifest import (
+    Chunk,
+    FileEntry,
+    Manifest,
+    chunk_to_json,
+    is_safe_path,
+    tensor_to_json,
+)
+from lightning_shard.checkpoint.format.strict_json import loads, text
 from lightning_shard.checkpoint.store import Store, open_store
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FIRST_BYTES = 2**16
-_NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
 def _content(store: Store, name: str) -> bytes | None:
     try:
         return store.read(name)
-    except _NOT_A_FILE:
+    except NOT_A_FILE:
         return None
 
 
@@ -74,7 +82,7 @@ def _head(store: Store, name: str) -> bytes | None:
     """The first bytes of a file; None where there is no such file."""
     try:
         return _read(store, name, 0, min(_FIRST_BYTES, store.size(name)))
-    except _NOT_A_FILE:
+    except NOT_A_FILE:
         return None
 
 
@@ -89,12 +97,14 @@ def _read(store: Store, name: str, begin: int, end: int) -> bytes:
 
 
 def _indexed(data: bytes, source: str) -> dict[str, set[str] | None]:
-    """The names that an index expects in each file."""
+    """The names that an index expects in each file, all of which are beside it."""
     files: dict[str, set[str]] = {}
     try:
-        for name, file in json.loads(data)["weight_map"].items():
-            files.setdefault(str(file), set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for name, file in dict(loads(data)["weight_map"]).items():
+            if not is_safe_path(text(file, f"the file of {name!r:.60}")):
+                raise ValueError(f"it names the file {file!r:.80}, which is not beside it")
+            files.setdefault(file, set()).add(name)
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{source} is no index of files: {type(error).__name__} {error}.") from error
     return {**files}
 
@@ -114,6 +124,12 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
             raise CorruptCheckpointError(f"{source} is no whole safetensors file: its header is beyond its end.")
         head = head[:length] + (_read(store, file, len(head), length) if length > len(head) else b"")
         entries, _ = parse_header(head, source)
+        fault = layout_fault(entries.values(), length, size)
+        if fault is not None:
+            name, what = fault
+            raise CorruptCheckpointError(
+                f"{source} is no whole safetensors file: {f'{name!r}: ' if name is not None else ''}{what}."
+            )
         lacking = sorted((names or set()) - entries.keys())
         if lacking:
             raise CorruptCheckpointError(f"{source} lacks {lacking[0]!r}, which the index beside it lists.")
@@ -134,27 +150,43 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
 def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
     size = store.size(name)
     with io.BufferedReader(_StoreFile(store, name, size), _FIRST_BYTES) as file:
-        content = load_fake(file, path)
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}: a checkpoint is a dict of tensors.")
-    if isinstance(content.get("state_dict"), Mapping):
-        tensors, optimizer, rest = lightning_ckpt.take_apart(content)
-    else:
-        tensors, optimizer, rest = dict(_leaves(content, "")), {}, None
-    state, others = codec.encode(rest, lambda name, tensor: None)  # what is stored already can be
-    sections = {"model": tensors, "optimizer": optimizer, "trainer": others}
-    raw = {title: _entries(section) for title, section in sections.items()}
+        archive = read_archive(file, path)
+    try:
+        model, optimizer, rest = _take_apart(archive.content, path)
+        state, others = codec.encode(rest, lambda name, tensor: None)  # what is stored already can be
+        sections = {"model": model, "optimizer": optimizer, "trainer": others}
+        raw = {title: _entries(section, archive) for title, section in sections.items()}
+    except CheckpointError:
+        raise
+    except Exception as error:  # of what isn't as Lightning and torch save it
+        raise CorruptCheckpointError(
+            f"{path} isn't as Lightning or torch saves a checkpoint: {type(error).__name__} {error}."
+        ) from error
     return ForeignCheckpoint(
         store, Manifest("", [FileEntry(name, size)], writer="torch", raw_sections=raw, source=path), state
     )
 
 
-def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _take_apart(content: Any, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}: a checkpoint is a dict of tensors.")
+    if isinstance(content.get("state_dict"), Mapping):
+        return lightning_ckpt.take_apart(content)
+    leaves = list(_leaves(content, ""))
+    tensors = dict(leaves)
+    if len(tensors) != len(leaves):
+        raise CheckpointError(f"{path} holds two tensors whose names are alike once their parts are joined by '.'.")
+    return tensors, {}, None
+
+
+def _entries(tensors: Mapping[str, Tensor], archive: Archive) -> dict[str, Any]:
     """A section; tensors that are the same bytes of the file are one tensor."""
     section: dict[str, Any] = {}
     known: dict[str, str] = {}
     for name, tensor in tensors.items():
-        entry = stored_as(name, tensor)
+        if not isinstance(name, str):
+            raise CheckpointError(f"A tensor is named {name!r:.60}: names must be strings.")
+        entry = archive.stored_as(name, tensor)
         first = known.setdefault(json.dumps(entry), name) if tensor.numel() else name
         section[name] = entry if first == name else {"same_as": first}
     return section

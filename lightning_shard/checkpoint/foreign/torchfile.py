@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import pickle
+import sys
 import tempfile
 import zipfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -31,6 +32,10 @@ from lightning_shard.errors import CheckpointError, CorruptCheckpointError, Unsu
 MAGIC = b"PK\x03\x04"
 MAX_CHUNKS = 2**16
 """A tensor that isn't contiguous in the file is read in pieces that are, in no more than this."""
+MAX_DEPTH = 200
+MIN_VALUES, MIN_TEXT_BYTES, RATIO = 10_000, 64 * 2**20, 8
+"""How many values, and how long texts, a pickle may hold, plus so many for each of its bytes."""
+_ENCRYPTED = 1
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -89,6 +94,8 @@ def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
     """Where a record's bytes begin: after the fixed 30 bytes, the name and the padding of its own header."""
     file.seek(record.header_offset)
     header = file.read(30)
+    if len(header) < 30 or header[:4] != MAGIC:
+        raise zipfile.BadZipFile(f"there is no record at {record.header_offset}")
     return record.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
 
 
@@ -102,16 +109,20 @@ def _between(file: IO[bytes], spans: list[tuple[int, int]]) -> Iterator[tuple[in
         at = begin + nbytes
 
 
-def load_fake(file: IO[bytes], path: str) -> Any:
+def read_archive(file: IO[bytes], path: str) -> Archive:
     """What a file holds, with fake tensors that know where in the file their bytes are.
 
     Raises:
-        CheckpointError: It holds more than plain values and tensors.
+        CheckpointError: It holds more than plain values and tensors, or stores them as torch doesn't.
         CorruptCheckpointError: It can't be read.
     """
     try:
+        records, pickle_bytes = _records(file, path)
+        file.seek(0)
         with FakeTensorMode():
-            return torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition(" was not an allowed")[0]
         reason = reason.split("\n")[0] or "more than plain values"
@@ -120,41 +131,122 @@ def load_fake(file: IO[bytes], path: str) -> Any:
             " torch.serialization.add_safe_globals, or load it with torch.load(weights_only=False) and save what you"
             " need of it."
         ) from error
-    except (RuntimeError, EOFError, KeyError, ValueError, TypeError) as error:
+    except Exception as error:  # of all kinds, from zipfile, from torch and from what it builds
         first = str(error).split("\n")[0]
         raise CorruptCheckpointError(
             f"{path} can't be read as torch's file: {type(error).__name__} {first}."
         ) from error
+    _check_size(content, pickle_bytes, path)
+    return Archive(content, records)
 
 
-def stored_as(name: str, tensor: Tensor) -> dict[str, Any]:
-    """A manifest's tensor for one of :func:`load_fake`, in the checkpoint's only file.
+def _records(file: IO[bytes], path: str) -> tuple[dict[int, int], int]:
+    """Where each record's bytes begin, and how many there are; and the bytes of pickles.
+
+    torch reads the tensors' bytes where they lie, whatever the records say of how they are stored, so that is checked:
+    as they are, one after another, in this byte order, each told alike by its own header and by the directory.
 
     Raises:
-        UnsupportedStateError: A sparse or quantized tensor, or one whose elements lie scattered.
+        CheckpointError: They are compressed, encrypted, or of the other byte order.
+        CorruptCheckpointError: They overlap, or lie elsewhere than in the file.
+        ValueError, zipfile.BadZipFile: Other damage.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        raise UnsupportedStateError(
-            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, stored otherwise than by its elements: load the"
-            " file with torch.load, and save it with dense tensors."
-        )
-    width = tensor.dtype.itemsize
-    storage: Any = tensor.untyped_storage()
-    base = storage._checkpoint_offset + tensor.storage_offset() * width
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    inner = _contiguous_dims(shape, strides)
-    if math.prod(shape[:inner]) > MAX_CHUNKS:
-        raise UnsupportedStateError(
-            f"{name!r} of shape {shape} lies in the file with strides {strides}, transposed or in another memory"
-            " format: load the file with torch.load, and save it with contiguous tensors."
-        )
-    nbytes = math.prod(shape[inner:]) * width
-    chunks = []
-    for index in itertools.product(*map(range, shape[:inner])) if math.prod(shape) else ():
-        begin = base + sum(i * stride for i, stride in zip(index, strides)) * width
-        offsets, sizes = index + (0,) * (len(shape) - inner), (1,) * inner + shape[inner:]
-        chunks.append(chunk_to_json(Chunk(0, begin, begin + nbytes, offsets, sizes), 0))
-    return tensor_to_json(dtype_name(tensor.dtype, name), shape, chunks)
+    remedy = "load it with torch.load where that can be done, and save it anew with torch.save"
+    size = file.seek(0, os.SEEK_END)
+    records: dict[int, int] = {}
+    pickle_bytes = 0
+    with zipfile.ZipFile(file) as archive:
+        found = archive.infolist()
+        if len({record.filename.lower() for record in found}) != len(found):
+            raise CorruptCheckpointError(f"{path} has two records of one name.")
+        end = 0
+        for record in sorted(found, key=lambda record: record.header_offset):
+            name = record.filename
+            if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+                raise CheckpointError(f"{path}: the record {name!r} is compressed: {remedy}.")
+            if record.flag_bits & _ENCRYPTED:
+                raise CheckpointError(f"{path}: the record {name!r} is encrypted: {remedy}.")
+            begin = _data_offset(file, record)
+            if not end <= record.header_offset < begin <= begin + record.file_size <= min(archive.start_dir, size):
+                raise CorruptCheckpointError(f"{path}: the record {name!r} lies where another one does.")
+            end = begin + record.file_size
+            records[begin] = record.file_size
+            if name.lower().endswith("/byteorder"):
+                file.seek(begin)
+                order = file.read(min(record.file_size, len("little") + 1))
+                if order != sys.byteorder.encode():
+                    raise CheckpointError(f"{path} has numbers of another byte order ({order!r}): {remedy}.")
+            elif name.lower().endswith(".pkl"):
+                pickle_bytes += record.file_size
+    return records, pickle_bytes
+
+
+def _check_size(content: Any, pickle_bytes: int, path: str) -> None:
+    """Refuse values that are far more than the bytes they were read from: a list may be in others many times, or in
+    itself, and whoever goes through it would never come to an end; and a ``bytearray`` is made of its length alone.
+    """
+    values, text_bytes = MIN_VALUES + RATIO * pickle_bytes, MIN_TEXT_BYTES + RATIO * pickle_bytes
+    pending: list[tuple[Any, int]] = [(content, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, str | bytes | bytearray):
+            text_bytes -= len(value)
+        elif isinstance(value, Mapping | list | tuple | set | frozenset):
+            values -= len(value)
+            pending.extend((item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
+        if min(values, text_bytes) < 0 or depth > MAX_DEPTH:
+            raise CorruptCheckpointError(f"{path} holds more values, or deeper ones, than its bytes can have given.")
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What a file holds, and where the bytes of its records begin and how many they are."""
+
+    content: Any
+    records: dict[int, int]
+
+    def stored_as(self, name: str, tensor: Tensor) -> dict[str, Any]:
+        """A manifest's tensor for one of the content's, in the checkpoint's only file.
+
+        Raises:
+            UnsupportedStateError: A sparse or quantized tensor, or one whose elements lie scattered.
+            CorruptCheckpointError: It reaches beyond its record.
+        """
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            raise UnsupportedStateError(
+                f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, stored otherwise than by its elements: load"
+                " the file with torch.load, and save it with dense tensors."
+            )
+        width = tensor.dtype.itemsize
+        storage: Any = tensor.untyped_storage()
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if not math.prod(shape):
+            return tensor_to_json(dtype_name(tensor.dtype, name), shape, [])
+        begin = getattr(storage, "_checkpoint_offset", None)
+        if begin is None:
+            raise UnsupportedStateError(f"{name!r} is on {tensor.device}, and has no bytes in the file.")
+        first = tensor.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        if first < 0 or (last + 1) * width > storage.nbytes() or storage.nbytes() > self.records.get(begin, 0):
+            raise CorruptCheckpointError(f"{name!r} of shape {shape} reaches beyond its record of the file.")
+        if tensor.nbytes > storage.nbytes():
+            raise UnsupportedStateError(
+                f"{name!r} of shape {shape} is expanded from fewer elements (strides {strides}): load the file with"
+                " torch.load, and save it with contiguous tensors."
+            )
+        inner = _contiguous_dims(shape, strides)
+        if math.prod(shape[:inner]) > MAX_CHUNKS:
+            raise UnsupportedStateError(
+                f"{name!r} of shape {shape} lies in the file with strides {strides}, transposed or in another memory"
+                " format: load the file with torch.load, and save it with contiguous tensors."
+            )
+        nbytes = math.prod(shape[inner:]) * width
+        chunks = []
+        for index in itertools.product(*map(range, shape[:inner])):
+            at = begin + (first + sum(i * stride for i, stride in zip(index, strides))) * width
+            offsets, sizes = index + (0,) * (len(shape) - inner), (1,) * inner + shape[inner:]
+            chunks.append(chunk_to_json(Chunk(0, at, at + nbytes, offsets, sizes), 0))
+        return tensor_to_json(dtype_name(tensor.dtype, name), shape, chunks)
 
 
 def _contiguous_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -13,9 +13,9 @@ import collections
 import datetime
 import decimal
 import enum
-import json
 import math
 import pathlib
+import re
 import types
 import uuid
 from collections.abc import Callable, Iterable
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lightning_shard.checkpoint.format.header import DTYPE_NAMES, DTYPES
+from lightning_shard.checkpoint.format.strict_json import integer, loads, text
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
@@ -324,7 +325,9 @@ def decode(
         return _Decoder(tensor, stored, lenient).value(tree)
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
+    except RecursionError as error:
+        raise CorruptCheckpointError("The trainer state is damaged: it is nested too deep.") from error
+    except Exception as error:  # of whatever Python's types say to values that they can't be made of
         raise CorruptCheckpointError(f"The trainer state is damaged: {type(error).__name__} {error}.") from error
 
 
@@ -336,27 +339,33 @@ class _Decoder:
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
-            return [self.value(item) for item in tree]
+            return self._values(tree)
         if not isinstance(tree, dict):
+            if type(tree) is int and tree not in _INT64:
+                raise ValueError("an integer of more than 64 bits, without its tag")
             return tree
         if TAG not in tree:
             return {key: self.value(item) for key, item in tree.items()}
-        tag, raw = tree[TAG], tree["v"]
-        if tag in _FROM_JSON:
-            return _FROM_JSON[tag](raw)
+        tag, raw = text(tree[TAG], "a tag"), tree["v"]
+        if tag in _FROM_TEXT:
+            return _FROM_TEXT[tag](text(raw, f"the value of a {tag}"))
+        if tag in _FROM_LIST:
+            return _FROM_LIST[tag](*_list(raw, tag))
         if tag in _FROM_ITEMS:
-            return _FROM_ITEMS[tag](self.value(raw))
-        if tag in ("dict", "ordered_dict", "counter", "defaultdict"):
-            return self._mapping(tag, tree, [(self.value(key), self.value(item)) for key, item in raw])
+            return _FROM_ITEMS[tag](self._values(_list(raw, tag)))
+        if tag in _MAPPINGS:
+            pairs = [_list(pair, tag) for pair in _list(raw, tag)]
+            return self._mapping(tag, tree, [(self.value(key), self.value(item)) for key, item in pairs])
         if tag == "deque":
-            return collections.deque(self.value(raw), tree["maxlen"])
+            limit = tree["maxlen"]
+            return collections.deque(self._values(_list(raw, tag)), None if limit is None else integer(limit, "maxlen"))
         if tag == "tensor":
-            return self.tensor(raw)
+            return self.tensor(text(raw, "a tensor's name"))
         if tag == "stored":
-            return self.stored(raw)
+            return self.stored(text(raw, "a tensor's name"))
         if tag in ("namespace", "simple_namespace"):
             space = argparse.Namespace() if tag == "namespace" else types.SimpleNamespace()
-            vars(space).update(self.value(raw))
+            vars(space).update({text(key, "an attribute"): item for key, item in dict(self.value(raw)).items()})
             return space
         if tag == "enum":
             return self._enum(tree)
@@ -364,7 +373,10 @@ class _Decoder:
             return self._custom(tree)
         if tag in ("ndarray", "numpy"):
             return _numpy_from_json(tag, tree)
-        raise ValueError(f"unknown tag {tag!r}")
+        raise ValueError(f"unknown tag {tag!r:.40}")
+
+    def _values(self, trees: list[Any]) -> list[Any]:
+        return [self.value(item) for item in trees]
 
     def _mapping(self, tag: str, tree: dict[str, Any], pairs: list[tuple[Any, Any]]) -> Any:
         if tag == "dict":
@@ -377,33 +389,45 @@ class _Decoder:
         return collections.defaultdict(None if factory is None else _FACTORIES[factory], pairs)
 
     def _enum(self, tree: dict[str, Any]) -> Any:
-        codec = _by_name.get(tree["type"])
+        codec = _by_name.get(text(tree["type"], "an enum's type"))
         if codec is not None and issubclass(codec.type, enum.Enum):
             members: Any = codec.type.__members__
             return members[tree["name"]]
         return self.value(tree["v"])
 
     def _custom(self, tree: dict[str, Any]) -> Any:
-        codec = _by_name.get(tree["type"])
-        if codec is None or codec.decode is None:
-            if self.lenient:
-                return {"type": tree["type"], "value": self.value(tree["v"])}
-            raise CheckpointError(
-                f"The checkpoint holds a value of type {tree['type']!r}, for which this program has no codec: call"
-                " checkpoint.register_codec for it, as the program that saved it did, before loading."
-            )
-        return codec.decode(self.value(tree["v"]))
+        name = text(tree["type"], "a type's name")
+        codec = _by_name.get(name)
+        value = self.value(tree["v"])
+        if codec is not None and codec.decode is not None:
+            return codec.decode(value)
+        if self.lenient:
+            return {"type": name, "value": value}
+        raise CheckpointError(
+            f"The checkpoint holds a value of type {name!r}, for which this program has no codec: call"
+            " checkpoint.register_codec for it, as the program that saved it did, before loading."
+        )
+
+
+def _list(raw: Any, tag: str) -> list[Any]:
+    if not isinstance(raw, list):  # of a text or another tagged value Python would take the items
+        raise ValueError(f"the value of a {tag} is no array")
+    return raw
 
 
 def _numpy_from_json(tag: str, tree: dict[str, Any]) -> Any:
     import numpy as np
 
-    dtype = np.dtype(str(tree["dtype"]))
-    if dtype.kind not in _NUMPY_KINDS or dtype.hasobject:
-        raise ValueError(f"numpy dtype {tree['dtype']!r}")
-    shape = [int(size) for size in tree["shape"]] if tag == "ndarray" else []
-    data = base64.b64decode(tree["v"], validate=True)
-    if len(data) != math.prod(shape) * dtype.itemsize:
+    described = text(tree["dtype"], "a numpy dtype")
+    if not _NUMPY_DTYPE.fullmatch(described):
+        raise ValueError(f"unknown numpy dtype {described!r:.40}")
+    dtype = np.dtype(described)
+    shape = [integer(size, "a size") for size in _list(tree["shape"], "shape")] if tag == "ndarray" else []
+    data = base64.b64decode(text(tree["v"], "base64"), validate=True)
+    count = math.prod(shape)
+    if not dtype.itemsize and count:
+        raise ValueError(f"an array of shape {shape} of elements without bytes")
+    if len(data) != count * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for an array of shape {shape} of {dtype}")
     array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if dtype.itemsize else np.zeros(shape, dtype)
     array = array.astype(dtype.newbyteorder("="), copy=False)
@@ -411,41 +435,86 @@ def _numpy_from_json(tag: str, tree: dict[str, Any]) -> Any:
 
 
 def _dtype_from_json(name: str) -> torch.dtype:
-    if name in DTYPES:
-        return DTYPES[name]
-    value = getattr(torch, name, None) if name.isidentifier() else None
-    if not isinstance(value, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}")
-    return value
+    if name not in _TORCH_DTYPES:
+        raise ValueError(f"unknown dtype {name!r:.40}")
+    return _TORCH_DTYPES[name]
 
 
-def _timezone_from_json(raw: list[Any]) -> datetime.timezone:
-    offset = datetime.timedelta(seconds=raw[0])
+def _device_from_json(name: str) -> torch.device:
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(f"unknown device {name!r:.40}")
+    return torch.device(name)
+
+
+def _complex_from_json(real: Any, imag: Any) -> complex:
+    parts = [text(part, "a part of a complex number") for part in (real, imag)]
+    if not all(_DECIMAL.fullmatch(part) for part in parts):
+        raise ValueError(f"{parts!r:.60} is no complex number")
+    return complex(*map(float, parts))
+
+
+def _float_from_json(name: str) -> float:
+    if name not in ("inf", "-inf", "nan"):
+        raise ValueError(f"{name!r:.40} is not inf, -inf or nan")
+    return float(name)
+
+
+def _int_from_json(digits: str) -> int:
+    if not _HEX.fullmatch(digits):
+        raise ValueError(f"{digits!r:.40} is no hexadecimal integer")
+    return int(digits, 16)  # not decimal, of which Python bounds the digits
+
+
+def _timezone_from_json(offset_s: Any, name: Any) -> datetime.timezone:
+    offset = datetime.timedelta(seconds=offset_s)
     zone = datetime.timezone(offset)
-    return zone if zone.tzname(None) == raw[1] else datetime.timezone(offset, raw[1])
+    return zone if zone.tzname(None) == name else datetime.timezone(offset, text(name, "a time zone's name"))
 
 
-_FROM_JSON: dict[str, Callable[[Any], Any]] = {
-    "int": lambda raw: int(raw, 16),  # not decimal, of which Python bounds the digits
-    "float": float,
+def _integers(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*raw: Any) -> Any:
+        if any(type(value) is not int for value in raw):
+            raise ValueError("an item is no integer")
+        return make(*raw)
+
+    return made
+
+
+_MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
+_HEX = re.compile(r"-?0x[0-9a-f]+")
+_DECIMAL = re.compile(r"-?(inf|nan|[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)")
+_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
+_NUMPY_DTYPE = re.compile(
+    r"\|b1|[<|][iu][1248]|<f(2|4|8|12|16)|<c(8|16|24|32)|[<|]S[0-9]{1,9}|<U[0-9]{1,9}|<[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?"
+)
+_TORCH_DTYPES = {
+    **{str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **DTYPES,
+}
+# By tag, what a string means, and what an array does of which each item is an argument, or of which all are the items.
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "int": _int_from_json,
+    "float": _float_from_json,
     "bytes": lambda raw: base64.b64decode(raw, validate=True),
     "bytearray": lambda raw: bytearray(base64.b64decode(raw, validate=True)),
-    "complex": lambda raw: complex(float(raw[0]), float(raw[1])),
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
-    "timedelta": lambda raw: datetime.timedelta(*raw),
-    "timezone": _timezone_from_json,
     "decimal": decimal.Decimal,
     "uuid": uuid.UUID,
-    "range": lambda raw: range(*raw),
     "path": pathlib.Path,
     "pure_path": pathlib.PurePath,
     "torch.dtype": _dtype_from_json,
-    "torch.device": torch.device,
-    "torch.Size": torch.Size,
+    "torch.device": _device_from_json,
 }
-_FROM_ITEMS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_FROM_LIST: dict[str, Callable[..., Any]] = {
+    "complex": _complex_from_json,
+    "timedelta": _integers(datetime.timedelta),
+    "timezone": _timezone_from_json,
+    "range": _integers(range),
+    "torch.Size": _integers(lambda *sizes: torch.Size(sizes)),
+}
+_FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def parse(data: bytes, source: str) -> Any:
@@ -455,6 +524,6 @@ def parse(data: bytes, source: str) -> Any:
         CorruptCheckpointError: It isn't JSON.
     """
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return loads(data, surrogates=True)
+    except ValueError as error:
         raise CorruptCheckpointError(f"{source} is not valid JSON: {error}.") from error

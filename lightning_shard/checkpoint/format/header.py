@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_shard.checkpoint.format.strict_json import integer, loads, text
 from lightning_shard.errors import CorruptCheckpointError, UnsupportedStateError
 
 ALIGNMENT_BYTES = 4096
@@ -111,14 +112,14 @@ def build_header(
         }
         spans.append((position, position + nbytes))
         position += nbytes
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
-    if len(text) > MAX_HEADER_BYTES:
+    content = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    content += b" " * (-(8 + len(content)) % ALIGNMENT_BYTES)
+    if len(content) > MAX_HEADER_BYTES:
         raise UnsupportedStateError(
-            f"One rank's file would need a header of {len(text):,} bytes, and safetensors allows {MAX_HEADER_BYTES:,}:"
-            " save fewer tensors per rank."
+            f"One rank's file would need a header of {len(content):,} bytes, and safetensors allows"
+            f" {MAX_HEADER_BYTES:,}: save fewer tensors per rank."
         )
-    header = struct.pack("<Q", len(text)) + text
+    header = struct.pack("<Q", len(content)) + content
     entries = [
         HeaderEntry(key, dtype, tuple(shape), len(header) + begin, len(header) + end)
         for (key, dtype, shape), (begin, end) in zip(tensors, spans, strict=True)
@@ -140,19 +141,32 @@ def parse_header(header: bytes, file: str) -> tuple[dict[str, HeaderEntry], dict
         (length,) = struct.unpack_from("<Q", header)
         if length > MAX_HEADER_BYTES or 8 + length > len(header):
             raise ValueError(f"its header says that it is {length:,} bytes long")
-        table = json.loads(header[8 : 8 + length])
+        table = loads(bytes(header[8 : 8 + length]))
+        if not isinstance(table, dict):
+            raise ValueError("its header is no object")
         metadata = table.pop("__metadata__", {})
-        base = 8 + length
-        entries = {
-            key: HeaderEntry(
-                key,
-                str(value["dtype"]),
-                tuple(int(size) for size in value["shape"]),
-                base + int(value["data_offsets"][0]),
-                base + int(value["data_offsets"][1]),
-            )
-            for key, value in table.items()
-        }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ is no object of strings")
+        return {key: _entry(key, value, 8 + length) for key, value in table.items()}, metadata
+    except KeyError as error:
+        raise CorruptCheckpointError(f"{file} is not a valid safetensors file: a tensor has no {error}.") from error
+    except (ValueError, TypeError, struct.error) as error:
         raise CorruptCheckpointError(f"{file} is not a valid safetensors file: {error}.") from error
-    return entries, metadata
+
+
+def _entry(key: str, value: Any, base: int) -> HeaderEntry:
+    begin, end = (base + integer(offset, f"an offset of {key!r}") for offset in value["data_offsets"])
+    shape = tuple(integer(size, f"a size of {key!r}") for size in value["shape"])
+    return HeaderEntry(key, text(value["dtype"], f"the dtype of {key!r}"), shape, begin, end)
+
+
+def layout_fault(entries: Iterable[HeaderEntry], header_bytes: int, file_bytes: int) -> tuple[str | None, str] | None:
+    """Where a file's tensors don't lie end to end from its header to its end: the tensor, if one, and what is wrong."""
+    position = header_bytes
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position or entry.end < entry.begin:
+            return entry.key, f"its bytes begin at {entry.begin:,}, and those before it end at {position:,}"
+        position = entry.end
+    if position != file_bytes:
+        return None, f"its tensors end at byte {position:,} of {file_bytes:,}"
+    return None

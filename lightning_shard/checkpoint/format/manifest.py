@@ -14,16 +14,40 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning_shard.checkpoint.boxes import Box, intersection
-from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_HEX_CHARS, Digest, digest
+from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, is_grid
+from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_HEX_CHARS, Digest
 from lightning_shard.checkpoint.format.header import DTYPES, item_bytes
-from lightning_shard.checkpoint.format.text import Lines, block_of_lines, dump, own_digest_fits, parse
+from lightning_shard.checkpoint.format.strict_json import integer, text
+from lightning_shard.checkpoint.format.text import (
+    OWN_DIGEST,
+    TENSOR_SECTIONS,
+    Lines,
+    block_of_lines,
+    dump,
+    own_digest_fits,
+    parse,
+    signed,
+)
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 
 FORMAT = "lightning_shard"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-
+MAX_DIMS = 64
+MAX_TENSOR_BYTES = 2**63 - 1
+MAX_BLOCK_BYTES = 2**28
+"""A block is read whole, so its length is memory that a reader needs."""
+MAX_PATH_CHARS, MAX_NAME_BYTES = 1024, 255
+_SECTIONS = (*TENSOR_SECTIONS, "ranks")
+_FIELDS = {
+    *("format", "format_version", "writer", "attempt", "world_size", "layout", "digest", "files", "state_file"),
+    *_SECTIONS,
+    OWN_DIGEST,
+}
+_ALWAYS_SIGNS = "lightning_shard "
+"""How a ``writer`` begins that has written manifests with their own digest from its first version on."""
+_HASH = re.compile(r"[0-9a-f]{32}")
+_RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 
 # What we write, and so what we may remove. The last part of the stem is the attempt.
 OWN_FILE = re.compile(r"(model|optimizer|trainer)/(rank-\d{5,}|state)-([0-9a-f]{12})\.(safetensors|json)")
@@ -70,6 +94,11 @@ class TensorEntry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * item_bytes(self.dtype)
 
+    def check_coverage(self) -> None:
+        """Raise CorruptCheckpointError if its chunks don't make it up, each element once."""
+        if isinstance(self.chunks, _Chunks):
+            self.chunks.check_coverage()
+
     def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
         """The chunks that hold a part of the box, each with that part."""
         chunks = self.chunks.near(box) if isinstance(self.chunks, _Chunks) else self.chunks
@@ -77,25 +106,47 @@ class TensorEntry:
         return [(chunk, part) for chunk, part in parts if part is not None]
 
 
+ParseChunk = Callable[[Any], Chunk]
+
+
 class _Chunks(Sequence[Chunk]):
-    """Chunks that are checked when they are looked at, and not kept: large runs have many, and a rank needs few.
+    """A tensor's chunks, each parsed when it is needed, and not kept: large runs have many, and a rank needs few.
+
+    That together they make up the tensor is checked when they are first looked at, whichever of them is needed: readers
+    of other parts would else read other values where two overlap.
 
     Args:
         load: Gives them as JSON, from text each time where the manifest is kept as text.
+        check: Raises if these don't make up the tensor.
     """
 
-    def __init__(self, load: Callable[[], list[Any]], parse: Callable[[Any], Chunk]) -> None:
+    def __init__(
+        self, load: Callable[[], list[Any]], parse: ParseChunk, check: Callable[[list[Any], ParseChunk], None]
+    ) -> None:
         self._load = load
         self._parse = parse
+        self._check = check
+        self._checked = False
+
+    def _checked_json(self) -> list[Any]:
+        loaded = self._load()
+        if not self._checked:
+            self._check(loaded, self._parse)
+            self._checked = True
+        return loaded
+
+    def check_coverage(self) -> None:
+        if not self._checked:
+            self._checked_json()
 
     def __len__(self) -> int:
-        return len(self._load())
+        return len(self._checked_json())
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __iter__(self) -> Iterator[Chunk]:
-        return map(self._parse, self._load())
+        return map(self._parse, self._checked_json())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -103,20 +154,13 @@ class _Chunks(Sequence[Chunk]):
     __hash__ = None  # type: ignore[assignment]
 
     def near(self, box: Box) -> list[Chunk]:
-        """Those that may overlap with the box: one where it is that very box, as on the layout that saved."""
-        loaded = self._load()
+        """Those that overlap with the box: the one that is equal to it, as on the layout that saved, or several."""
+        loaded = self._checked_json()
         offsets, sizes = list(box.offsets), list(box.sizes)
-        near = []
-        for raw in loaded:
-            try:
-                if raw["sizes"] == sizes and raw["offsets"] == offsets:
-                    return [self._parse(raw)]
-                outside = intersection(raw["offsets"], raw["sizes"], box) is None
-            except (KeyError, TypeError, ValueError):
-                outside = False  # the parser tells what is wrong
-            if not outside:
-                near.append(raw)
-        return [self._parse(raw) for raw in near]
+        equal = next((raw for raw in loaded if raw["offsets"] == offsets and raw["sizes"] == sizes), None)
+        if equal is not None:
+            return [self._parse(equal)]
+        return [self._parse(raw) for raw in loaded if intersection(raw["offsets"], raw["sizes"], box) is not None]
 
 
 class Section(Mapping[str, TensorEntry]):
@@ -142,16 +186,15 @@ class Section(Mapping[str, TensorEntry]):
         title = f"{self._title} tensor {name!r}"
         try:
             raw = self.raw[name]
-            target = raw.get("same_as") if isinstance(raw, dict) else None
+            target = text(raw["same_as"], "same_as") if "same_as" in raw else None
+            if target is not None and "chunks" in raw:
+                raise ValueError("it is an alias, and has chunks")
             lost = target is not None and (target not in self.raw or "same_as" in self.raw[target])
         except (ValueError, TypeError) as error:
             raise self._manifest.corrupt(f"{title} is damaged: {error}") from error
-        if target is None:
-            entry = self._manifest.parse_tensor(title, raw)
-        else:
-            if lost:
-                raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
-            entry = self[target]
+        if lost:
+            raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
+        entry = self._manifest.parse_tensor(title, raw) if target is None else self[target]
         self._parsed[name] = entry, target
         return entry, target
 
@@ -179,8 +222,8 @@ class Manifest:
     raw_sections: dict[str, Any] = field(default_factory=dict)
     source: str = MANIFEST_NAME
     """Where it was read from, for errors."""
-    intact: bool | None = None
-    """Whether the manifest's own digest fits; None where it carries none."""
+    signed: bool = True
+    """Whether it carries its own digest."""
 
     def __post_init__(self) -> None:
         raw = self.raw_sections
@@ -219,16 +262,19 @@ class Manifest:
             lines.append(block_of_lines(name, [f"{dump(key)}:{value_of(key)}" for key in section], "{}"))
         ranks = self.raw_sections.get("ranks", {})
         lines.append(block_of_lines("ranks", [f"{dump(str(rank))}:{dump(ranks[rank])}" for rank in ranks], "{}"))
-        body = ("{" + ",\n".join(lines)).encode()
-        return body + f',\n"manifest_digest":"{digest(body)}"}}\n'.encode()
+        return signed(("{" + ",\n".join(lines)).encode())
 
     @classmethod
-    def from_bytes(cls, data: bytes, source: str = MANIFEST_NAME) -> Manifest:
+    def from_bytes(cls, data: bytes, source: str = MANIFEST_NAME, *, foreign: bool = False) -> Manifest:
         """Parse and check a manifest.
+
+        Args:
+            foreign: It was made here of another program's files, whose names are what they are.
 
         Raises:
             FormatVersionError: Written by a newer version of the format.
-            CorruptCheckpointError: Not a manifest, torn, or one that names files outside of the checkpoint.
+            CorruptCheckpointError: Not a manifest, torn, one that differs from its own digest, or one that names files
+                outside of the checkpoint.
         """
         try:
             raw = parse(data)
@@ -238,52 +284,57 @@ class Manifest:
             ) from error
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
-        version = raw.get("format_version")
-        if not isinstance(version, int) or version < 1:
-            raise CorruptCheckpointError(f"{source} has format_version {version!r}, which is no version.")
-        if version > FORMAT_VERSION:
-            raise FormatVersionError(
-                f"{source} has format version {version}, and this program reads up to {FORMAT_VERSION}: upgrade"
-                f" lightning-shard (it was written by {raw.get('writer') or 'an unnamed writer'})."
+        signed_by_itself = OWN_DIGEST in raw
+        if signed_by_itself and not own_digest_fits(data):
+            raise CorruptCheckpointError(
+                f"{source} differs from its own digest: it was damaged, or changed by hand. Use another checkpoint."
             )
-        intact = own_digest_fits(data) if "manifest_digest" in raw else None
         try:
-            grid = raw.get("digest") or {}
-            if grid and grid["algorithm"] != DIGEST_ALGORITHM:
-                raise _unknown(f"{source} has digests of a kind unknown here, {grid['algorithm']!r}", intact)
+            version = integer(raw.get("format_version"), "format_version", 1)
+            if version > FORMAT_VERSION:
+                raise FormatVersionError(
+                    f"{source} has format version {version}, and this program reads up to {FORMAT_VERSION}: upgrade"
+                    f" lightning-shard (it was written by {raw.get('writer') or 'an unnamed writer'})."
+                )
             manifest = cls(
-                attempt=str(raw["attempt"]),
+                attempt=text(raw["attempt"], "attempt"),
                 files=[_file_from_json(file) for file in raw["files"]],
-                layout=raw.get("layout"),
-                world_size=int(raw.get("world_size", 1)),
-                writer=str(raw.get("writer", "")),
+                layout=raw["layout"],
+                world_size=integer(raw["world_size"], "world_size", 1),
+                writer=text(raw["writer"], "writer"),
                 format_version=version,
-                block_bytes=int(grid["block_bytes"]) if grid else 0,
-                state_file=raw.get("state_file"),
-                raw_sections={name: raw.get(name, {}) for name in ("model", "optimizer", "trainer", "ranks")},
+                block_bytes=_block_bytes(raw["digest"], source),
+                state_file=None
+                if raw["state_file"] is None
+                else integer(raw["state_file"], "state_file", 0, len(raw["files"]) - 1),
+                raw_sections=_sections(raw, source),
                 source=source,
-                intact=intact,
+                signed=signed_by_itself,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{source} is damaged: {type(error).__name__} {error}.") from error
-        manifest._check_files()
+        except KeyError as error:
+            raise CorruptCheckpointError(f"{source} is damaged: it has no {error}.") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{source} is damaged: {error}.") from error
+        if not signed_by_itself and manifest.writer.startswith(_ALWAYS_SIGNS):
+            raise manifest.corrupt(
+                f"it has lost its {OWN_DIGEST}, which {manifest.writer} always writes: it was damaged, or changed by"
+                " hand. Use another checkpoint"
+            )
+        manifest._check_files(foreign)
         return manifest
 
-    def _check_files(self) -> None:
-        sections = (*self.raw_sections.values(), *self.raw_sections["ranks"].values())
-        if not all(isinstance(section, Mapping) for section in sections):
-            raise self.corrupt("a section of it is no object")
+    def _check_files(self, foreign: bool) -> None:
         for file in self.files:
-            if not is_safe_path(file.path):
-                raise self.corrupt(f"it names the file {file.path!r}, which is not inside of the checkpoint")
-            if not 0 <= file.header_bytes <= file.bytes:
+            if not foreign and not is_safe_path(file.path):
+                raise self.corrupt(f"it names the file {file.path!r:.80}, which is not inside of the checkpoint")
+            if file.header_bytes > file.bytes:
                 raise self.corrupt(f"{file.path} has {file.bytes} bytes and a header of {file.header_bytes}")
-        if self.state_file is not None and not (
-            isinstance(self.state_file, int) and 0 <= self.state_file < len(self.files)
-        ):
-            raise self.corrupt(f"state_file is {self.state_file!r}, and there are {len(self.files)} files")
-        if self.block_bytes < 0 or self.block_bytes % 64:
-            raise self.corrupt(f"digests have blocks of {self.block_bytes} bytes, which is no multiple of 64")
+            if (file.digest is None) == bool(self.block_bytes):
+                raise self.corrupt(f"{file.path} has {'no' if self.block_bytes else 'a'} digest, unlike the checkpoint")
+        if len({file.path for file in self.files}) != len(self.files):
+            raise self.corrupt("it names a file twice")
+        if self.state_file is not None and self.files[self.state_file].header_bytes:
+            raise self.corrupt(f"state_file is {self.files[self.state_file].path}, which is no JSON")
 
     def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
         """A tensor's entry, with every number checked against the shape, the dtype and the file's size.
@@ -293,14 +344,16 @@ class Manifest:
             raw: Its JSON; its chunks may still be text.
         """
         try:
-            dtype, shape = str(raw["dtype"]), tuple(int(size) for size in raw["shape"])
-            if dtype not in DTYPES:
-                raise _unknown(f"{self.source}: {title} has dtype {dtype!r}, which is unknown here", self.intact)
-            if min(shape, default=0) < 0:
-                raise ValueError(f"shape {shape}")
-            chunks = raw["chunks"]
-            if not isinstance(chunks, list | bytes):
-                raise TypeError("its chunks are no list")
+            dtype, shape, chunks = raw["dtype"], raw["shape"], raw["chunks"]
+            if text(dtype, "dtype") not in DTYPES:
+                raise FormatVersionError(
+                    f"{self.source}: {title} has dtype {dtype!r:.40}, which is unknown here: upgrade lightning-shard."
+                )
+            if not isinstance(shape, list) or not isinstance(chunks, list | bytes):
+                raise ValueError("its shape or its chunks are no list")
+            shape = tuple(integer(size, "a size in its shape") for size in shape)
+            if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) * item_bytes(dtype) > MAX_TENSOR_BYTES:
+                raise ValueError("no memory could hold its shape")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise self._damaged(title, error) from error
 
@@ -310,7 +363,19 @@ class Manifest:
             except ValueError as error:
                 raise self._damaged(title, error) from error
 
-        return TensorEntry(dtype, shape, _Chunks(load, partial(self._parse_chunk, title, shape, item_bytes(dtype))))
+        parse_chunk = partial(self._parse_chunk, title, shape, item_bytes(dtype))
+        return TensorEntry(dtype, shape, _Chunks(load, parse_chunk, partial(self._check_coverage, title, shape)))
+
+    def _check_coverage(self, title: str, shape: tuple[int, ...], chunks: list[Any], parse: ParseChunk) -> None:
+        try:
+            places = [(tuple(raw["offsets"]), tuple(raw["sizes"])) for raw in chunks]
+            whole = is_grid(shape, places)
+        except (KeyError, TypeError, IndexError) as error:
+            raise self._damaged(title, error) from error
+        if not whole:
+            fault = coverage_fault(shape, [Box(chunk.offsets, chunk.sizes) for chunk in map(parse, chunks)])
+            if fault is not None:
+                raise self.corrupt(f"the chunks of {title} don't make it up: {fault}")
 
     def _damaged(self, title: str, error: Exception) -> CorruptCheckpointError:
         return self.corrupt(f"{title} is damaged: {type(error).__name__} {error}")
@@ -342,10 +407,9 @@ class Manifest:
         file = self.files[number]
         if end - begin != nbytes or not file.header_bytes <= begin <= end <= file.bytes:
             raise self.corrupt(f"{title} has a chunk at bytes {begin}..{end} of {file.path}")
-        if digests:
-            blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
-            if len(digests) != blocks * DIGEST_HEX_CHARS:
-                raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
+        blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
+        if len(digests) != blocks * DIGEST_HEX_CHARS:
+            raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
         return Chunk(number, begin, end, offsets, sizes, digests)
 
 
@@ -367,13 +431,45 @@ def chunk_to_json(chunk: Chunk, file: int) -> dict[str, Any]:
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a file named in a manifest is surely inside of the checkpoint's directory."""
+    """Whether a file named in a manifest is surely inside of the checkpoint's directory, on any store."""
     return (
-        0 < len(path) <= 1024
-        and not any(char in path for char in "\\:?#*[]\0\n")
-        and all(part not in ("", ".", "..") for part in path.split("/"))
+        0 < len(path) <= MAX_PATH_CHARS
+        and not any(char in "\\:?#*[]%\x7f" or char < " " for char in path)
+        and all(part not in ("", ".", "..") and len(part.encode()) <= MAX_NAME_BYTES for part in path.split("/"))
         and path != MANIFEST_NAME
     )
+
+
+def _sections(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    sections = {name: raw[name] for name in _SECTIONS}
+    for name, tensors in [*sections.items(), *sections["ranks"].items()]:
+        if not isinstance(tensors, Mapping):
+            raise ValueError(f"its section {name!r} is no object")
+        if "__metadata__" in tensors:
+            raise ValueError("it has a tensor with the name __metadata__, which no file can hold")
+    lost = next((rank for rank in sections["ranks"] if not _RANK.fullmatch(rank)), None)
+    if lost is not None:
+        raise ValueError(f"{lost!r} is no rank")
+    for name, value in raw.items():
+        entries = value.values() if isinstance(value, dict) and name not in _FIELDS else ()
+        if any(isinstance(entry, dict) and ("chunks" in entry or "same_as" in entry) for entry in entries):
+            raise FormatVersionError(
+                f"{source} has a section {name!r} of tensors, unknown here: upgrade lightning-shard."
+            )
+    return sections
+
+
+def _block_bytes(grid: Any, source: str) -> int:
+    if grid is None:
+        return 0
+    if text(grid["algorithm"], "the algorithm of its digests") != DIGEST_ALGORITHM:
+        raise FormatVersionError(
+            f"{source} has digests of a kind unknown here, {grid['algorithm']!r}: upgrade lightning-shard."
+        )
+    block_bytes = integer(grid["block_bytes"], "block_bytes", 64, MAX_BLOCK_BYTES)
+    if block_bytes % 64:
+        raise ValueError(f"its digests have blocks of {block_bytes} bytes, which is no multiple of 64")
+    return block_bytes
 
 
 def _file_to_json(file: FileEntry) -> dict[str, Any]:
@@ -386,17 +482,8 @@ def _file_to_json(file: FileEntry) -> dict[str, Any]:
 
 
 def _file_from_json(raw: Mapping[str, Any]) -> FileEntry:
-    digest_text = raw.get("digest")
-    return FileEntry(
-        str(raw["path"]),
-        int(raw["bytes"]),
-        int(raw.get("header_bytes", 0)),
-        None if digest_text is None else str(digest_text),
-    )
-
-
-def _unknown(what: str, intact: bool | None) -> FormatVersionError | CorruptCheckpointError:
-    """The error for a word that only a newer version could have written, or damage."""
-    if intact is False:
-        return CorruptCheckpointError(f"{what}, and it differs from its own digest: it is damaged.")
-    return FormatVersionError(f"{what}: upgrade lightning-shard.")
+    header_bytes = integer(raw["header_bytes"], "header_bytes", 8) if "header_bytes" in raw else 0
+    digest = text(raw["digest"], "a file's digest") if "digest" in raw else None
+    if digest is not None and not _HASH.fullmatch(digest):
+        raise ValueError(f"{digest!r:.40} is no digest of a file")
+    return FileEntry(text(raw["path"], "a file's path"), integer(raw["bytes"], "a file's size"), header_bytes, digest)

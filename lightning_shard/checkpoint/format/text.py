@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.strict_json import loads
+
+OWN_DIGEST = "manifest_digest"
+HEAD_FIELDS = ("format", "format_version", "writer", "attempt", "world_size", "layout", "digest")
+TENSOR_SECTIONS = ("model", "optimizer", "trainer")
+
+
+def signed(body: bytes) -> bytes:
+    """A manifest's bytes: a JSON object without its closing brace, then the digest of all that."""
+    return body + f',\n"{OWN_DIGEST}":"{digest(body)}"}}\n'.encode()
 
 
 def own_digest_fits(data: bytes) -> bool:
-    body, mark, tail = data.rpartition(b',\n"manifest_digest":')
-    return bool(mark) and tail == f'"{digest(body)}"}}\n'.encode()
+    body, mark, _ = data.rpartition(f',\n"{OWN_DIGEST}":'.encode())
+    return bool(mark) and data == signed(body)
 
 
 class Lines(Mapping[str, Any]):
@@ -25,10 +34,7 @@ class Lines(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         line = self._lines[name]
         head, found, chunks = line.partition(b',"chunks":[')
-        if found and (chunks.endswith(b"}]}") or chunks == b"]}"):  # they come last
-            with contextlib.suppress(ValueError):  # those words may be a part of something else
-                return {**json.loads(head + b"}"), "chunks": b"[" + chunks[:-1]}
-        return json.loads(line)
+        return {**json.loads(head + b"}"), "chunks": b"[" + chunks[:-1]} if found else json.loads(line)
 
     def text(self, name: str) -> str:
         return self._lines[name].decode()
@@ -43,47 +49,100 @@ class Lines(Mapping[str, Any]):
         return len(self._lines)
 
 
-_TENSOR_NAME = re.compile(rb'("(?:[^"\\]|\\.)*"):')
-
-
 def parse(data: bytes) -> Any:
     """The manifest's JSON.
 
     A large run's has hundreds of thousands of chunks, which take seconds and hundreds of megabytes to parse, and a rank
-    needs few of them: where the tensors are laid out a line each, as :meth:`Manifest.to_bytes` does, they are left as
-    text until they are asked for.
+    needs few of them: where all lines are exactly as :meth:`Manifest.to_bytes` lays them out, tensors are left as text
+    until they are asked for. A text that is laid out otherwise in a single place is parsed as any JSON: both ways give
+    the same.
+
+    Raises:
+        ValueError: As :func:`loads`.
     """
-    sections: dict[str, Lines] = {}
-    head, position = b"", 0
-    for name in ("model", "optimizer"):
-        opening = f'\n"{name}":{{\n'.encode()
-        begin = data.find(opening, position)
-        if begin < 0:
-            continue
-        begin += len(opening)
-        end = data.find(b"\n}", begin)
-        lines = _tensor_lines(data[begin:end])
-        if end < 0 or lines is None:
-            return json.loads(data)
-        sections[name] = lines
-        head += data[position:begin]
-        position = end + 1
-    raw = json.loads(head + data[position:])
-    if not isinstance(raw, dict) or any(raw.get(name) != {} for name in sections):
-        return json.loads(data)
-    return {**raw, **sections}
+    try:
+        return _parse_lines(data)
+    except (_OtherwiseLaidOut, ValueError):
+        return loads(data)
 
 
-def _tensor_lines(text: bytes) -> Lines | None:
-    """A section's inside, or None if it isn't a tensor to a line."""
+class _OtherwiseLaidOut(Exception):
+    pass
+
+
+_STRING = rb'"(?:[^"\\\x00-\x1f]|\\.)*+"'
+_NUMBERS = rb"\[(?:\d++(?:,\d++)*+)?\]"
+_CHUNK = rb'\{"file":\d++,"bytes":%(n)b,"offsets":%(n)b,"sizes":%(n)b(?:,"digests":"[0-9a-f]*+")?\}' % {b"n": _NUMBERS}
+_TENSOR = rb'\{"dtype":"\w++","shape":%b,"chunks":\[(?:%b(?:,(?=\{)|(?=\])))*+\]\}' % (_NUMBERS, _CHUNK)
+# Nothing else is on the line, and no bracket within a string is taken for one.
+_TENSOR_LINE = re.compile(rb'(%b):(%b|\{"same_as":%b\})' % (_STRING, _TENSOR, _STRING))
+
+
+def _parse_lines(data: bytes) -> dict[str, Any]:
+    lines = data.split(b"\n")
+    if lines[0][:1] != b"{" or len(lines) < 2 or lines[-1] or not lines[-2].endswith(b'"}'):
+        raise _OtherwiseLaidOut
+    lines[0] = lines[0][1:]
+    reader = _Lines(lines)
+    raw: dict[str, Any] = {name: reader.field(name) for name in HEAD_FIELDS}
+    raw["files"] = [loads(line) for line in reader.block("files", b"[]")]
+    raw["state_file"] = reader.field("state_file")
+    for name in TENSOR_SECTIONS:
+        raw[name] = Lines(_named(reader.block(name, b"{}")))
+    ranks = b",".join(reader.block("ranks", b"{}"))
+    raw["ranks"] = loads(b"{" + ranks + b"}")
+    raw[OWN_DIGEST] = reader.field(OWN_DIGEST, end=b"}")
+    if reader.at != len(lines) - 1:
+        raise _OtherwiseLaidOut
+    return raw
+
+
+class _Lines:
+    """The lines of a manifest, taken in order."""
+
+    def __init__(self, lines: list[bytes]) -> None:
+        self._lines = lines
+        self.at = 0
+
+    def field(self, name: str, end: bytes = b",") -> Any:
+        """The value of a line ``"name":value,``."""
+        line, opening = self._next(), f'"{name}":'.encode()
+        if not (line.startswith(opening) and line.endswith(end)):
+            raise _OtherwiseLaidOut
+        return loads(line[len(opening) : -len(end)])
+
+    def block(self, name: str, brackets: bytes) -> list[bytes]:
+        """The lines between ``"name":{`` and ``},``, without the commas at their ends."""
+        opening, closing = f'"{name}":'.encode() + brackets[:1], brackets[1:] + b","
+        line = self._next()
+        if line == opening + closing:
+            return []
+        end = self._lines.index(closing, self.at)  # a ValueError where there is none
+        *inner, last = self._lines[self.at : end] or [b","]
+        if line != opening or last.endswith(b",") or not all(line.endswith(b",") for line in inner):
+            raise _OtherwiseLaidOut
+        self.at = end + 1
+        return [*(line[:-1] for line in inner), last]
+
+    def _next(self) -> bytes:
+        if self.at == len(self._lines):
+            raise _OtherwiseLaidOut
+        self.at += 1
+        return self._lines[self.at - 1]
+
+
+def _named(lines: list[bytes]) -> dict[str, bytes]:
+    """Lines ``"name":{…}``, each of which is one whole tensor, by name."""
     found = {}
-    for line in text.split(b"\n"):
-        name = _TENSOR_NAME.match(line)
-        value = line[name.end() :].removesuffix(b",") if name is not None else b""
-        if name is None or value[:1] != b"{" or value[-1:] != b"}":
-            return None
-        found[json.loads(name[1])] = value
-    return Lines(found)
+    for line in lines:
+        match = _TENSOR_LINE.fullmatch(line)
+        if match is None:
+            raise _OtherwiseLaidOut
+        name = match[1]
+        found[loads(name) if b"\\" in name else name[1:-1].decode()] = match[2]
+    if len(found) != len(lines):
+        raise _OtherwiseLaidOut
+    return found
 
 
 def dump(value: Any) -> str:

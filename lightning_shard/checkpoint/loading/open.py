@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from lightning_shard.checkpoint.foreign import files as foreign
+from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, RanksLost, all_or_none, together
-from lightning_shard.checkpoint.store import Store, as_path, open_store
-from lightning_shard.errors import CheckpointNotFoundError, CheckpointReplacedError
+from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_store
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -36,11 +38,33 @@ def read(
     return open_found(as_path(path), storage_options, verify, find(as_path(path), storage_options))
 
 
+class Found(NamedTuple):
+    """What one rank has found at a path, for all."""
+
+    root: str
+    """The directory of the files."""
+    manifest: bytes
+    state: Any = None
+    """The trainer state of another program's file, which isn't in a file of its own."""
+    foreign: bool = False
+    """Whether the files are another program's."""
+
+
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
     """The checkpoint at a path, of which :func:`find` has found the rest, here or on another rank."""
-    root, data, state = found
-    manifest = Manifest.from_bytes(data, f"{path}/{MANIFEST_NAME}" if root == path else path)
-    return Checkpoint(path, open_store(root, storage_options), manifest, verify, state)
+    source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
+    manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
+    if not manifest.signed:
+        warnings.warn(
+            f"{source} has no digest of its own (it was written by {manifest.writer or 'an unnamed writer'}): damage to"
+            " it may not be found. Saving the checkpoint anew adds one.",
+            stacklevel=3,
+        )
+    store = open_store(found.root, storage_options)
+    if isinstance(store, LocalStore):
+        # other programs' folders may be of links, as the cache of Hugging Face's hub is
+        store.links_lead_anywhere = found.foreign
+    return Checkpoint(path, store, manifest, verify, found.state)
 
 
 def read_together(
@@ -78,21 +102,34 @@ def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments
     return call
 
 
-Found = tuple[str, bytes, Any]
-"""The directory of a checkpoint's files, its manifest's bytes, and its state if it isn't in a file of its own."""
-
-
 def find(path: str, storage_options: dict[str, Any] | None) -> Found:
-    store = open_store(path, storage_options)
+    """Look for a checkpoint, ours first.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there that can be read.
+        CheckpointError: What is there can't be read.
+    """
     try:
-        return path, store.read(MANIFEST_NAME), None
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        found = foreign.find(path, storage_options)
+        store = open_store(path, storage_options)
+        try:
+            return Found(path, _manifest(store))
+        except NOT_A_FILE:
+            found = foreign.find(path, storage_options)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # of the system: no permission, a name too long, a NUL in it
+        raise CheckpointError(f"{path:.200} can't be read: {type(error).__name__}: {error}") from error
     if found is None:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
         )
-    return found.store.root, found.manifest.to_bytes(), found.state
+    return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True)
+
+
+def _manifest(store: Store) -> bytes:
+    if isinstance(store, LocalStore):
+        store.links_lead_anywhere = False
+    return store.read(MANIFEST_NAME)
 
 
 def _what_is_there(path: str, store: Store) -> str:

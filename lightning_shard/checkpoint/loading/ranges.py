@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
 from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow
 from lightning_shard.checkpoint.store import Buffer, Reader, Store
-from lightning_shard.errors import CorruptCheckpointError
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
 BATCH_BYTES = 8 * 2**20
 """How much one thread fetches of one file at a time, or the store's ``step_bytes`` where that is more; times its
@@ -244,9 +244,13 @@ def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
     """Reads of a file for a tensor: a file that is missing or too short is a damaged checkpoint."""
     try:
         yield
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise CorruptCheckpointError(
             f"{store.root}/{path} is missing, and holds a part of {name!r}: use another checkpoint."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{store.root}/{path}, which holds a part of {name!r}, can't be read: {type(error).__name__}: {error}"
         ) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {name!r}.") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,17 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest, Section, TensorEntry
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Section, TensorEntry
 from lightning_shard.checkpoint.loading.index import select
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
 from lightning_shard.checkpoint.store import Store
 from lightning_shard.checkpoint.store.remote import MAX_GAP_BYTES
-from lightning_shard.errors import CheckpointReplacedError, CorruptCheckpointError
+from lightning_shard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+
+TRUSTED_BYTES = 64 * 2**20
+"""Memory for more than this is asked for only after a look at the files' sizes."""
+MOST_SHARED = 4
+"""How often the same bytes of a file may be read into memory: in torch's files, tensors may share them."""
 
 
 class StoredTensor:
@@ -58,7 +63,7 @@ class StoredTensor:
 
     def box(self, box: Box) -> Tensor:
         """One box of it, on the CPU."""
-        target = torch.empty(box.sizes, dtype=self.dtype)
+        (target,) = self.checkpoint.room_for([(self.name, self.entry, box)])
         self.checkpoint.fetch([Read(self.name, self.entry, box, target)])
         return target
 
@@ -66,7 +71,7 @@ class StoredTensor:
         checkpoint = self.checkpoint
         gap = max(MAX_GAP_BYTES, checkpoint.manifest.block_bytes if checkpoint.verify else 0)
         selection = select(index, self.entry.shape, self.name, item_bytes=self.dtype.itemsize, max_gap_bytes=gap)
-        target = torch.empty(selection.sizes, dtype=self.dtype)
+        (target,) = checkpoint.room_for([(self.name, self.entry, Box.whole(selection.sizes))])
         parts = zip(selection.boxes, selection.parts(target), strict=True)
         checkpoint.fetch([Read(self.name, self.entry, box, part) for box, part in parts])
         return selection.pick(target)
@@ -108,15 +113,15 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def full(self) -> dict[str, Tensor]:
         """All of them in memory; those that shared memory do again."""
-        tensors = {
-            name: torch.empty(stored.entry.shape, dtype=stored.dtype)
-            for name, stored in self.items()
+        wholes = [
+            (name, self._section[name], Box.whole(self._section[name].shape))
+            for name in self
             if self.alias_of(name) is None
-        }
-        self._checkpoint.fetch(
-            Read(name, self._section[name], Box.whole(tensor.shape), tensor) for name, tensor in tensors.items()
-        )
-        return {name: tensors[self.alias_of(name) or name] for name in self}
+        ]
+        targets = self._checkpoint.room_for(wholes)
+        self._checkpoint.fetch(Read(*whole, target) for whole, target in zip(wholes, targets))
+        tensors = {name: target for (name, _, _), target in zip(wholes, targets)}
+        return {name: tensors[target if (target := self.alias_of(name)) is not None else name] for name in self}
 
 
 class Checkpoint(StoredTensors):
@@ -149,16 +154,60 @@ class Checkpoint(StoredTensors):
         with self.saying_if_replaced():
             return read_boxes(self.store, self.manifest, reads, verify=self.verify if verify is None else verify)
 
+    def room_for(self, boxes: Sequence[tuple[str, TensorEntry, Box]]) -> list[Tensor]:
+        """Memory for boxes of stored tensors, uninitialized.
+
+        Raises:
+            CorruptCheckpointError: Their chunks don't make them up, or the files are too short to hold so much.
+            CheckpointError: There isn't so much memory.
+        """
+        files: set[int] = set()
+        for _, entry, _ in boxes:
+            entry.check_coverage()
+        needed = sum(box.numel * DTYPES[entry.dtype].itemsize for _, entry, box in boxes)
+        if needed > TRUSTED_BYTES:
+            files.update(chunk.file for _, entry, _ in boxes for chunk in entry.chunks)
+            stored = sum(self._size(self.manifest.files[file]) for file in sorted(files))
+            if needed > MOST_SHARED * stored:
+                raise CorruptCheckpointError(
+                    f"{self.path}: {boxes[0][0]!r}{' and others are' if len(boxes) > 1 else ' is'} said to have"
+                    f" {needed:,} bytes, in files of {stored:,}: the manifest is damaged, use another checkpoint."
+                )
+        try:
+            return [torch.empty(box.sizes, dtype=DTYPES[entry.dtype]) for _, entry, box in boxes]
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"{self.path}: there is no memory for {needed:,} bytes of {boxes[0][0]!r}"
+                f"{' and others' if len(boxes) > 1 else ''}: read parts of it, such as stored[name][:1000]."
+            ) from error
+
+    def _size(self, file: FileEntry) -> int:
+        with self._naming(file):
+            size = self.store.size(file.path)
+        if size < file.bytes:
+            raise CorruptCheckpointError(
+                f"{self.path}/{file.path} has {size:,} bytes instead of {file.bytes:,}: use another checkpoint."
+            )
+        return size
+
+    @contextlib.contextmanager
+    def _naming(self, file: FileEntry) -> Iterator[None]:
+        """Errors of the system as ours, with the file's name."""
+        where = f"{self.path}/{file.path}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{where} is missing: use another checkpoint.") from error
+        except OSError as error:
+            raise CheckpointError(f"{where} can't be read: {type(error).__name__}: {error}") from error
+
     def state_json(self) -> Any:
         """The trainer state as encoded in its file, or None where there is none."""
         if self.manifest.state_file is None:
             return self._state
         file = self.manifest.files[self.manifest.state_file]
-        with self.saying_if_replaced():
-            try:
-                data = self.store.read(file.path)
-            except FileNotFoundError as error:
-                raise CorruptCheckpointError(f"{self.path}/{file.path} is missing: use another checkpoint.") from error
+        with self.saying_if_replaced(), self._naming(file):
+            data = self.store.read(file.path)
         if len(data) != file.bytes:
             raise CorruptCheckpointError(
                 f"{self.path}/{file.path} has {len(data):,} bytes instead of {file.bytes:,}: use another checkpoint."

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from lightning_shard.checkpoint.store.protocol import (
     conflict,
     too_short,
 )
+from lightning_shard.errors import CorruptCheckpointError
 
 READ_STEP_BYTES = 2**20
 MAX_THREADS = 8
@@ -54,8 +56,12 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self.links_lead_anywhere = True
+        """Whether a file, or a folder of the directory, may be a link to elsewhere."""
         self._made: set[str] = set()
         """Folders in which one was made."""
+        self._inside: set[str] = set()
+        """Folders of which it is known that no link leads out of the directory."""
 
     @property
     def requests(self) -> int:
@@ -64,8 +70,40 @@ class LocalStore:
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name)
 
+    def _open(self, name: str) -> int:
+        """A descriptor to read a file by.
+
+        Raises:
+            CorruptCheckpointError: It is no regular file (a pipe would be waited for, a device has no end), or a link
+                leads out of the directory.
+        """
+        path = self._path(name)
+        if not self.links_lead_anywhere:
+            self._check_inside(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(fd)
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            raise CorruptCheckpointError(f"{path} is no regular file but a pipe, socket or device: it isn't read.")
+        return fd
+
+    def _check_inside(self, path: str) -> None:
+        folder = os.path.dirname(path)
+        if folder in self._inside and not os.path.islink(path):
+            return
+        root = os.path.realpath(self.root)
+        if os.path.commonpath([root, os.path.realpath(path)]) != root:
+            raise CorruptCheckpointError(
+                f"{path} is reached by a link that leads out of the checkpoint, which isn't followed: put the file"
+                " itself in its place."
+            )
+        if not os.path.islink(path):
+            self._inside.add(folder)
+
     def read(self, name: str) -> bytes:
-        with open(self._path(name), "rb") as file:
+        with open(self._open(name), "rb") as file:
             return file.read()
 
     def size(self, name: str) -> int:
@@ -73,7 +111,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Reader]:
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        fd = self._open(name)
 
         def read(segments: Sequence[Segment]) -> None:
             for start, _, joined in adjacent(segments):
@@ -92,7 +130,7 @@ class LocalStore:
         """
         if sys.platform != "linux" or end == begin:
             return None
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        fd = self._open(name)
         try:
             if os.fstat(fd).st_size < end:
                 raise too_short(name, end)

@@ -26,7 +26,7 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """A checkpoint at a glance. Sizes are in bytes; ``rank_bytes`` counts all that a rank wrote."""
+    """A checkpoint at a glance. Sizes are in bytes; ``rank_bytes`` counts all that a rank wrote, if it did write."""
 
     path: str
     writer: str
@@ -37,6 +37,8 @@ class InspectReport:
     epoch: int | None
     global_step: int | None
     digests: bool
+    manifest_digest: bool
+    """Whether the manifest carries a digest of its own; where it does, it fits."""
     tensors: dict[str, int]
     """How many, by section."""
     section_bytes: dict[str, int]
@@ -53,8 +55,8 @@ class InspectReport:
     @property
     def imbalance(self) -> float:
         """The largest rank's bytes over the mean: 1.0 is even, and the time that a save takes grows with it."""
-        sizes = list(self.rank_bytes.values())
-        return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
+        written = sum(self.rank_bytes.values())
+        return max(self.rank_bytes.values()) * self.world_size / written if written else 1.0
 
 
 def inspect(
@@ -80,7 +82,7 @@ def inspect(
     # what users saved may be anything; Lightning's is a dict with these
     tree = checkpoint.state_json()
     state = tree if isinstance(tree, dict) else {}
-    rank_bytes = dict.fromkeys(range(manifest.world_size), 0)
+    rank_bytes: dict[int, int] = {}
     for file in manifest.files:
         match = OWN_FILE.fullmatch(file.path)
         rank = int(match[2].removeprefix("rank-")) if match and match[2] != "state" else 0
@@ -95,6 +97,7 @@ def inspect(
         epoch=_integer(state.get("epoch")),
         global_step=_integer(state.get("global_step")),
         digests=bool(manifest.block_bytes),
+        manifest_digest=manifest.signed,
         tensors={title: len(section) for title, section in manifest.sections().items() if section},
         section_bytes={t: sum(line.bytes for line in own if line.section == t) for t in ("model", "optimizer")},
         parameters=sum(math.prod(line.shape) for line in own if line.section == "model"),

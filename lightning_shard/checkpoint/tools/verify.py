@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, digest
-from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, parse_header
+from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, TensorEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
@@ -34,13 +33,15 @@ class Fault:
 
 @dataclass
 class VerifyReport:
-    """What was checked, and what is wrong. ``digests`` tells whether the bytes themselves could be checked."""
+    """What was checked, and what is wrong. ``digests`` tells whether the bytes themselves could be checked, and
+    ``manifest_digest`` whether the manifest could."""
 
     path: str
     files: int = 0
     tensors: int = 0
     bytes: int = 0
     digests: bool = True
+    manifest_digest: bool = True
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -53,6 +54,7 @@ class VerifyReport:
     def __str__(self) -> str:
         checked = f"{self.files} files, {self.tensors} tensors, {self.bytes:,} bytes"
         depth = "" if self.digests else " (written without digests: sizes and places checked, not the bytes)"
+        depth += "" if self.manifest_digest else " (the manifest has no digest of its own)"
         if self.ok:
             return f"{self.path}: sound: {checked}{depth}"
         return "\n".join([f"{self.path}: {len(self.faults)} faults in {checked}{depth}", *map(str, self.faults)])
@@ -80,20 +82,14 @@ def verify(
     manifest = checkpoint.manifest
     report.digests = bool(manifest.block_bytes)
     report.files = len(manifest.files)
-    if manifest.intact is False:
-        report.faults.append(Fault(MANIFEST_NAME, None, "it differs from its own digest: it was changed or damaged"))
+    report.manifest_digest = manifest.signed
     chunks: list[list[tuple[str, TensorEntry, Chunk]]] = [[] for _ in manifest.files]
     for name, entry in _tensors(checkpoint, report):
         report.tensors += 1
-        fault = coverage_fault(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-        if fault is not None:
-            report.faults.append(Fault(MANIFEST_NAME, name, fault))
         for chunk in entry.chunks:
             chunks[chunk.file].append((name, entry, chunk))
-            if manifest.block_bytes and chunk.end > chunk.begin and not chunk.digests:
-                report.faults.append(
-                    Fault(MANIFEST_NAME, name, "it has no digests, and the checkpoint is one with them")
-                )
+    if manifest.block_bytes:
+        chunks = [_apart(own, file, report) for file, own in zip(manifest.files, chunks, strict=True)]
     total = sum(file.bytes for file in manifest.files)
 
     def advance(faults: list[Fault], nbytes: int) -> None:
@@ -134,6 +130,21 @@ def _tensors(checkpoint: Checkpoint, report: VerifyReport) -> Iterator[tuple[str
                 report.faults.append(Fault(MANIFEST_NAME, label, str(error)))
 
 
+def _apart(
+    chunks: list[tuple[str, TensorEntry, Chunk]], file: FileEntry, report: VerifyReport
+) -> list[tuple[str, TensorEntry, Chunk]]:
+    """A file's chunks but for those that share bytes with one before them, which are faults: no byte is read twice."""
+    kept: list[tuple[str, TensorEntry, Chunk]] = []
+    for item in sorted(chunks, key=lambda item: (item[2].begin, item[2].end)):
+        name, _, chunk = item
+        if kept and chunk.begin < kept[-1][2].end:
+            what = f"bytes {chunk.begin:,} to {chunk.end:,} are also those of {kept[-1][0]!r}"
+            report.faults.append(Fault(file.path, name, what))
+        else:
+            kept.append(item)
+    return kept
+
+
 def _check_file(
     checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]
 ) -> tuple[list[Fault], bool]:
@@ -141,8 +152,6 @@ def _check_file(
     faults: list[Fault] = []
     try:
         size = checkpoint.store.size(file.path)
-        if checkpoint.manifest.block_bytes and file.digest is None:
-            faults.append(Fault(file.path, None, "it has no digest, and the checkpoint is one with them"))
         if size != file.bytes:
             faults.append(Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written"))
             if size < file.bytes or not file.header_bytes:
@@ -207,15 +216,10 @@ def _check_header(
     file: FileEntry, entries: list[HeaderEntry], chunks: list[tuple[str, TensorEntry, Chunk]]
 ) -> Iterator[Fault]:
     """The header and the manifest must tell of the same bytes, and the header of all of them."""
-    position = file.header_bytes
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != position or entry.end < entry.begin:
-            what = f"its bytes begin at {entry.begin:,}, and those before it end at {position:,}"
-            yield Fault(file.path, entry.key, what)
-            return
-        position = entry.end
-    if position != file.bytes:
-        yield Fault(file.path, None, f"its tensors end at byte {position:,} of {file.bytes:,}")
+    fault = layout_fault(entries, file.header_bytes, file.bytes)
+    if fault is not None:
+        yield Fault(file.path, *fault)
+        return
     declared = {(entry.begin, entry.end, entry.dtype, entry.shape) for entry in entries}
     for name, tensor, chunk in chunks:
         carrier, extra = CARRIERS.get(tensor.dtype, (tensor.dtype, ()))

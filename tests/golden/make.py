@@ -1,0 +1,149 @@
+"""How the golden checkpoints were made. They are kept: run it for those of a new format version only.
+
+``python -m tests.golden.make FOLDER``
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.format.codec import Reference
+from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.testing import run_ranks
+from tests.golden.values import (
+    OPTIMIZER,
+    OTHER,
+    PINWHEEL,
+    PLAIN,
+    RANK,
+    SHARDED,
+    Color,
+    Point,
+    data_of,
+    trainer_state,
+)
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    data = bytearray(data_of(name, dtype, shape))
+    return torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape) if data else torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def register() -> None:
+    checkpoint.register_codec(Color, name="golden.Color")
+    checkpoint.register_codec(Point, lambda point: [point.x, point.y], lambda v: Point(*v), name="golden.Point")
+
+
+PLACEMENTS: dict[str, Any] = {
+    "w": [Shard(0), Shard(1)],
+    "v": [Shard(0), Replicate()],
+    "rows": [Shard(0), Shard(0)],
+    "few": [Shard(1), Shard(0)],
+}
+
+
+def save_sharded(path: Path) -> None:
+    register()
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def sharded(name: str, dtype: str, shape: tuple[int, ...], like: str) -> DTensor:
+        return distribute_tensor(tensor(name, dtype, shape), mesh, PLACEMENTS[like], src_data_rank=None)
+
+    state: dict[str, Any] = {name: sharded(name, *kind, like=name) for name, kind in SHARDED.items()}
+    state |= {name: tensor(name, *kind) for name, kind in PLAIN.items()}
+    state["tied"] = state["plain.F32"]
+    state["tied.w"] = state["w"]
+    checkpoint.save(
+        state,
+        path,
+        optimizer={name: sharded(name, *kind, like="w") for name, kind in OPTIMIZER.items()},
+        trainer_state=trainer_state(tensor, Reference),
+        rank_state={name: tensor(f"{name} {dist.get_rank()}", *kind) for name, kind in RANK.items()},
+        layout={"name": "golden", "sizes": [2, 2]},
+    )
+
+
+def save_without_digests(path: Path) -> None:
+    register()
+    state = {name: tensor(name, *kind) for name, kind in (SHARDED | PLAIN).items()}
+    checkpoint.save(
+        state, path, optimizer={"m": tensor("m", "F32", (3,))}, trainer_state={"epoch": 3, "t": (1,)}, digests=False
+    )
+
+
+def write_otherwise(path: Path) -> None:
+    """Written from ``docs/format.md``, with nothing of the package; the manifest has no digest of its own."""
+
+    def sums(data: bytes) -> str:
+        return "".join(xxhash.xxh3_128_hexdigest(data[at : at + 64]) for at in range(0, len(data), 64))
+
+    wheel = np.frombuffer(data_of("pinwheel", *OTHER["pinwheel"]), "<i4").reshape(9, 9)
+    parts = [wheel[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].tobytes() for offsets, sizes in PINWHEEL]
+    one = data_of("one", *OTHER["one"])
+    table: dict[str, Any] = {}
+    at = 0
+    shapes = [("I32", sizes) for _, sizes in PINWHEEL] + [("F32", (20,))]
+    for index, (data, (dtype, shape)) in enumerate(zip([*parts, one], shapes)):
+        assert len(data) == 4 * math.prod(shape)
+        table[f"part{index}"] = {"data_offsets": [at, at + len(data)], "shape": shape, "dtype": dtype}
+        at += len(data)
+    text = json.dumps(table).encode()
+    header = struct.pack("<Q", len(text)) + text
+    content = header + b"".join(parts) + one
+    (path / "data").mkdir(parents=True)
+    (path / "data" / "all.st").write_bytes(content)
+    chunks, begin = [], len(header)
+    for (offsets, sizes), data in zip(PINWHEEL, parts):
+        end = begin + len(data)
+        chunks.append({"sizes": sizes, "offsets": offsets, "bytes": [begin, end], "digests": sums(data), "file": 0})
+        begin = end
+    last = {"file": 0, "bytes": [begin, begin + 80], "offsets": [0], "sizes": [20], "digests": sums(one)}
+    manifest = {
+        "format_version": 1,
+        "format": "lightning_shard",
+        "comment": {"written": "by hand"},
+        "writer": "a program of a few lines",
+        "attempt": "",
+        "world_size": 3,
+        "layout": ["any", 1.5],
+        "digest": {"algorithm": "xxh3_128", "block_bytes": 64},
+        "files": [
+            {
+                "path": "data/all.st",
+                "bytes": len(content),
+                "header_bytes": len(header),
+                "digest": xxhash.xxh3_128_hexdigest(header),
+                "kind": "safetensors",
+            }
+        ],
+        "state_file": None,
+        "optimizer": {},
+        "trainer": {},
+        "ranks": {"2": {}},
+        "model": {
+            "again": {"same_as": "pinwheel"},
+            "pinwheel": {"dtype": "I32", "chunks": chunks[::-1], "shape": [9, 9], "more": None},
+            "one": {"dtype": "F32", "shape": [20], "chunks": [last]},
+        },
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    run_ranks(save_sharded, 4, folder / "sharded")
+    save_without_digests(folder / "without-digests")
+    write_otherwise(folder / "other-writer")
