@@ -161,8 +161,8 @@ class System:
 
 def fault_of(system: System, place: Place) -> str:
     """What doesn't hold after a save of step 2 that was killed, or nothing: one of the two checkpoints is whole and the
-    next save succeeds. Of ours also: it is found as the last one, and the next save removes what is left over and old. To
-    be called in a process of its own.
+    next save succeeds. Of ours also: it is found as the last one, and the next save removes what is left over and old.
+    To be called in a process of its own.
     """
     try:
         first, second = system.step_at(place.first, place.options), system.step_at(place.path, place.options)
