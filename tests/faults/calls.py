@@ -169,7 +169,7 @@ class Counting:
 
 @dataclass(frozen=True)
 class Moment:
-    """Before the ``index``-th call; or in the middle of it, which is a write, when half of it is done."""
+    """Before the ``index``-th call; or if it is a write, in the middle of it."""
 
     index: int
     halfway: bool = False
@@ -207,7 +207,7 @@ class KillAt(_At):
 
     def __call__(self, call: Call) -> Any:
         if self._now():
-            if self._moment.halfway:
+            if self._moment.halfway and call.is_write:
                 write_half(call)
             self._kill()
         return unsynced(call)
