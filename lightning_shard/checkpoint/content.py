@@ -8,7 +8,7 @@ over its part. It tells other weights from the same ones; against someone who wa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.loading.stored import StoredTensor
 from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
+from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.part import plan_part
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ _GAMMA, _FIRST, _SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE
 _SLAB_ELEMENTS = 2**18
 _STORED_SLAB_ELEMENTS = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def content_sum(pieces: Iterable[Piece]) -> int:
+    """Of chunks of one tensor; those of all its chunks add up, modulo 2⁶⁴, to the same however it has been cut."""
+    return sum(_sum(piece.data, piece.box, piece.shape) for piece in pieces) % 2**64
 
 
 def content_of_all(
@@ -47,7 +53,7 @@ def content_of_all(
         sums: dict[str, int] = dict.fromkeys(tensors, 0)
         for file in part.files:
             for piece in file.pieces:
-                sums[piece.name] += _sum(piece.data, piece.box, piece.shape)
+                sums[piece.name] += content_sum([piece])
         for name, target in part.aliases.get("model", {}).items():
             sums[name] = sums[target]
         return part.mesh_ranks, sums

@@ -199,7 +199,7 @@ def _is_state_dict(value: Mapping[str, Any]) -> bool:
 
 def _is_flattened(value: Mapping[str, Any]) -> bool:
     """As ``get_optimizer_state_dict`` gives it with ``flatten_optimizer_state_dict=True``."""
-    return any(key.startswith("param_groups.") and not isinstance(item, Mapping) for key, item in value.items())
+    return any(str(key).startswith("param_groups.") and not isinstance(item, Mapping) for key, item in value.items())
 
 
 def _several(optimizer: Any) -> list[Any]:

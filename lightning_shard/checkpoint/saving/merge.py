@@ -19,7 +19,7 @@ WrittenChunk = tuple[str, str, tuple[int, ...], Chunk]
 Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
-"""A rank's :func:`~lightning_shard.checkpoint.saving.compare.content_sum` of what it wrote of some tensors."""
+"""A rank's :func:`~lightning_shard.checkpoint.content.content_sum` of what it wrote of some tensors."""
 
 
 @dataclass

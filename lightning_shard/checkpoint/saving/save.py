@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from lightning_shard.checkpoint.optimizers import take_apart
@@ -26,7 +27,6 @@ from lightning_shard.checkpoint.saving.commit import (
     may_be_committed,
     new_attempt,
 )
-from lightning_shard.checkpoint.saving.compare import content_sum
 from lightning_shard.checkpoint.saving.files import write_file, write_json
 from lightning_shard.checkpoint.saving.merge import Account, Merged, Name, Sums
 from lightning_shard.checkpoint.saving.part import RankPart, plan_part
