@@ -91,6 +91,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if (io := _sharded_io(trainer)) is not None:
             # before the first save: it may be a link, which then leads elsewhere
             self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
+            last = self.last_model_path
+            if last and self.save_last != "link" and _on_first_rank(trainer, lambda: os.path.islink(last)):
+                self.last_model_path = ""  # an earlier run's link isn't saved through: the next version is taken
             self._forget_what_is_gone(trainer, io)
 
     def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:

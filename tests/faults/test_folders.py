@@ -125,6 +125,10 @@ def test_a_link_to_a_checkpoint_is_not_written_through_and_only_the_link_is_remo
     link.symlink_to(elsewhere)
     checkpoint.save(NEW, link)  # a place on another disk
     assert checkpoint.verify(elsewhere).ok
+    checkpoint.remove(elsewhere)
+    checkpoint.save(NEW, link)  # which leads nowhere
+    assert checkpoint.verify(link).ok
+    assert not link.is_symlink()
 
 
 def test_a_lazy_reader_is_told_that_its_checkpoint_was_replaced_or_removed(saved: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -324,6 +325,22 @@ def test_a_link_to_the_newest_is_for_the_local_disk(tmp_path: Path, on_s3: Place
     # resumed by the link, what it points to is as safe as if it had been named
     local.fit(local.keep(save_last="link", every_n_train_steps=1), 4, resume="last")
     assert local.names() == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+
+
+def test_what_an_earlier_run_s_link_leads_to_is_not_saved_over(tmp_path: Path) -> None:
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    kept = local.folder / "step=2.ckpt"
+    local.fit(local.keep(save_last="link", every_n_train_steps=1), 2)
+    before = {file: file.read_bytes() for file in kept.rglob("*.*")}
+    local.fit(local.keep(save_last=True, every_n_train_steps=1), 3, resume="last")
+    assert local.names() == ["last-v1.ckpt", "last.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert {file: file.read_bytes() for file in kept.rglob("*.*")} == before
+    assert checkpoint.read(local.folder / "last-v1.ckpt").trainer_state()["global_step"] == 3
+    # what the link led to is gone
+    shutil.rmtree(kept)
+    keep = local.keep(save_last=True, every_n_train_steps=1)
+    local.fit(keep, 4, resume="last")
+    assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
 
 
 def default_root(place: Place) -> None:

@@ -166,11 +166,17 @@ class LocalStore:
             os.close(fd)
 
     def _create(self, path: str, flags: int) -> int:
-        """A new file, and its folders: those may be removed by others at any moment, as long as they are empty."""
+        """A new file, and its folders: those may be removed by others at any moment, as long as they are empty.
+
+        A link that leads nowhere gives way to a folder.
+        """
         for _ in range(_TRIES):
             try:
                 return os.open(path, flags, 0o666)
             except FileNotFoundError:
+                if os.path.islink(self.root) and not os.path.exists(self.root):
+                    with contextlib.suppress(OSError):
+                        os.unlink(self.root)
                 folder = missing = os.path.dirname(os.path.abspath(path))
                 while not os.path.exists(missing):
                     missing = os.path.dirname(missing)
