@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_shard.errors import RankFailure
+from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.rendezvous import Meeting
 
 _KEY = "lightning_shard/watch"
@@ -72,7 +72,7 @@ class FailureWatch:
 
     def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
         """After :meth:`report`: the first failure as an error of ours, where this one only follows from it."""
-        if self._first is None or not lost_the_others(exception):
+        if self._first is None or isinstance(exception, ShardError) or not lost_the_others(exception):
             return None
         return RankFailure(
             f"rank {self._rank} lost the others. The first failure was on {self._first}\nAll ranks stop; started again"
@@ -171,13 +171,18 @@ class FailureWatch:
 
 
 def lost_the_others(exception: BaseException) -> bool:
-    """Whether this is what a collective raises on a rank when it can't reach another: the cause lies elsewhere.
+    """Whether this comes of what a collective raises on a rank that can't reach another: the cause lies elsewhere.
 
     Gloo raises plain RuntimeErrors, told by their text (torch 2.13); those of NCCL and of stores have classes.
     """
-    if isinstance(exception, dist.DistError):
-        return True
-    return type(exception) is RuntimeError and any(sign in str(exception) for sign in ("gloo/", "Gloo "))
+    error: BaseException | None = exception
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if type(error) is RuntimeError and any(sign in str(error) for sign in ("gloo/", "Gloo ")):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -141,7 +141,7 @@ def two_agents(folder: Path, server: Server, survivor: int) -> Iterator[list[sub
     agents = []
     try:
         for index in range(2):
-            waits = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+            waits = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"
             command = [sys.executable, str(folder / "agent.py"), str(folder / "go"), f"ready-{index}"]
             command += ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.2"]
             command += ["--rdzv-id=run", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]

@@ -238,7 +238,10 @@ def test_a_job_that_slurm_requeues_goes_on_from_the_signal(
 
 
 def freeze_rank_1(folder: str) -> None:
-    train(folder, {3: send(signal.SIGSTOP, rank=1)}, timeout=timedelta(seconds=5))
+    """While a save is under way in the background, which waits for it too."""
+    with mock.patch.object(LocalStore, "write", slow_write):
+        at, timeout = {3: send(signal.SIGSTOP, rank=1)}, timedelta(seconds=5)
+        train(folder, at, timeout=timeout, asynchronous=True, keep={"every_n_train_steps": 2})
 
 
 def kill_rank_1(folder: str) -> None:
