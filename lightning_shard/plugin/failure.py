@@ -46,7 +46,10 @@ class FailureWatch:
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._failing = False
+        self._seen: str | None = None
+        """The first failure, by the thread: the store may go away after that."""
         self._first: str | None = None
+        """The same, of another rank, once it has been reported."""
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
@@ -62,13 +65,13 @@ class FailureWatch:
                 mine = self._who_was_first() or mine
             first = self._store.compare_set(self._first_key, "", mine).decode()
         except (RuntimeError, dist.DistError):
-            first = self._store_lost
+            first = self._seen or self._store_lost
         self._stopped.set()
         if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        elif first == mine and self._rank == 0:
-            time.sleep(2 * _POLL_S)  # the store may live in this process: let the others read it
+        if self._rank == 0 and not self._meeting.is_kept_by_an_agent:
+            time.sleep(2 * _POLL_S)  # the store lives in this process: let the others read it
 
     def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
         """After :meth:`report`: the first failure as an error of ours, where this one only follows from it."""
@@ -97,7 +100,7 @@ class FailureWatch:
         beats = 0
         while not self._stopped.wait(_POLL_S if beats else 0):
             beats += 1
-            first = self._look(f"{beats} {self._where()}")
+            first = self._seen = self._look(f"{beats} {self._where()}") or self._seen
             if first is None or self._failing:
                 continue
             if self._stopped.wait(_GRACE_S):
