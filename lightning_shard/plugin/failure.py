@@ -105,6 +105,8 @@ class FailureWatch:
                 continue
             if self._stopped.wait(_GRACE_S):
                 return
+            if self._failing:
+                continue  # the main thread is about to end by itself
             print(
                 f"[lightning_shard] rank {self._rank} stops {self._where()}, because of the first failure, on {first}",
                 file=sys.stderr,
@@ -143,12 +145,16 @@ class FailureWatch:
     def _who_was_first(self) -> str | None:
         """The first failure that another rank has told of, or what can be said of ranks that tell nothing."""
         self._store.set(self._lost_key(self._rank), "1")
-        before = self._beats()
-        stop = time.monotonic() + _SETTLE_S
+        # one looks, however many they are, and the others hear of it
+        looks = self._store.compare_set(f"{self._prefix}/looks", "", str(self._rank)).decode() == str(self._rank)
+        before = self._beats() if looks else {}
+        stop = time.monotonic() + (_SETTLE_S if looks else 2 * _SETTLE_S)
         while time.monotonic() < stop:
             if self._store.check([self._first_key]):
                 return self._store.get(self._first_key).decode()
             time.sleep(_POLL_S / 4)
+        if not looks:
+            return None
         beats = self._beats()
         others = [rank for rank in beats if not self._store.check([self._lost_key(rank)])]
         if silent := [rank for rank in others if beats[rank] == before[rank]]:

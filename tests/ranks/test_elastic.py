@@ -31,7 +31,7 @@ from tests.servers import Server, serve
 STEPS = 12  # two epochs of 96 samples
 LOST_AFTER = 5
 SAVED_EVERY = 2
-PATIENCE_S = 150.0
+PATIENCE_S = 280.0  # a loaded machine takes minutes to import torch in four processes
 REPETITIONS = int(os.environ.get("ELASTIC_REPETITIONS", "3"))
 """Of the long version."""
 
@@ -220,6 +220,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
     return lineage(notes(folder))
 
 
+@pytest.mark.timeout(600)
 def test_when_a_machine_is_lost_the_rest_goes_on_from_the_last_checkpoint(
     tmp_path: Path, server: Server, undisturbed: Lineage
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_rank_without_a_sign_of_life_is_named(watches: list[FailureWatch]) -> 
     watches[2]._thread.join()
     watches[0].report(lost := RuntimeError(LOST))
     assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
+
+
+def test_all_that_lost_a_rank_tell_the_same(watches: list[FailureWatch]) -> None:
+    watches[2].stop()
+    watches[2]._thread.join()
+    errors = [RuntimeError(LOST) for _ in watches[:2]]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda watch, error: watch.report(error), watches, errors))
+    accounts = [watch.failure_elsewhere(error) for watch, error in zip(watches, errors)]
+    assert all("The first failure was on rank 2: no sign of life" in str(account) for account in accounts)
 
 
 def test_a_rank_that_hangs_is_named_with_its_place(watches: list[FailureWatch]) -> None:
