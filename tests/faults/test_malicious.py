@@ -1,4 +1,4 @@
-"""Checkpoints from a stranger: nothing they name is run or imported, nothing outside of them is opened, memory is bounded.
+"""Checkpoints from a stranger: nothing they name is run, nothing outside of them is opened, memory is bounded.
 
 All are made here, and opened by ``malicious.py`` in one process of its own, since an audit hook can't be taken away.
 """
@@ -275,8 +275,8 @@ def folder_link(path: Path) -> None:
 # -- other programs' files --------------------------------------------------------------------------------------------
 
 INDEXED = [
-    "../../outside/x.safetensors", "/etc/passwd", "a\0b", "x" * 5000, "", "..", "%2e%2e/%2e%2e/outside/x.safetensors", 3,
-    None, ["a"], "\ud800",
+    "../../outside/x.safetensors", "/etc/passwd", "a\0b", "x" * 5000, "", "..", "%2e%2e/%2e%2e/outside/x.safetensors",
+    3, None, ["a"], "\ud800",
 ]  # fmt: skip
 for index, file in enumerate(INDEXED):
 
