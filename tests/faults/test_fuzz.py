@@ -36,7 +36,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 WORDS = [
     b"", b"null", b"true", b"0", b"-1", b"1", b"1.0", b"1e999", b"-0", b"9007199254740993", b"1180591620717411303424",
     b'""', b'"x"', b'"$"', b'"\\ud800"', b'"../x"', b'"a\\u0000"', b"[]", b"{}", b"[[]]", b'{"$":1}', b"NaN",
-    b"1" * 5000, b"[" * 2000, b'{"a":1,"a":2}', b'{"$":"range","v":[0,1000000000]}', b'{"$":"set","v":"abc"}', b'"dtype"', b'"U8"',
+    b"1" * 5000, b"[" * 2000,
+    b'{"a":1,"a":2}', b'{"$":"range","v":[0,1000000000]}', b'{"$":"set","v":"abc"}', b'"dtype"', b'"U8"',
     b'"<U0"', b'{"same_as":"w"}', b"\xff", b'"tuple"', b'"ndarray"', b'"dict"', b'"deque"',
 ]  # fmt: skip
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?|true|false|null|[{}\[\],:]')
