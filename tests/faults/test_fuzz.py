@@ -110,7 +110,7 @@ def test_manifests(ledger) -> None:
     def run(body: bytes) -> None:
         look_into(Manifest.from_bytes(signed(body)))
 
-    tried, _, lost = fuzz(seeds, 30_000, run)
+    tried, _, lost = fuzz(seeds, 20_000, run)
     ledger(GROUP, "fuzzing of manifests whose own digest fits", tried=tried, lost=lost)
 
 
@@ -126,7 +126,7 @@ def test_safetensors_headers(ledger) -> None:
         run(len(text).to_bytes(8, "little") + text)
 
     tried, _, lost = fuzz([header.rstrip()[8:]], 20_000, with_length)
-    more, _, also = fuzz([header[:200].ljust(len(header))], 5_000, run, words=False)
+    more, _, also = fuzz([header], 5_000, run, words=False)
     ledger(GROUP, "fuzzing of safetensors headers", tried=tried + more, lost=lost + also)
 
 
@@ -138,7 +138,7 @@ def test_trainer_states(ledger) -> None:
     def run(data: bytes) -> None:
         codec.decode(codec.parse(data, "state"), {"t": torch.ones(1)}.get, str, lenient=True)
 
-    tried, _, lost = fuzz(seeds, 40_000, run)
+    tried, _, lost = fuzz(seeds, 50_000, run)
     ledger(GROUP, "fuzzing of trainer states", tried=tried, lost=lost)
 
 
@@ -150,7 +150,7 @@ def test_indexes(ledger) -> None:
     def run(data: bytes) -> None:
         opened.extend(_indexed(data, "index"))
 
-    tried, _, lost = fuzz([seed], 10_000, run)
+    tried, _, lost = fuzz([seed], 15_000, run)
     lost += sum(os.path.isabs(name) or ".." in name.split("/") or "\0" in name for name in opened)
     ledger(GROUP, "fuzzing of indexes of safetensors files", tried=tried, lost=lost)
 
