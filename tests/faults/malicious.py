@@ -1,10 +1,11 @@
-"""Run by test_malicious.py in a process of its own: opens what a stranger made, under an audit hook that stays for good.
+"""Run by test_malicious.py in a process of its own: opens what a stranger made, under an audit hook that stays.
 
 ``python -m tests.faults.malicious FOLDER`` prints one JSON object: by the checkpoint's name what came of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -72,10 +73,8 @@ def everything(path: str) -> None:
     stored = checkpoint.read(path)
     for section in (stored, stored.optimizer):
         for name in list(section)[:50]:
-            try:
+            with contextlib.suppress(CheckpointError):
                 section[name][..., :1] if section[name].shape else section[name].full()
-            except CheckpointError:
-                pass
     for verb in (stored.full, stored.optimizer.full, lambda: stored.trainer_state(lenient=True), stored.trainer_state):
         try:
             verb()
@@ -122,6 +121,7 @@ def main(folder: str) -> None:
         except BaseException as other:
             error = f"{type(other).__name__}: {other!s:.300}"
         seconds = time.monotonic() - started
+        print(f"{seconds:6.1f} s: {name}", file=sys.stderr)
         watch.allowed = None
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         found[name] = {

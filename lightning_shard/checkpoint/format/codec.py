@@ -512,7 +512,7 @@ _FROM_LIST: dict[str, Callable[..., Any]] = {
     "timedelta": _integers(datetime.timedelta),
     "timezone": _timezone_from_json,
     "range": _integers(range),
-    "torch.Size": _integers(lambda *sizes: torch.Size(sizes)),
+    "torch.Size": lambda *sizes: torch.Size(integer(size, "a size", -(2**63), 2**63 - 1) for size in sizes),
 }
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 

@@ -1,0 +1,176 @@
+"""Fuzzing of all that is parsed: whatever the bytes, values come out or an error of ours, and soon.
+
+``FUZZ_SEED`` chooses other inputs, ``FUZZ_FACTOR`` how many times as many.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard.checkpoint.foreign.files import _indexed
+from lightning_shard.checkpoint.foreign.torchfile import read_archive
+from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.header import build_header, layout_fault, parse_header
+from lightning_shard.checkpoint.format.manifest import Manifest
+from lightning_shard.checkpoint.format.text import signed
+from lightning_shard.errors import CheckpointError
+from tests.manifests import body_of
+
+GROUP = "Malicious checkpoints"
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+FACTOR = float(os.environ.get("FUZZ_FACTOR", "1"))
+SLOWEST_S = 20
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+
+WORDS = [
+    b"", b"null", b"true", b"0", b"-1", b"1", b"1.0", b"1e999", b"-0", b"9007199254740993", b"1180591620717411303424",
+    b'""', b'"x"', b'"$"', b'"\\ud800"', b'"../x"', b'"a\\u0000"', b"[]", b"{}", b"[[]]", b'{"$":1}', b"NaN",
+    b"1" * 5000, b"[" * 2000,
+    b'{"a":1,"a":2}', b'{"$":"range","v":[0,1000000000]}', b'{"$":"set","v":"abc"}', b'"dtype"', b'"U8"',
+    b'"<U0"', b'{"same_as":"w"}', b"\xff", b'"tuple"', b'"ndarray"', b'"dict"', b'"deque"',
+]  # fmt: skip
+TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?|true|false|null|[{}\[\],:]')
+
+
+def mutated(data: bytes, chooser: random.Random, tokens: list[tuple[int, int]]) -> bytes:
+    """Change some bytes, or some words of JSON: removed, replaced by others of the text or by awkward ones, doubled."""
+    for _ in range(chooser.choice((1, 1, 1, 2, 4))):
+        if tokens and chooser.random() < 0.75:
+            begin, end = chooser.choice(tokens)
+            other = chooser.choice(tokens)
+            word = chooser.choice((chooser.choice(WORDS), data[other[0] : other[1]], data[begin:end] * 2))
+            data = data[:begin] + word + data[end:]
+        else:
+            at = chooser.randrange(len(data) + 1)
+            length = chooser.choice((0, 1, 1, 2, 8))
+            data = data[:at] + chooser.randbytes(chooser.choice((0, 1, 1, 4))) + data[at + length :]
+    return data
+
+
+def fuzz(seeds: list[bytes], count: int, run: Callable[[bytes], Any], *, words: bool = True) -> tuple[int, int, int]:
+    """How many inputs were tried, how many of them failed with an error of ours, and how many with another or late."""
+    chooser = random.Random(SEED)
+    tokens = [[match.span() for match in TOKEN.finditer(seed)] if words else [] for seed in seeds]
+    for seed in seeds:
+        run(seed)
+    refused = lost = 0
+    count = int(count * FACTOR)
+    for _ in range(count):
+        which = chooser.randrange(len(seeds))
+        data = mutated(seeds[which], chooser, tokens[which])
+        started = time.monotonic()
+        try:
+            run(data)
+        except CheckpointError:
+            refused += 1
+        except Exception as error:
+            lost += 1
+            print(f"{type(error).__name__}: {error} of {data!r:.2000}")
+        lost += time.monotonic() - started > SLOWEST_S
+    assert refused > count // 20, "the inputs are too tame"
+    return count, refused, lost
+
+
+def look_into(manifest: Manifest) -> None:
+    for section in manifest.sections().values():
+        for name in section:
+            entry = section[name]
+            section.alias_of(name)
+            entry.check_coverage()
+            list(entry.chunks)
+    manifest.to_bytes()
+
+
+def small_manifest() -> bytes:
+    """Of a few lines, as our writer lays it out."""
+    manifest = json.loads((GOLDEN / "sharded" / "manifest.json").read_bytes())
+    for section in ("model", "optimizer", "trainer"):
+        manifest[section] = dict(list(manifest[section].items())[:2])
+    manifest["model"]["tied"] = {"same_as": next(iter(manifest["model"]))}
+    parsed = Manifest.from_bytes(
+        signed(json.dumps({k: v for k, v in manifest.items() if k != "manifest_digest"})[:-1].encode())
+    )
+    return parsed.to_bytes()
+
+
+def test_manifests(ledger) -> None:
+    seeds = [body_of(small_manifest()), (GOLDEN / "other-writer" / "manifest.json").read_bytes()[:-1]]
+
+    def run(body: bytes) -> None:
+        look_into(Manifest.from_bytes(signed(body)))
+
+    tried, _, lost = fuzz(seeds, 20_000, run)
+    ledger(GROUP, "fuzzing of manifests whose own digest fits", tried=tried, lost=lost)
+
+
+def test_safetensors_headers(ledger) -> None:
+    tensors: list[tuple[str, str, tuple[int, ...]]] = [("a", "F32", (2, 3)), ("b", "C128", (2,)), ("ü\n", "U8", ())]
+    header, _ = build_header(tensors, {"format": "pt"})
+
+    def run(data: bytes) -> None:
+        entries, _ = parse_header(data, "f")
+        layout_fault(entries.values(), len(data), len(data) + 57)
+
+    def with_length(text: bytes) -> None:
+        run(len(text).to_bytes(8, "little") + text)
+
+    tried, _, lost = fuzz([header.rstrip()[8:]], 20_000, with_length)
+    more, _, also = fuzz([header], 5_000, run, words=False)
+    ledger(GROUP, "fuzzing of safetensors headers", tried=tried + more, lost=lost + also)
+
+
+def test_trainer_states(ledger) -> None:
+    (state,) = (GOLDEN / "sharded" / "trainer").glob("*.json")
+    tree = json.loads(state.read_bytes())
+    seeds = [json.dumps({key: value}).encode() for key, value in tree.items()]
+
+    def run(data: bytes) -> None:
+        codec.decode(codec.parse(data, "state"), {"t": torch.ones(1)}.get, str, lenient=True)
+
+    tried, _, lost = fuzz(seeds, 50_000, run)
+    ledger(GROUP, "fuzzing of trainer states", tried=tried, lost=lost)
+
+
+def test_indexes(ledger) -> None:
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    seed = json.dumps({"metadata": {"total_size": 3}, "weight_map": files}).encode()
+    opened = []
+
+    def run(data: bytes) -> None:
+        opened.extend(_indexed(data, "index"))
+
+    tried, _, lost = fuzz([seed], 15_000, run)
+    lost += sum(os.path.isabs(name) or ".." in name.split("/") or "\0" in name for name in opened)
+    ledger(GROUP, "fuzzing of indexes of safetensors files", tried=tried, lost=lost)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_zips(ledger) -> None:
+    """Changed where zips, their directories and the pickle have their say; the tensors' bytes are but bytes."""
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {"w": torch.arange(6.0).view(2, 3), "h": torch.ones(2).half()}, "epoch": 1}, buffer)
+
+    def run(data: bytes) -> None:
+        archive = read_archive(io.BytesIO(data), "f")
+        for name, tensor in archive.content["state_dict"].items() if isinstance(archive.content, dict) else ():
+            archive.stored_as(name, tensor)
+
+    def tolerant(data: bytes) -> None:
+        try:
+            run(data)
+        except (KeyError, AttributeError):  # of this test's own way through the dict
+            return
+
+    tried, _, lost = fuzz([buffer.getvalue()], 1_500, tolerant, words=False)
+    ledger(GROUP, "fuzzing of torch's zips", tried=tried, lost=lost)
