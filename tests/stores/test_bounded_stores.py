@@ -49,7 +49,7 @@ def view(data: bytes) -> list[memoryview]:
 # -- no wait without end -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["s3", "webdav", "http"])
+@pytest.mark.parametrize("kind", ["s3", "webdav"])
 def test_a_server_that_never_answers_is_not_waited_for(kind: str) -> None:
     """It takes the connection, and not even says that a body may be sent."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -39,7 +39,7 @@ MAX_GAP_BYTES = 256 * 2**10
 """Ranges this near each other are read as one: it costs less than another round trip."""
 PUT_BYTES = 16 * 2**20
 """Files up to this size are put in one call."""
-SMALL_BYTES = 16 * 2**20
+SMALL_BYTES = 8 * 2**20
 """What is read whole gets the time that so much takes."""
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "memory"}
@@ -48,6 +48,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss",
 Elsewhere what is put may be seen half written: there it is put under another name, and moved.
 """
 _WEBDAV = {"webdav", "dav"}
+_HTTP = {"http", "https"}
 
 
 class RemoteStore:
@@ -76,6 +77,8 @@ class RemoteStore:
         if root.partition("://")[0] in _WEBDAV:
             # faults are met in one place; a server may take its time over a large file
             options = {"retry": False, "timeout": stall_s or STALL_S, **options}
+        if root.partition("://")[0] in _HTTP:
+            options["client_kwargs"] = {"timeout": _silence(stall_s or STALL_S), **options.get("client_kwargs", {})}
         try:
             self.fs, self.base = fsspec.core.url_to_fs(root, **options)
         except (ImportError, ValueError, TypeError) as error:
@@ -86,7 +89,7 @@ class RemoteStore:
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self._is_object_store = bool(protocols & _OBJECT_STORES)
         self._is_webdav = bool(protocols & _WEBDAV)
-        self._is_http = bool(protocols & {"http", "https"})
+        self._is_http = bool(protocols & _HTTP)
         # memory:// shows a file from its first byte; it is no place for large ones anyway
         self._put_bytes = sys.maxsize if "memory" in protocols else PUT_BYTES
 
@@ -269,6 +272,13 @@ class RemoteStore:
 
     def sync(self, names: Iterable[str]) -> None:
         """A remote store is as durable as it is when a write returns."""
+
+
+def _silence(limit_s: float) -> Any:
+    """For aiohttp: how long a server may be silent."""
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=limit_s, sock_read=limit_s)
 
 
 def in_parts(buffers: Iterable[Buffer], size_bytes: int, part_bytes: int) -> Iterator[bytearray]:
