@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.store import as_path, open_store
-from lightning_shard.checkpoint.tensors import flatten, identity, local_tensor, target_boxes
+from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
 SHOWN_NAMES = 10
@@ -119,8 +119,12 @@ def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
 
 def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
     """Names that aren't stored, but for those of tensors that another name is: one of tied tensors is enough."""
-    filled = {identity(tensor) or id(tensor) for name, tensor in wanted.items() if name in stored}
-    return [n for n, tensor in wanted.items() if n not in stored and (identity(tensor) or id(tensor)) not in filled]
+    missing = [name for name in wanted if name not in stored]
+    if not missing:
+        return []
+    memory = {name: identity(locate(name, tensor)) or id(tensor) for name, tensor in wanted.items()}
+    filled = {key for name, key in memory.items() if name in stored}
+    return [name for name in missing if memory[name] not in filled]
 
 
 def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = False) -> int:
@@ -160,17 +164,19 @@ def load_together(
 
 
 def _wanted(pairs: Iterable[Pair], cast: bool) -> list[Wanted]:
-    pairs = list(pairs)
-    _check_shapes(pairs, cast)
+    located = [(stored, locate(stored.name, tensor)) for stored, tensor in pairs]
+    _check_shapes(located, cast)
     wanted: dict[Any, Wanted] = {}
-    for stored, tensor in pairs:
-        local = local_tensor(tensor)
-        for place in target_boxes(stored.name, tensor)[1]:
-            view = narrow(local, Box(place.local_offsets, place.box.sizes))
+    for stored, tensor in located:
+        shape, local = tensor.spread.shape, tensor.local
+        for place in tensor.spread.boxes if 0 not in shape else ():
+            view = local
+            if place.box.sizes != local.shape:
+                view = narrow(local, Box(place.local_offsets, place.box.sizes))
             # tied tensors are one memory, which the first name's tensor fills, also if they were saved untied
-            key = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
+            key = (view.data_ptr(), view.device, view.shape, view.stride(), view.dtype)
             if key not in wanted:
-                wanted[key] = Wanted(stored.checkpoint, tensor, Read(stored.name, stored.entry, place.box, view))
+                wanted[key] = Wanted(stored.checkpoint, tensor.spread, Read(stored.name, stored.entry, place.box, view))
     return list(wanted.values())
 
 
@@ -181,14 +187,15 @@ def _fetch(wanted: Iterable[Wanted], verify: bool) -> int:
     return sum(checkpoint.fetch(reads, verify=verify) for checkpoint, reads in of_each.values())
 
 
-def _check_shapes(pairs: Iterable[Pair], cast: bool) -> None:
+def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -> None:
     faults = []
-    for stored, tensor in pairs:
-        if tuple(tensor.shape) != tuple(stored.shape):
-            faults.append(f"{stored.name!r} has shape {tuple(stored.shape)} there and {tuple(tensor.shape)} here")
-        elif tensor.dtype != stored.dtype and not cast:
-            faults.append(f"{stored.name!r} is {stored.dtype} there and {tensor.dtype} here (cast=True converts)")
-        elif tensor.device.type == "meta":
+    for stored, (_, local, spread) in located:
+        shape, dtype = stored.entry.shape, stored.dtype
+        if spread.shape != shape:
+            faults.append(f"{stored.name!r} has shape {shape} there and {spread.shape} here")
+        elif local.dtype != dtype and not cast:
+            faults.append(f"{stored.name!r} is {dtype} there and {local.dtype} here (cast=True converts)")
+        elif local.is_meta:
             faults.append(f"{stored.name!r} is on the meta device here: materialize it before loading")
     if faults:
         raise StateMismatchError(f"The checkpoint doesn't fit the state: {_listing(faults, '; ')}.")

@@ -13,10 +13,8 @@ from typing import Any
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.folder import remove_own_files
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
-from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.format.manifest import (
     MANIFEST_NAME,
-    Chunk,
     FileEntry,
     Manifest,
     chunk_to_json,
@@ -32,29 +30,21 @@ def new_attempt() -> str:
     return secrets.token_hex(6)
 
 
-WrittenChunk = tuple[str, str, tuple[int, ...], Chunk]
-"""A chunk, and the name, dtype and shape of its tensor."""
-
-
 @dataclass
 class Account:
-    """What one rank has written: per section (``model``, ``optimizer``, ``trainer``, ``rank``) its file and chunks."""
+    """What one rank has written: per section (``model``, ``optimizer``, ``trainer``, ``rank``) its files."""
 
     rank: int
     mesh_ranks: tuple[int, ...]
     """The ranks that hold the same tensors as this one."""
     fingerprint: tuple[int, str] = (0, "")
     """The number of tensors and a hash of their names, dtypes and shapes."""
-    written: dict[str, list[tuple[FileEntry, list[WrittenChunk]]]] = field(default_factory=dict)
+    written: dict[str, list[Written]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     state_file: FileEntry | None = None
 
     def add(self, section: str, written: Written) -> None:
-        chunks = [
-            (piece.name, dtype_name(piece.data.dtype, piece.name), piece.shape, chunk)
-            for piece, chunk in written.chunks
-        ]
-        self.written.setdefault(section, []).append((written.file, chunks))
+        self.written.setdefault(section, []).append(written)
 
 
 def merge(accounts: list[Account], *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
@@ -73,12 +63,12 @@ def merge(accounts: list[Account], *, attempt: str, layout: Any, writer: str, di
         if account.state_file is not None:
             state_file = len(files)
             files.append(account.state_file)
-        for section, written in account.written.items():
+        for section, of_section in account.written.items():
             target = raw["ranks"].setdefault(str(account.rank), {}) if section == "rank" else raw[section]
-            for file, chunks in written:
+            for written in of_section:
                 index = len(files)
-                files.append(file)
-                for name, dtype, shape, chunk in chunks:
+                files.append(written.file)
+                for name, dtype, shape, chunk in written.chunks():
                     holder = f"{section} {account.rank}" if section == "rank" else section
                     owner = owners.setdefault((holder, name), account.mesh_ranks)
                     if owner is not account.mesh_ranks and owner != account.mesh_ranks:

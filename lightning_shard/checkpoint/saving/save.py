@@ -152,8 +152,10 @@ def _write(part: RankPart, store: Store, order: Order) -> Account:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
         metadata = {"format": "pt", "lightning_shard.attempt": part.attempt, "lightning_shard.section": file.section}
-        written = write_file(store, file.path, file.pieces, metadata, digests=order.digests, durable=order.fsync)
-        account.add(file.section, written)
+        account.add(
+            file.section,
+            write_file(store, file.path, file.plan, file.data, metadata, digests=order.digests, durable=order.fsync),
+        )
     if order.fsync:
         store.sync(part.paths())
     return account
