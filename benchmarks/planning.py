@@ -38,6 +38,7 @@ from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
 from lightning_shard.checkpoint.loading.ranges import Read, plan_reads
 from lightning_shard.checkpoint.saving.commit import Account, merge
 from lightning_shard.checkpoint.saving.files import Outline, Piece, Written, plan_file
+from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
 from lightning_shard.checkpoint.tensors import Frame, Located, Place, Spread, locate, place_of
 
