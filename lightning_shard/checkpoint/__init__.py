@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.folder import exists, remove
 from lightning_shard.checkpoint.format.codec import register_codec
-from lightning_shard.checkpoint.loading.load import Pair, load, load_tensors, load_together
+from lightning_shard.checkpoint.loading.load import LoadReport, Pair, load, load_tensors, load_together
 from lightning_shard.checkpoint.loading.open import read, read_together
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.ranks import all_or_none
@@ -33,6 +33,7 @@ __all__ = [
     "Format",
     "GatherReport",
     "InspectReport",
+    "LoadReport",
     "Pair",
     "StoredTensor",
     "VerifyReport",

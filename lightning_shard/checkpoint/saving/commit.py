@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.format.manifest import (
     tensor_to_json,
 )
 from lightning_shard.checkpoint.saving.files import Written
+from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.checkpoint.store import Store
 from lightning_shard.errors import CheckpointError
 
@@ -42,6 +43,10 @@ class Account:
     written: dict[str, list[Written]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     state_file: FileEntry | None = None
+    replicated: bytes = b""
+    """Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line."""
+    contents: bytes = b""
+    """A fingerprint of each."""
 
     def add(self, section: str, written: Written) -> None:
         self.written.setdefault(section, []).append(written)
@@ -123,6 +128,23 @@ def _check_agreement(accounts: list[Account]) -> None:
                     f" {rank} ({other.fingerprint[0]} tensors), and they differ in names, dtypes or shapes. Where ranks"
                     " hold different tensors, as pipeline stages do, pass mesh=, the mesh of those that hold the same."
                 )
+        if account.mesh_ranks:
+            _check_contents(account, by_rank[account.mesh_ranks[0]])
+
+
+def _check_contents(account: Account, other: Account) -> None:
+    """What two ranks hold alike, and each writes a part of, must be the same."""
+    if account.contents == other.contents:
+        return
+    names = account.replicated.decode(errors="surrogatepass").split("\n")
+    width = FINGERPRINT_BYTES
+    for number, name in enumerate(names):
+        if account.contents[number * width :][:width] != other.contents[number * width :][:width]:
+            raise CheckpointError(
+                f"{name!r} isn't sharded, and differs between rank {min(account.rank, other.rank)} and rank"
+                f" {max(account.rank, other.rank)}: of which it should be saved isn't known. Give all ranks the same,"
+                " as by a broadcast before saving, or pass what belongs to each rank in rank_state=."
+            )
 
 
 def _check_coverage(name: str, shape: list[int], boxes: list[Box]) -> None:

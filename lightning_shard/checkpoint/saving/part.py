@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
+from lightning_shard.checkpoint.saving.replicated import fingerprints
 from lightning_shard.checkpoint.shards import LocalBox
 from lightning_shard.checkpoint.sharing import Shared, share
 from lightning_shard.checkpoint.storable import check_storable
@@ -61,6 +63,8 @@ class RankPart:
         mesh_ranks: The ranks that hold the same tensors as this one.
         fingerprint: The number of tensors and a hash of their names, dtypes and shapes: those ranks must agree.
         aliases: By section, names of tensors that are the memory of another, to its name.
+        replicated: Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line.
+        contents: A fingerprint of each, which must be the same on all of these ranks.
         state: The trainer state as typed JSON, on the rank that writes it.
     """
 
@@ -70,6 +74,8 @@ class RankPart:
     fingerprint: tuple[int, str]
     files: list[PartFile] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    replicated: bytes = b""
+    contents: bytes = b""
     state: Any = None
 
     @property
@@ -98,7 +104,7 @@ def plan_part(
 
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key.
-        CheckpointError: The tensors' meshes don't fit the ranks that save.
+        CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into them has failed.
     """
     sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
@@ -111,7 +117,8 @@ def plan_part(
         for section, tensors in sections.items()
     )
     plan = _plan(frame, outline)
-    part = RankPart(attempt, ranks.rank, frame.ranks, plan.fingerprint)
+    part = RankPart(attempt, ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated)
+    part.contents = fingerprints([sections[section][number].local for section, number in plan.shared])
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
     for section, (cuts, file) in plan.files.items():
         data = [cut.of(sections[section][cut.number]) for cut in cuts]
@@ -129,7 +136,9 @@ def plan_part(
 def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
     for name, tensor in tensors.items():
         check_storable(name, tensor)
-    return [locate(name, tensor) for name, tensor in tensors.items()]
+    located = [locate(name, tensor) for name, tensor in tensors.items()]
+    half_loaded.refuse({tensor.name: tensor.local for tensor in located})
+    return located
 
 
 def _check_name(name: str) -> None:
@@ -210,14 +219,25 @@ class Cut:
 @dataclass(frozen=True)
 class _Plan:
     fingerprint: tuple[int, str]
-    files: dict[str, tuple[list[Cut], FilePlan]]
+    replicated: bytes
+    """See :class:`RankPart`."""
+    shared: list[tuple[str, int]]
+    """The same tensors by section and number."""
+    files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)
     """By section, where this rank writes anything of it: cuts in the order of the file's pieces."""
 
 
 @lru_cache(maxsize=KEPT_PLANS)
 def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[tuple[str, str], ...]], ...]) -> _Plan:
     """From titles, tensors and aliases of the sections."""
-    plan = _Plan(_fingerprint(sections), {})
+    shared = [
+        (section, number, tensor.name)
+        for section, tensors, _ in sections
+        for number, tensor in enumerate(tensors)
+        if len(frame.ranks) > 1 and frame.holders_of(tensor.name, tensor.spread) == frame.ranks
+    ]
+    names = "\n".join(name for *_, name in shared).encode(errors="surrogatepass")
+    plan = _Plan(_fingerprint(sections), names, [(section, number) for section, number, _ in shared])
     for section, tensors, aliases in sections:
         for tensor in tensors:
             _check_name(tensor.name)

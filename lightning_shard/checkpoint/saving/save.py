@@ -47,7 +47,9 @@ def save(
 
     Args:
         state: Tensors and DTensors by name; nested dicts give names joined by ``.``; a module stands for its
-            state dict. Tensors that share all of their memory are written once.
+            state dict. Tensors that share all of their memory are written once. A tensor that isn't sharded is the
+            same on all ranks that hold it, and each writes a part: that they are the same is checked by a sample of
+            its elements, and of all where they are few. Replicas of shards (HSDP) aren't compared.
         path: A directory, new or holding an earlier checkpoint; local, or any URL that fsspec knows.
         optimizer: The optimizer's tensors by name.
         trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.codec` holds; the first rank's is saved.
@@ -62,7 +64,8 @@ def save(
 
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key.
-        CheckpointError: The ranks' parts don't make up their tensors, or a rank couldn't write.
+        CheckpointError: The ranks' parts don't make up their tensors, a tensor that they hold alike differs between
+            them, a load into a tensor has failed in its middle, or a rank couldn't write.
     """
     ranks = Ranks.of(group)
     attempt = ranks.broadcast(new_attempt() if ranks.first else None)
@@ -147,7 +150,14 @@ def may_be_committed(store: Store, attempt: str) -> bool:
 
 
 def _write(part: RankPart, store: Store, order: Order) -> Account:
-    account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
+    account = Account(
+        part.rank,
+        part.mesh_ranks,
+        part.fingerprint,
+        aliases=part.aliases,
+        replicated=part.replicated,
+        contents=part.contents,
+    )
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
