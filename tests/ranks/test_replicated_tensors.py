@@ -1,4 +1,4 @@
-"""Tensors that ranks hold alike are each rank's to write a part of: they must be the same, and it costs next to nothing."""
+"""Each rank writes a part of what all hold alike: so it must be the same, which costs next to nothing to tell."""
 
 import time
 

@@ -297,6 +297,12 @@ class _Arrived:
     beside: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     in_place: list[Tensor] = field(default_factory=list)
 
+    def read_beside(self, read: Read) -> Read:
+        """The same into new memory."""
+        data = torch.empty(read.target.shape, dtype=read.target.dtype)
+        self.beside.append((read.target, data))
+        return Read(read.name, read.entry, read.box, data)
+
     def hand_over(self) -> None:
         """When all ranks have what they need."""
         for target, data in self.beside:
@@ -320,11 +326,7 @@ def _fetch(wanted: Iterable[Wanted], verify: bool) -> _Arrived:
         half_loaded.mark(arrived.in_place)
     try:
         for checkpoint, reads in of_each.values():
-            if first:
-                beside = [torch.empty(read.target.shape, dtype=read.target.dtype) for read in reads]
-                arrived.beside += [(read.target, data) for read, data in zip(reads, beside)]
-                reads = [Read(read.name, read.entry, read.box, data) for read, data in zip(reads, beside)]
-            arrived.nbytes += checkpoint.fetch(reads, verify=verify)
+            arrived.nbytes += checkpoint.fetch(map(arrived.read_beside, reads) if first else reads, verify=verify)
     except CheckpointError as error:
         if first:
             raise
