@@ -30,7 +30,7 @@ SHOWN_NAMES = 10
 Pair = tuple[StoredTensor, Tensor]
 """What is stored, and the tensor or DTensor to fill with this rank's part of it."""
 CHECKED_FIRST_BYTES = 64 * 2**20
-"""What is not more than this, on one rank, is read beside the tensors, and copied when all ranks have checked theirs."""
+"""What is not more than this on a rank is read beside its tensors, and copied when all ranks have checked theirs."""
 
 
 class LoadReport(tuple[list[str], list[str]]):
@@ -110,9 +110,9 @@ def load(
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
         StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written then.
 
-    A damaged checkpoint is refused. Where no more than 64 MiB of it are a rank's, nothing has been written on that rank
-    then. More is read in place: then tensors have changed, the error says so, and :func:`save` refuses them until a load
-    into them succeeds.
+    A damaged checkpoint is refused. Of a rank's part up to 64 MiB, nothing has been written then. A larger one is read
+    in place: its tensors have changed, the error says so, and :func:`save` refuses them until a load into them
+    succeeds.
     """
     start = time.perf_counter()
     ranks = Ranks.of(group)
