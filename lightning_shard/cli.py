@@ -319,7 +319,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+        raise argparse.ArgumentTypeError("it is not KEY=VALUE (and isn't shown, since it may hold a secret)")
     try:
         return key, json.loads(value)
     except ValueError:

@@ -12,6 +12,7 @@
     ├── RankFailure (RuntimeError)            another rank failed first; the message says which and why
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError           no manifest at this path
+        ├── CheckpointConflictError           another save or removal came first
         ├── FormatVersionError                written by a newer version of the format
         ├── CorruptCheckpointError            a file is missing, truncated, or its digest differs
         ├── StateMismatchError                names, shapes or dtypes differ from what is being loaded into
@@ -22,6 +23,7 @@ A message states the value, the constraint and the remedy.
 
 __all__ = [
     "BatchError",
+    "CheckpointConflictError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConfigurationError",
@@ -76,6 +78,10 @@ class CheckpointError(ShardError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint at the path."""
+
+
+class CheckpointConflictError(CheckpointError):
+    """Since this save began, another one has put its checkpoint at the path. That one stays."""
 
 
 class FormatVersionError(CheckpointError):

@@ -68,7 +68,10 @@ def parameters(node: Any) -> set[str]:
     """What the target of a node takes by name; empty where there is no target, or it takes anything."""
     if not isinstance(node, dict) or "_target_" not in node:
         return set()
-    taken = inspect.signature(get_object(node["_target_"])).parameters
+    try:
+        taken = inspect.signature(get_object(node["_target_"])).parameters
+    except ValueError:  # of a class in C, which refuses what it doesn't know by itself
+        return set()
     return set() if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else set(taken)
 
 

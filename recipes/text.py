@@ -38,6 +38,8 @@ class TextFolder(L.LightningDataModule):
         pattern: Which files of the folder.
         context: Bytes that a prediction may look back on.
         batch_size: Windows per data-parallel rank.
+        global_batch_size: Windows over all data-parallel ranks, to train on: a step stays the same on any number of
+            them that divides it. Default: ``batch_size`` for each.
         held_out_windows: At most so many windows are validated on, evenly spread over the held-out text.
     """
 
@@ -48,12 +50,14 @@ class TextFolder(L.LightningDataModule):
         pattern: str = "*.txt",
         context: int = 128,
         batch_size: int = 16,
+        global_batch_size: int | None = None,
         held_out_windows: int = 256,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
         self.path, self.pattern, self.context = Path(path), pattern, context
-        self.batch_size, self.held_out_windows, self.num_workers = batch_size, held_out_windows, num_workers
+        self.batch_size, self.global_batch_size = batch_size, global_batch_size
+        self.held_out_windows, self.num_workers = held_out_windows, num_workers
         self.train_text = self.held_out_text = torch.empty(0, dtype=torch.uint8)
 
     def files(self) -> list[Path]:
@@ -85,13 +89,26 @@ class TextFolder(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         windows = Windows(self.train_text, self.context)
-        return DataLoader(windows, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
+        return DataLoader(windows, self._own_batch(), shuffle=True, drop_last=True, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         windows = Windows(self.held_out_text, self.context)
         count = min(self.held_out_windows, len(windows))
         spread = torch.utils.data.Subset(windows, [i * len(windows) // count for i in range(count)])
         return DataLoader(spread, self.batch_size, num_workers=self.num_workers)
+
+    def _own_batch(self) -> int:
+        """Of a data-parallel rank, in training."""
+        if self.global_batch_size is None:
+            return self.batch_size
+        assert self.trainer is not None
+        ranks = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        if self.global_batch_size % ranks:
+            raise ValueError(
+                f"data.global_batch_size ({self.global_batch_size}) must be a multiple of the {ranks} data ranks:"
+                " choose one that all numbers of ranks that may be left divide."
+            )
+        return self.global_batch_size // ranks
 
     def byte_entropy(self) -> float:
         """Nats per byte that the best model without any context reaches on the held-out text."""

@@ -62,19 +62,27 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import TensorEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensors
-from lightning_shard.checkpoint.saving.commit import Account, commit, merge, new_attempt
+from lightning_shard.checkpoint.saving.commit import (
+    check_own_files,
+    commit,
+    look_before_saving,
+    may_be_committed,
+    new_attempt,
+)
 from lightning_shard.checkpoint.saving.files import Piece, write_json, write_pieces
-from lightning_shard.checkpoint.saving.save import WRITER, abandon, may_be_committed
+from lightning_shard.checkpoint.saving.merge import Account, Merged
+from lightning_shard.checkpoint.saving.save import WRITER, abandon
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.tensors import is_dtensor, locate
-from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
+from lightning_shard.errors import CheckpointConflictError, CheckpointError, StateMismatchError, UnsupportedStateError
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -126,6 +134,7 @@ class DcpWriter(_AtPath, StorageWriter):
         self.fsync = fsync
         self.digests = digests
         self._store: Store | None = None
+        self._earlier = Earlier()
         self._attempt = ""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -135,6 +144,8 @@ class DcpWriter(_AtPath, StorageWriter):
                 " at True."
             )
         self._store = open_store(_path(self.checkpoint_id), self.storage_options)
+        if is_coordinator:
+            self._earlier = look_before_saving(self._store)
         self._attempt = new_attempt()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -171,6 +182,7 @@ class DcpWriter(_AtPath, StorageWriter):
                 part.account.add(section, write_pieces(self._store, names[-1], pieces, metadata, **options))
             if self.fsync and names:
                 self._store.sync(names)
+            check_own_files(self._store, part.account.files())
         except BaseException as error:
             abandon(self._store, names)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
@@ -194,21 +206,21 @@ class DcpWriter(_AtPath, StorageWriter):
             account.mesh_ranks = tuple(accounts)
         values = {name: value for part in parts for name, value in part.values.items()}
         committing = False
-        names = [w.file.path for account in accounts.values() for files in account.written.values() for w in files]
+        names = [file.path for account in accounts.values() for file in account.files()]
         try:
             if values:
                 names.append(f"trainer/state-{self._attempt}.json")
                 own.state_file = write_json(self._store, names[-1], values, digests=self.digests, durable=self.fsync)
                 if self.fsync:
                     self._store.sync(names[-1:])
-            manifest = merge(
-                list(accounts.values()), attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests
-            )
+            merged = Merged(list(accounts.values()))
+            manifest = merged.manifest(attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests)
             manifest.world_size = len(results)
             committing = True
-            commit(self._store, manifest, durable=self.fsync)
+            commit(self._store, manifest, self._earlier, durable=self.fsync)
         except BaseException as error:
-            if not (committing and may_be_committed(self._store, self._attempt)):
+            lost = isinstance(error, CheckpointConflictError)
+            if lost or not (committing and may_be_committed(self._store, self._attempt)):
                 abandon(self._store, names)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
                 raise self._failed(error) from error

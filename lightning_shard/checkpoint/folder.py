@@ -1,36 +1,129 @@
-"""Checkpoints as folders: whether one is there, and removing it."""
+"""Checkpoints as folders: what is in one, whether it is a checkpoint, and removing it.
+
+Removing keeps to three rules, so that it never takes what another save or reader needs:
+
+- A manifest is removed only if it is the one that was looked at.
+- Of the files, those go that this manifest named, by names that only this format gives.
+- Files that no manifest names may be those of a save under way: they go when they are old.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
-from lightning_shard.checkpoint.store import Store, open_store
+from lightning_shard.checkpoint.store import LocalStore, Stamp, Store, open_store
+from lightning_shard.errors import CheckpointConflictError, CheckpointError
+
+LEFTOVER_AGE_S = 3600.0
+"""So long after its newest file was written, an attempt that hasn't been committed is taken for a crashed one's."""
+
+# Found in text, not parsed: so it works for manifests that are torn or of a later version, too.
+_OURS = re.compile(rb'"format"\s*:\s*"lightning_shard"')
+_NAMED = re.compile(rb'"path"\s*:\s*"(' + OWN_FILE.pattern.encode() + rb')"')
+_BLANK = b"\0 \t\r\n"
+_TEMPORARY = re.compile(re.escape(MANIFEST_NAME) + r"\.(?:\d+-[0-9a-f]{8}\.)?tmp")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What is at a path before something is done there: the manifest's stamp, and the files that it names."""
+
+    stamp: Stamp | None = None
+    files: frozenset[str] = frozenset()
+
+
+def look(store: Store) -> Earlier:
+    """The manifest that is there now, also a damaged one of ours: a torn or empty manifest is no checkpoint.
+
+    Raises:
+        CheckpointError: There is a ``manifest.json`` of another program.
+    """
+    stamp = store.stamp(MANIFEST_NAME)
+    if stamp is None:
+        return Earlier()
+    try:
+        data = store.read(MANIFEST_NAME)
+    except FileNotFoundError:
+        return Earlier()
+    if not _OURS.search(data) and data.strip(_BLANK):
+        raise CheckpointError(
+            f"{store.root}/{MANIFEST_NAME} is another program's: it has no format=lightning_shard. It is neither"
+            " replaced nor removed: use another path, or move it away."
+        )
+    return Earlier(stamp, frozenset(match[1].decode() for match in _NAMED.finditer(data)))
 
 
 def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
     """Remove a checkpoint: its manifest first, so that a half-removed one is none; nothing if none is there.
 
-    Only files that this package wrote are removed, by their names, and folders that are empty then.
+    Only files that it names are removed, leftovers of crashed saves that are older than an hour, and the format's own
+    folders if they are empty then. Of a symbolic link, only the link is removed. What another save commits meanwhile
+    stays.
+
+    Raises:
+        CheckpointError: There is a ``manifest.json`` of another program.
     """
     store = open_store(path, storage_options)
-    store.remove(MANIFEST_NAME)
-    remove_own_files(store, lambda name: True)
+    if isinstance(store, LocalStore) and os.path.islink(store.root):
+        if store.exists(MANIFEST_NAME) or not os.path.exists(store.root):
+            os.unlink(store.root)
+        return
+    earlier = look(store)
+    if earlier.stamp is not None:
+        with contextlib.suppress(CheckpointConflictError):
+            store.remove(MANIFEST_NAME, only=earlier.stamp)
+    remove_files(store, earlier.files)
+    remove_leftovers(store, clock=lambda: _clock(store))
     store.remove_empty_folders()
-
-
-def remove_own_files(store: Store, which: Callable[[str], bool]) -> None:
-    """Remove files that have a name that only this package gives; a failure to is no failure of the checkpoint."""
-    with contextlib.suppress(Exception):
-        for name in store.names():
-            if OWN_FILE.fullmatch(name) and which(name):
-                with contextlib.suppress(Exception):
-                    store.remove(name)
 
 
 def exists(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:
     """Whether a committed checkpoint is at the path: its manifest is."""
     return open_store(path, storage_options).exists(MANIFEST_NAME)
+
+
+def remove_files(store: Store, names: Iterable[str]) -> None:
+    """Remove files; a failure to is no failure of the checkpoint."""
+    for name in sorted(names):
+        with contextlib.suppress(Exception):
+            store.remove(name)
+
+
+def remove_leftovers(store: Store, *, keep: Iterable[str] = (), clock: Callable[[], float | None]) -> None:
+    """Remove what crashed saves have left; a failure to is no failure of the checkpoint.
+
+    Args:
+        keep: The files that the manifest names.
+        clock: Gives the time by the store's own clock; asked only where there are leftovers.
+    """
+    with contextlib.suppress(Exception):
+        attempts: dict[str, list[str]] = {}
+        for name in set(store.names()).difference(keep):
+            if own := OWN_FILE.fullmatch(name):
+                attempts.setdefault(own[3], []).append(name)
+            elif _TEMPORARY.fullmatch(name):
+                attempts.setdefault(name, []).append(name)
+        now = clock() if attempts else None
+        if now is None:
+            return
+        for names in attempts.values():
+            times = [store.modified(name) for name in names]
+            if all(time is not None and now - time > LEFTOVER_AGE_S for time in times):
+                remove_files(store, names)
+
+
+def _clock(store: Store) -> float | None:
+    """The time by the store's own clock, which may differ from this machine's: when an empty file was written."""
+    name = f"{MANIFEST_NAME}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        store.write(name, [], 0, durable=False)
+        return store.modified(name)
+    finally:
+        store.remove(name)

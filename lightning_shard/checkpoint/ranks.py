@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard import errors
-from lightning_shard.errors import CheckpointError, RankFailure
+from lightning_shard.errors import CheckpointError, RankFailure, ShardError
 
 
 class RankCheckpointFailure(RankFailure, CheckpointError):
-    """Another rank failed to save or load its part."""
+    """Another rank failed to save or load its part, or didn't come to do so."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Ranks:
         if self.alone:
             return [value]
         values: list[Any] = [None] * len(self.members)
-        dist.gather_object(value, values if self.first else None, dst=self.members[0], group=self.group)
+        with self.talking():
+            dist.gather_object(value, values if self.first else None, dst=self.members[0], group=self.group)
         return values if self.first else []
 
     def broadcast(self, value: Any) -> Any:
@@ -55,7 +56,8 @@ class Ranks:
         if self.alone:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=self.members[0], group=self.group)
+        with self.talking():
+            dist.broadcast_object_list(box, src=self.members[0], group=self.group)
         return box[0]
 
     def any(self, *values: bool) -> list[bool]:
@@ -64,8 +66,30 @@ class Ranks:
             return list(values)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else None
         flags = torch.tensor(values, dtype=torch.int32, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        with self.talking():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in flags.tolist()]
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Run a collective of the group; if ranks are lost in it, say which.
+
+        Raises:
+            RankCheckpointFailure: The connection to a rank was lost, or the group's timeout is over.
+        """
+        from lightning_shard.checkpoint.attendance import Attendance
+
+        attendance = Attendance.of(self.group, self.rank, self.members)
+        attendance.come()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ShardError):
+                raise
+            raise RankCheckpointFailure(
+                f"The ranks that save or load together lost each other: {attendance.account()}. Rank {self.rank} was"
+                f" told: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)

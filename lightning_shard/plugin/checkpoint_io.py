@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ class Site:
         mesh: The mesh of the ranks that hold this rank's stage.
         gather_over_stages: Every stage's value; collective over the pipeline.
         places: Each parameter's place in the whole module.
+        timeout: Of what the ranks do together.
     """
 
     mesh: DeviceMesh
@@ -44,13 +46,15 @@ class Site:
     device: torch.device
     gather_over_stages: Callable[[Any], list[Any]]
     places: Mapping[str, int]
+    timeout: timedelta | None = None
 
 
 class ShardedCheckpointIO(CheckpointIO):
     """Writes a directory of per-rank safetensors files with a manifest, and reads it back on any layout.
 
     Args:
-        storage_options: For the fsspec filesystem of the path.
+        storage_options: For the fsspec filesystem of the path. They may hold secrets, which no text of this object
+            shows; a pickle of it holds them, since processes that Lightning spawns need them.
         asynchronous: Let training go on once the tensors have been copied to the CPU, and write them in the background;
             takes memory for one copy of a rank's part. A save waits for the one before it; what goes wrong is raised
             by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.
@@ -129,7 +133,7 @@ class ShardedCheckpointIO(CheckpointIO):
         }
         if self._asynchronous and self._fitting:
             if self._saver is None:
-                self._saver = ckpt.AsyncSaver()
+                self._saver = ckpt.AsyncSaver(timeout=site.timeout if site is not None else None)
             self._saver.save(tensors, str(path), **arguments)
         else:
             ckpt.save(tensors, str(path), **arguments)

@@ -197,6 +197,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
                 device=self.root_device,
                 gather_over_stages=self.groups.gather_over_stages,
                 places=self._assembly.places,
+                timeout=self._timeout,
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )

@@ -1,8 +1,11 @@
 """If one rank fails, all stop, with the first cause.
 
-The rank that fails first says so in the process group's store. The others either run into a broken connection, and
-their error is given a note with the first cause, or wait in a collective that will never end: a thread on every rank
-watches the store, and ends the process where its main thread doesn't end by itself.
+The rank that fails first says so in the process group's store. The others either run into a broken connection, or wait
+in a collective that will never end: a thread on every rank watches the store, and ends the process where its main
+thread doesn't end by itself.
+
+A process that is killed or stopped says nothing. So every thread also says once a second that its process is alive, and
+where its main thread is; a rank that has lost the others looks who is silent before it says what the first failure was.
 """
 
 from __future__ import annotations
@@ -12,13 +15,20 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from datetime import timedelta
 
 import torch.distributed as dist
 
-_KEY = "lightning_shard/first_failure"
+from lightning_shard.errors import RankFailure
+from lightning_shard.plugin.rendezvous import Meeting
+
+_KEY = "lightning_shard/watch"
 _POLL_S = 1.0
+_SETTLE_S = 4.0
+"""How long a rank that has lost the others listens for signs of life, and for their accounts."""
 _GRACE_S = 10.0
+_CONNECT_S = 10.0
 
 
 class FailureWatch:
@@ -26,63 +36,149 @@ class FailureWatch:
 
     _made = 0
 
-    def __init__(self, rank: int, address: str, port: int) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         # Ranks run the same fits in the same order; an earlier one's failure, caught and survived, isn't this one's.
         FailureWatch._made += 1
-        # torchrun keeps its store over restarts.
-        self._key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{FailureWatch._made}"
-        self._rank = rank
-        self._where = address, port
+        self._prefix = f"{_KEY}/{FailureWatch._made}"
+        self._meeting = meeting
+        self._rank = meeting.rank
         self._store = self._connect()
+        self._main = threading.get_ident()
         self._stopped = threading.Event()
+        self._failing = False
+        self._first: str | None = None
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
     def report(self, exception: BaseException) -> None:
         """Say that this rank failed; where another was first, add its cause to the exception as a note."""
-        self._stopped.set()
+        if self._failing:
+            return  # already said
+        self._failing = True
         cause = "".join(traceback.format_exception_only(exception)).strip()
         mine = f"rank {self._rank}: {cause}"
         try:
-            first = self._store.compare_set(self._key, "", mine).decode()
+            if lost_the_others(exception):
+                mine = self._who_was_first() or mine
+            first = self._store.compare_set(self._first_key, "", mine).decode()
         except (RuntimeError, dist.DistError):
-            return  # the store went away with the rank that held it
+            first = self._store_lost
+        self._stopped.set()
         if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
+            self._first = first
         elif first == mine and self._rank == 0:
             time.sleep(2 * _POLL_S)  # the store may live in this process: let the others read it
+
+    def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
+        """After :meth:`report`: the first failure as an error of ours, where this one only follows from it."""
+        if self._first is None or not lost_the_others(exception):
+            return None
+        return RankFailure(
+            f"rank {self._rank} lost the others. The first failure was on {self._first}\nAll ranks stop; started again"
+            ' with ckpt_path="last", the run goes on from its last checkpoint.'
+        )
 
     def stop(self) -> None:
         """Watch no longer: the job ended well."""
         self._stopped.set()
 
-    def _connect(self) -> dist.TCPStore:
+    @property
+    def _first_key(self) -> str:
+        return f"{self._prefix}/first_failure"
+
+    def _connect(self) -> dist.Store:
         # A connection of its own: the process group's may be held by a call that waits.
-        wait = timedelta(seconds=_GRACE_S)
-        return dist.TCPStore(*self._where, is_master=False, wait_for_workers=False, timeout=wait)
+        return self._meeting.connect(timedelta(seconds=_CONNECT_S))
+
+    # The thread
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_S):
-            first = self._look()
-            if first is None:
+        beats = 0
+        while not self._stopped.wait(_POLL_S if beats else 0):
+            beats += 1
+            first = self._look(f"{beats} {self._where()}")
+            if first is None or self._failing:
                 continue
             if self._stopped.wait(_GRACE_S):
                 return
             print(
-                f"[lightning_shard] rank {self._rank} stops, because another rank failed first. {first}",
+                f"[lightning_shard] rank {self._rank} stops {self._where()}, because of the first failure, on {first}",
                 file=sys.stderr,
                 flush=True,
             )
             os._exit(1)
 
-    def _look(self) -> str | None:
+    def _look(self, beat: str = "") -> str | None:
         """The first failure, if there was one; a lost connection is one only where no new one can be made."""
         try:
-            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+            self._store.set(self._beat_key(self._rank), beat)
+            return self._store.get(self._first_key).decode() if self._store.check([self._first_key]) else None
         except (RuntimeError, dist.DistError):
             pass
         try:
             self._store = self._connect()
             return None
         except (RuntimeError, dist.DistError):
-            return "The process that held the process group's store is gone."
+            return self._store_lost
+
+    @property
+    def _store_lost(self) -> str:
+        holder = "torchrun's agent" if self._meeting.is_kept_by_an_agent else "rank 0"
+        return f"{holder}: the process that held the process group's store is gone."
+
+    def _where(self) -> str:
+        """Where the main thread is: the innermost line."""
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return "nowhere"
+        code = frame.f_code
+        return f"at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+    # Who is silent
+
+    def _who_was_first(self) -> str | None:
+        """The first failure that another rank has told of, or what can be said of ranks that tell nothing."""
+        self._store.set(self._lost_key(self._rank), "1")
+        before = self._beats()
+        stop = time.monotonic() + _SETTLE_S
+        while time.monotonic() < stop:
+            if self._store.check([self._first_key]):
+                return self._store.get(self._first_key).decode()
+            time.sleep(_POLL_S / 4)
+        beats = self._beats()
+        others = [rank for rank in beats if not self._store.check([self._lost_key(rank)])]
+        if silent := [rank for rank in others if beats[rank] == before[rank]]:
+            return f"{_ranks(silent)}: no sign of life; ended by force or stopped, or its machine is gone."
+        if others:
+            places = "; ".join(f"rank {rank} is {beats[rank].partition(' ')[2]}" for rank in others)
+            return f"{_ranks(others)}: alive, but not in the collective that the others waited in: {places}."
+        return None
+
+    def _beats(self) -> dict[int, str]:
+        """Each rank's last sign of life."""
+        beats = {}
+        for rank in range(self._meeting.world_size):
+            key = self._beat_key(rank)
+            beats[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
+        return beats
+
+    def _beat_key(self, rank: int) -> str:
+        return f"{self._prefix}/alive/{rank}"
+
+    def _lost_key(self, rank: int) -> str:
+        return f"{self._prefix}/lost/{rank}"
+
+
+def lost_the_others(exception: BaseException) -> bool:
+    """Whether this is what a collective raises on a rank when it can't reach another: the cause lies elsewhere.
+
+    Gloo raises plain RuntimeErrors, told by their text (torch 2.13); those of NCCL and of stores have classes.
+    """
+    if isinstance(exception, dist.DistError):
+        return True
+    return type(exception) is RuntimeError and any(sign in str(exception) for sign in ("gloo/", "Gloo "))
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -6,9 +6,14 @@
 * ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
   deals it by global rank; ours replaces it, and there is no other switch before the data is asked for.
 * ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
+* ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -52,3 +57,13 @@ def forbid_inference_mode(trainer: pl.Trainer) -> None:
 def batches_started(trainer: pl.Trainer) -> int:
     """Training batches since the very beginning of the run, the current one included; kept over resumes."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def run_within(trainer: pl.Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have the loops of this and following fits and evaluations run in such a context."""
+
+    def run_stage() -> Any:
+        with context():
+            return type(trainer)._run_stage(trainer)
+
+    trainer._run_stage = run_stage  # type: ignore[method-assign]

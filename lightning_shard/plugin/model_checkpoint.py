@@ -9,7 +9,8 @@ What Lightning 2.6 does there, and is done otherwise here:
 - On remote stores it removes whatever leaves the top k, also the checkpoint that the run was resumed from.
 
 Private parts of Lightning 2.6 used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
-``_remove_checkpoint``, ``_link_checkpoint``, ``_fs``, ``_last_checkpoint_saved``; by way of this class having the same
+``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
+``_fs``, ``_last_checkpoint_saved``, ``_last_global_step_saved``; by way of this class having the same
 name ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
 about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
@@ -35,7 +36,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.store import as_path, open_filesystem
-from lightning_shard.checkpoint.store.remote import retried
+from lightning_shard.checkpoint.store.calls import Calls
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
@@ -69,6 +70,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         super().__init__(None, *args, **kwargs)
         self.dirpath = _normalised(dirpath) if dirpath else None
         self._resumed_from: str | None = None
+        self._last_is_resumed_from = False
         self._refuse_remote_link()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -104,6 +106,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """The newest committed one, if any. Every rank looks for itself: they are not yet connected."""
+        self._last_is_resumed_from = True
         dirpath = _normalised(self.__resolve_ckpt_dir(trainer))
         io = _sharded_io(trainer)
         if io is None:
@@ -121,6 +124,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                     # stores tell the time in seconds: of two in the same one, the higher version is the later
                     found.append((committed, int(last[1] or 0), name))
         return {_FoundPath(posixpath.join(dirpath, name), committed) for committed, _, name in sorted(found)[-1:]}
+
+    @property
+    def last_is_resumed_from(self) -> bool:
+        """Whether this run was begun with ``ckpt_path="last"``, and so will be when it is started again."""
+        return self._last_is_resumed_from
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
         if _sharded_io(trainer) is None:
@@ -234,6 +242,61 @@ def warn_of_stock_callbacks(trainer: pl.Trainer) -> None:
             )
 
 
+def save_as_last(trainer: pl.Trainer) -> str | None:
+    """Save now what ``ckpt_path="last"`` will find, unless it is of this step already; its path. A collective call.
+
+    None if no ModelCheckpoint saves the whole state.
+    """
+    whole = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, callbacks.ModelCheckpoint) and not callback.save_weights_only
+    ]
+    if not whole or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    callback = next((one for one in whole if one.save_last), whole[0])
+    if not callback.save_last or callback._last_global_step_saved != trainer.global_step:
+        values = callback._monitor_candidates(trainer)
+        configured = callback.save_last
+        try:
+            if configured == "link":  # one for it to lead to
+                callback._save_checkpoint(trainer, callback.format_checkpoint_name(values))
+            callback.save_last = configured or True
+            callback._save_last_checkpoint(trainer, values)
+        finally:
+            callback.save_last = configured
+    return callback.last_model_path
+
+
+def save_for_requeue(trainer: pl.Trainer) -> str | None:
+    """Save now what the run will resume from when SLURM starts it again; its path. A collective call.
+
+    A run that was begun with ``ckpt_path="last"`` finds ModelCheckpoint's. Without a ``ckpt_path``, Lightning looks for
+    ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``, and takes any of that name for whole: on the local disk, it gets its
+    name when it is.
+    """
+    if any(isinstance(one, ModelCheckpoint) and one.last_is_resumed_from for one in trainer.checkpoint_callbacks):
+        return save_as_last(trainer)
+    io = _sharded_io(trainer)
+    assert io is not None
+    root = _normalised(trainer.default_root_dir)
+
+    def next_path() -> str:
+        fs, folder = open_filesystem(root, io.storage_options)
+        taken = [int(found[1]) for name in _names(fs, folder) if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))]
+        return posixpath.join(root, f"hpc_ckpt_{max(taken, default=0) + 1}.ckpt")
+
+    path = _on_first_rank(trainer, next_path)
+    if not _is_local(path):
+        trainer.save_checkpoint(path)
+        return path
+    written = posixpath.join(root, ".hpc_saving")
+    trainer.save_checkpoint(written)
+    io.wait()
+    _on_first_rank(trainer, lambda: os.rename(written, path))
+    return path
+
+
 def _sharded_io(trainer: pl.Trainer) -> ShardedCheckpointIO | None:
     """None where the strategy writes checkpoints of another kind."""
     io = trainer.strategy.checkpoint_io
@@ -255,7 +318,7 @@ def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
 
 def _names(fs: Any, folder: str) -> list[str]:
     try:
-        return [posixpath.basename(path.rstrip("/")) for path in retried(fs.ls, folder, detail=False)]
+        return [posixpath.basename(path.rstrip("/")) for path in Calls(fs, folder)("ls", folder, detail=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -263,7 +326,7 @@ def _names(fs: Any, folder: str) -> list[str]:
 def _committed(fs: Any, manifest: str) -> datetime | None:
     """When a manifest was written; None where there is none."""
     try:
-        when = retried(fs.modified, manifest)
+        when = Calls(fs, manifest)("modified", manifest)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except NotImplementedError:

@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -31,7 +32,7 @@ from lightning_shard.plugin.assemble import Settings, assemble
 from lightning_shard.plugin.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.failure import FailureWatch
+from lightning_shard.plugin.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_optimizers
@@ -39,7 +40,9 @@ from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.precision import clip_over_all_axes
+from lightning_shard.plugin.preemption import AgreedSIGTERM, Preemption
 from lightning_shard.plugin.redirect import call_through
+from lightning_shard.plugin.rendezvous import Meeting
 from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
 from lightning_shard.plugin.state import (
@@ -134,6 +137,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._checked: set[str] = set()
         self._samples: bool | None = None
         self._watch: FailureWatch | None = None
+        self._preemption = Preemption()
 
     # What users look at
 
@@ -179,15 +183,42 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
-            self._watch = FailureWatch(
-                self.global_rank, self.cluster_environment.main_address, self.cluster_environment.main_port
-            )
+            self._watch = FailureWatch(self._meeting())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
-        postpone_copies(self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+        trainer = self.lightning_module.trainer
+        postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
-            self._samples = loops.take_over_sampling(self.lightning_module.trainer)
-        warn_of_stock_callbacks(self.lightning_module.trainer)
+            self._samples = loops.take_over_sampling(trainer)
+        warn_of_stock_callbacks(trainer)
+        self._preemption.take_over(trainer)
+        loops.run_within(trainer, self._ending_as_it_should)
+
+    def _setup_distributed(self) -> None:
+        """As the parent's, over a store whose keys are of this round of torchrun."""
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        if dist.is_initialized():
+            return
+        meeting = self._meeting()
+        options: dict[str, Any] = {"timeout": meeting.timeout}
+        if self.root_device.type != "cpu":
+            options["device_id"] = self.root_device
+        if meeting.is_kept_by_an_agent:
+            options["store"] = meeting.connect()
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+
+    def _meeting(self) -> Meeting:
+        assert self.cluster_environment is not None
+        return Meeting(
+            self.cluster_environment.main_address,
+            self.cluster_environment.main_port,
+            self.global_rank,
+            self.world_size,
+            self._timeout or default_pg_timeout,
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -237,7 +268,26 @@ class HybridShardStrategy(CheckpointedStrategy):
         except Exception as error:
             exception.add_note(f"The save that was under way failed too: {error}")
         if self._watch is not None:
-            self._watch.report(exception)
+            if isinstance(exception, AgreedSIGTERM):
+                self._watch.stop()
+            else:
+                self._watch.report(exception)
+
+    @contextmanager
+    def _ending_as_it_should(self) -> Iterator[None]:
+        """What a collective raises where another rank failed becomes an error that says so."""
+        assert self.lightning_module is not None
+        try:
+            with self._preemption.stopping(self.lightning_module.trainer):
+                yield
+        except Exception as error:
+            if self._watch is None or not lost_the_others(error):
+                raise
+            self.on_exception(error)
+            failure = self._watch.failure_elsewhere(error)
+            if failure is None:
+                raise
+            raise failure from error
 
     def teardown(self) -> None:
         try:

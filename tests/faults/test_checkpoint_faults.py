@@ -31,6 +31,13 @@ def files(path):
     return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json")
 
 
+def age(path, hours=2):
+    """Make files as old as leftovers must be to be removed."""
+    for file in path.rglob("*"):
+        then = file.stat().st_mtime - hours * 3600
+        os.utime(file, (then, then))
+
+
 def read_all(path):
     stored = checkpoint.read(path)
     return stored.full(), stored.optimizer.full(), stored.trainer_state()
@@ -76,7 +83,9 @@ def test_a_crash_at_any_moment_leaves_one_of_the_two_checkpoints_whole(saved, mo
         found = checkpoint.read(saved)["w"].full()
         assert torch.equal(found, new["w"]) or torch.equal(found, STATE["w"])
     assert left[0] > 0, "the save never came to its end"
-    # what the crashed attempts left is gone with the next commit
+    # what the crashed attempts left is gone with the next commit, once it is old
+    age(saved)
+    checkpoint.save(new, saved)
     assert len(files(saved)) == 1
     assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
 
@@ -130,6 +139,10 @@ def test_only_our_own_leftovers_are_removed(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest["files"].append({"path": "notes.txt", "bytes": 4})
     (saved / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint.save({"w": torch.zeros(1)}, saved)
+    assert all(file.read_text() == "mine" for file in keep)
+    assert leftover.exists(), "it may be of a save under way"
+    age(saved)
     checkpoint.save({"w": torch.zeros(1)}, saved)
     assert all(file.read_text() == "mine" for file in keep)
     assert not leftover.exists()
@@ -238,7 +251,7 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_the_earlier_checkpoint_stays(
 @ranks(2)
 def test_a_failing_commit_raises_on_all(tmp_path):
     if dist.get_rank() == 0:
-        os.replace = lambda *args: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+        os.link = lambda *args: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
     with pytest.raises(CheckpointError, match="Permission denied"):
         checkpoint.save(sharded(1), tmp_path / "a.ckpt")
     dist.barrier()
@@ -258,6 +271,7 @@ def test_a_killed_rank_leaves_the_earlier_checkpoint(tmp_path):
         run_ranks(save_and_die, 2, path, 1, timeout_s=20)
     assert checkpoint.verify(path).ok
     assert checkpoint.read(path)["w"][0].tolist() == [1, 1, 1]
+    age(path)
     checkpoint.save(STATE, path)
     assert len(files(path)) == 1
 

@@ -4,7 +4,9 @@ import csv
 import math
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,11 @@ from text import StandardLibrary, TextFolder, Windows
 
 TRAIN = CONFIG.parent / "recipes" / "train.py"
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIG.glob("*/*.yaml"))
-MUST_BE_GIVEN = {"data=folder": ["data.path=here"], "checkpoint=s3": ["checkpoint.dirpath=s3://bucket/run"]}
+MUST_BE_GIVEN = {
+    "data=folder": ["data.path=here"],
+    "checkpoint=s3": ["checkpoint.dirpath=s3://bucket/run"],
+    "recipe=spot": ["checkpoint.dirpath=s3://bucket/run"],
+}
 POEM = "The quick brown fox jumps over the lazy dog, and the dog says nothing at all.\n" * 400
 
 
@@ -93,6 +99,17 @@ class TestConfiguration:
         strategy = instantiate(config.strategy, _convert_="all")
         assert strategy.checkpoint_io.storage_options == {"client_kwargs": {"endpoint_url": "http://here"}}
 
+    def test_the_recipe_for_spot_machines_takes_the_ranks_of_torchruns_round(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+        with initialize_config_dir(str(CONFIG), version_base="1.3"):
+            config = compose("config", ["recipe=spot", *MUST_BE_GIVEN["recipe=spot"]])
+        assert (config.trainer.devices, config.trainer.num_nodes, config.checkpoint.resume) == (8, 3, "last")
+        strategy = instantiate(config.strategy, _convert_="all")
+        assert strategy._timeout == timedelta(minutes=5)
+
     def test_an_unknown_option_is_left_to_hydra(self) -> None:
         refuse_unknown_overrides(["strategy=sngle"])
         with initialize_config_dir(str(CONFIG), version_base="1.3"), pytest.raises(HydraException):
@@ -114,6 +131,20 @@ class TestText:
         data.setup()
         assert bytes(data.train_text.tolist()) == b"a" * 900 + b"b" * 90
         assert bytes(data.held_out_text.tolist()) == b"A" * 100 + b"B" * 10
+
+    @pytest.mark.parametrize(("replicas", "own"), [(None, 12), (1, 12), (4, 3)])
+    def test_a_global_batch_is_dealt_to_the_ranks(self, replicas: int | None, own: int) -> None:
+        data = TextFolder("unused", context=4, global_batch_size=12)
+        data.train_text = torch.arange(101, dtype=torch.uint8)
+        kwargs = None if replicas is None else {"num_replicas": replicas, "rank": 0}
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs=kwargs)
+        assert data.train_dataloader().batch_size == own
+
+    def test_a_global_batch_that_the_ranks_dont_divide_is_refused(self) -> None:
+        data = TextFolder("unused", global_batch_size=12)
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 5, "rank": 0})
+        with pytest.raises(ValueError, match=r"data\.global_batch_size \(12\) must be a multiple of the 5 data ranks"):
+            data.train_dataloader()
 
     def test_the_entropy_of_single_bytes_is_that_of_their_shares(self) -> None:
         data = TextFolder("unused")

@@ -14,7 +14,12 @@ import torch
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import Store, open_store
 from lightning_shard.checkpoint.store.remote import RemoteStore
-from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from lightning_shard.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from tests.servers import SECRET, serve
 
 SMALL = b"0123456789" * 10
@@ -94,6 +99,41 @@ class StoreContract:
             store.publish("manifest.json", [memoryview(content)], len(content), durable=True)
             assert store.read("manifest.json") == content
         assert store.names() == ["manifest.json"]
+
+    def test_only_what_was_seen_is_replaced_or_removed(self, store: Store) -> None:
+        def publish(content: bytes, replaces: str | None) -> None:
+            store.publish("manifest.json", [memoryview(content)], len(content), durable=False, replaces=replaces)
+
+        assert store.stamp("manifest.json") is None
+        publish(b"first", None)
+        first = store.stamp("manifest.json")
+        assert first is not None
+        with pytest.raises(CheckpointConflictError):
+            publish(b"late", None)
+        publish(b"second", first)
+        for stale in (None, first):
+            with pytest.raises(CheckpointConflictError):
+                publish(b"late", stale)
+        with pytest.raises(CheckpointConflictError):
+            store.remove("manifest.json", only=first)
+        assert store.read("manifest.json") == b"second"
+        second = store.stamp("manifest.json")
+        assert second is not None
+        store.remove("manifest.json", only=second)
+        assert store.stamp("manifest.json") is None
+        store.remove("manifest.json", only=second)
+        publish(b"third", second)  # what has been removed is no hindrance
+        assert store.names() == ["manifest.json"]
+
+    def test_files_have_times_by_one_clock(self, store: Store) -> None:
+        with pytest.raises(FileNotFoundError):
+            store.modified("a")
+        store.write("a", [memoryview(SMALL)], len(SMALL), durable=False)
+        store.write("b", [memoryview(SMALL)], len(SMALL), durable=False)
+        first, second = store.modified("a"), store.modified("b")
+        assert first is not None
+        assert second is not None
+        assert abs(second - first) < 600
 
     def test_names_and_removal(self, store: Store) -> None:
         for name in ("manifest.json", "model/a", "trainer/b"):

@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import CARRIERS, DTYPES, build_header, parse_header
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.loading import ranges
-from lightning_shard.checkpoint.saving import commit, files
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.checkpoint.saving import save as saving
 from lightning_shard.errors import (
     CheckpointError,
@@ -434,7 +434,7 @@ def test_golden_bytes(tmp_path, monkeypatch):
 
 
 def test_blocks_are_hashed_on_a_fixed_grid(tmp_path, monkeypatch):
-    for module in (files, commit):
+    for module in (files, merge):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(files, "WRITE_STEP_BYTES", 24)
     tensor = torch.arange(50, dtype=torch.int32)

@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
-from lightning_shard.checkpoint.saving import commit, files
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import (
@@ -227,7 +227,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             local = by_fsdp(tensor, where, mesh_shape, coordinate)
             places = _boxes(tuple(tensor.shape), splits, tuple(local.shape))
             located.append(Located(name, local, Spread(tuple(tensor.shape), places, mesh, where)))
-        account = commit.Account(rank, frame.ranks)
+        account = merge.Account(rank, frame.ranks)
         pieces = [
             Piece(t.name, t.spread.shape, cut.box, cut.of(t))
             for cut in my_cuts(list(enumerate(map(outlined, located))), frame)
@@ -237,7 +237,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
             account.add("model", write_pieces(store, path, pieces, {}, digests=True, durable=False))
         accounts.append(account)
-    manifest = commit.merge(accounts, attempt="0" * 12, layout=None, writer="test", digests=True)
+    manifest = merge.Merged(accounts).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
     return store, Manifest.from_bytes(manifest.to_bytes())
 
 
@@ -253,7 +253,7 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     # small limits, so that small tensors take the paths of large ones
     limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
     reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
-    grid, parts = mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
+    grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")

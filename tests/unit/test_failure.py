@@ -1,36 +1,79 @@
-"""The first failure is told to all ranks, and only the first."""
+"""The first failure is told to all ranks, and only the first; ranks that say nothing are found out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from lightning_shard.errors import RankFailure
+from lightning_shard.plugin import failure
 from lightning_shard.plugin.failure import FailureWatch
+from lightning_shard.plugin.rendezvous import Meeting
+
+LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:402."
 
 
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
-    """Those of two ranks, which in one process would count as two fits."""
+    """Those of three ranks, which in one process would count as three fits."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(failure, "_POLL_S", 0.05)
+    monkeypatch.setattr(failure, "_SETTLE_S", 1.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made = []
-    for rank in range(2):
+    for rank in range(3):
         monkeypatch.setattr(FailureWatch, "_made", 0)
-        made.append(FailureWatch(rank, "127.0.0.1", store.port))
+        made.append(FailureWatch(Meeting("127.0.0.1", store.port, rank, 3, timedelta(seconds=10))))
     yield made
     for watch in made:
         watch.stop()
 
 
 def test_the_others_learn_the_first_cause(watches: list[FailureWatch]) -> None:
-    first, other = ValueError("a bad batch"), RuntimeError("connection closed")
+    first, other = ValueError("a bad batch"), ValueError("not the first")
     assert watches[0]._look() is None
     watches[1].report(first)
     assert watches[0]._look() == "rank 1: ValueError: a bad batch"
     watches[0].report(other)
     assert other.__notes__ == ["The first failure was on rank 1: ValueError: a bad batch"]
     assert not hasattr(first, "__notes__")
+    assert watches[0].failure_elsewhere(other) is None  # it is an error of its own
+
+
+def test_a_lost_connection_is_laid_to_the_rank_that_failed(watches: list[FailureWatch]) -> None:
+    watches[1].report(ValueError("a bad batch"))
+    watches[0].report(lost := RuntimeError(LOST))
+    named = watches[0].failure_elsewhere(lost)
+    assert isinstance(named, RankFailure)
+    assert "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad batch" in str(named)
+
+
+def test_a_rank_without_a_sign_of_life_is_named(watches: list[FailureWatch]) -> None:
+    watches[2].stop()  # as its thread stops with its process
+    watches[2]._thread.join()
+    watches[0].report(lost := RuntimeError(LOST))
+    assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
+
+
+def test_a_rank_that_hangs_is_named_with_its_place(watches: list[FailureWatch]) -> None:
+    watches[1]._store.set(watches[1]._lost_key(1), "1")  # it has lost the others too
+    watches[0].report(lost := dist.DistBackendError("timed out"))
+    said = str(watches[0].failure_elsewhere(lost))
+    assert "The first failure was on rank 2: alive, but not in the collective that the others waited in" in said
+    assert "rank 2 is at " in said
+
+
+def test_a_rank_that_lost_the_others_first_keeps_its_error_where_nobody_is_to_blame(
+    watches: list[FailureWatch],
+) -> None:
+    for watch in watches[1:]:
+        watch._store.set(watch._lost_key(watch._rank), "1")
+    watches[0].report(lost := RuntimeError(LOST))
+    assert watches[0].failure_elsewhere(lost) is None
+    assert not hasattr(lost, "__notes__")
 
 
 def test_the_same_error_on_every_rank_needs_no_note(watches: list[FailureWatch]) -> None:
@@ -42,6 +85,6 @@ def test_the_same_error_on_every_rank_needs_no_note(watches: list[FailureWatch])
 
 def test_a_later_fit_isnt_stopped_by_a_failure_that_was_survived(watches: list[FailureWatch]) -> None:
     watches[1].report(ValueError("caught"))
-    later = FailureWatch(0, *watches[0]._where)
+    later = FailureWatch(watches[0]._meeting)
     assert later._look() is None
     later.stop()

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.convert import local_copy, write
-from lightning_shard.checkpoint.saving import commit, files
+from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.saving import commit, files, merge
 from lightning_shard.cli import main
 from lightning_shard.errors import (
     CheckpointError,
@@ -64,9 +65,9 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     full = {"t": torch.randn(shape), "last": torch.arange(math.prod(shape)).view(shape)}
     # blocks of 64 bytes, and pieces, bands and slabs that fit neither them nor rows
     sizes = {write: ("COPY_BYTES", "COPY_SLAB_BYTES", "BUFFER_BYTES"), local_copy: ("PIECE_BYTES", "BAND_BYTES")}
-    with mock.patch.object(commit, "BLOCK_BYTES", 64), mock.patch.object(files, "BLOCK_BYTES", 64):
+    with mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(files, "BLOCK_BYTES", 64):
         store, manifest = save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
-        commit.commit(store, manifest, durable=False)
+        commit.commit(store, manifest, Earlier(), durable=False)
     patches = [mock.patch.object(module, name, size) for module, names in sizes.items() for name in names]
     for patch in patches:
         patch.start()

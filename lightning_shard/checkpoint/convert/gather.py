@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,6 +16,7 @@ from lightning_shard.checkpoint.loading.open import read_together
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import open_store
+from lightning_shard.checkpoint.store.credentials import refuse_secrets
 from lightning_shard.errors import CheckpointError
 
 Format = Literal["safetensors", "transformers", "lightning"]
@@ -81,42 +84,56 @@ def gather(
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no file of a local disk
             appears then.
         StateMismatchError: Two tensors would have one name, or no name begins with ``strip_prefix``.
-        CheckpointError: The format asks for what the checkpoint hasn't.
+        CheckpointError: The format asks for what the checkpoint hasn't; or a disk or a store failed. A file that was at
+            ``out`` before stays then, or is replaced as a whole.
     """
     ranks = Ranks.of(group)
     target = os.fspath(out)
+    refuse_secrets(target)
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
-    checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
-    # what takes the trainer state is found by the first rank, and said to the others
-    plan: Any = None
-    with all_or_none(group):
-        if format == "transformers" and optimizer:
-            raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
-        naming = export.Naming(dtype, strip_prefix, rename)
-        folder, name = (target.rstrip("/"), "") if format == "transformers" else _split(target)
-        store = open_store(folder, out_storage_options)
-        if ranks.first and format == "transformers":
-            plan = export.pretrained(checkpoint, strip_prefix, config, storage_options)
-        elif ranks.first and format == "lightning":
-            plan = export.plan_lightning(checkpoint, naming, optimizer=optimizer is not False)
-    plan = ranks.broadcast(plan)
-    with all_or_none(group):
-        if format == "transformers":
-            bundle = export.transformers(checkpoint, plan, naming, max_shard_bytes)
-        elif format == "lightning":
-            bundle = export.lightning(checkpoint, name, naming, plan)
-        else:
-            bundle = export.safetensors(checkpoint, name, naming, max_shard_bytes, optimizer=bool(optimizer))
-    deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
-    with all_or_none(group):
-        for small, data in bundle.small.items() if ranks.first else ():
-            store.publish(small, [memoryview(data)], len(data), durable=fsync)
+    with _as_ours(path, target):
+        checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
+        # what takes the trainer state is found by the first rank, and said to the others
+        plan: Any = None
+        with all_or_none(group):
+            if format == "transformers" and optimizer:
+                raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
+            naming = export.Naming(dtype, strip_prefix, rename)
+            folder, name = (target.rstrip("/"), "") if format == "transformers" else _split(target)
+            store = open_store(folder, out_storage_options)
+            if ranks.first and format == "transformers":
+                plan = export.pretrained(checkpoint, strip_prefix, config, storage_options)
+            elif ranks.first and format == "lightning":
+                plan = export.plan_lightning(checkpoint, naming, optimizer=optimizer is not False)
+        plan = ranks.broadcast(plan)
+        with all_or_none(group):
+            if format == "transformers":
+                bundle = export.transformers(checkpoint, plan, naming, max_shard_bytes)
+            elif format == "lightning":
+                bundle = export.lightning(checkpoint, name, naming, plan)
+            else:
+                bundle = export.safetensors(checkpoint, name, naming, max_shard_bytes, optimizer=bool(optimizer))
+        deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
+        with all_or_none(group):
+            for small, data in bundle.small.items() if ranks.first else ():
+                store.publish(small, [memoryview(data)], len(data), durable=fsync)
     sources = bundle.sources
     files = [f"{folder}/{file}" for file in (*(file.name for file in bundle.files), *bundle.small)]
     return GatherReport(files, len(sources), sum(source.nbytes for source in sources))
+
+
+@contextlib.contextmanager
+def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
+    """What a disk or a store fails with, on this rank, as an error of ours that names both places."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{os.fspath(path)} could not be gathered to {out}: {error}.") from error
 
 
 def _split(out: str) -> tuple[str, str]:

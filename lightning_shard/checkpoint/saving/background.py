@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +40,12 @@ class AsyncSaver:
 
     Args:
         group: The ranks that save. Default: all.
+        timeout: Of what they do together. Default: torch's own.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, timeout: timedelta | None = None) -> None:
         ranks = Ranks.of(group)
-        self._own_group = None if ranks.alone else dist.new_group(list(ranks.members), backend="gloo")
+        self._own_group = None if ranks.alone else dist.new_group(list(ranks.members), timeout=timeout, backend="gloo")
         self._ranks = Ranks.of(self._own_group) if self._own_group is not None else ranks
         # each save's attempt follows from this, so that the ranks needn't talk of it
         self._seed = self._ranks.broadcast(new_attempt() if self._ranks.first else None)

@@ -61,6 +61,7 @@ class FilePlan:
 
     Attributes:
         order: Of the pieces in the file, by their numbers.
+        outlines: In that order.
         header: The header's JSON of tensors.
         places: For the header's metadata, which box of its tensor each piece is.
         data_bytes: Of all pieces.
@@ -68,6 +69,7 @@ class FilePlan:
     """
 
     order: tuple[int, ...]
+    outlines: tuple[Outline, ...]
     header: str
     places: dict[str, str]
     data_bytes: int
@@ -131,7 +133,8 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
         (piece.name, dtype, piece.shape, begin, end, piece.box.offsets, piece.box.sizes)
         for piece, dtype, (begin, end) in zip(ordered, dtypes, spans)
     ]
-    return FilePlan(tuple(order), header, places, spans[-1][1] if spans else 0, json.dumps(table).encode())
+    data_bytes = spans[-1][1] if spans else 0
+    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, json.dumps(table).encode())
 
 
 def _position(piece: Outline) -> tuple[Any, ...]:

@@ -54,6 +54,9 @@ class PartFile:
     data: list[Tensor]
     """Of the plan's pieces, in their order."""
 
+    def pieces(self) -> list[Piece]:
+        return [Piece(o.name, o.shape, o.box, data) for o, data in zip(self.plan.outlines, self.data, strict=True)]
+
 
 @dataclass
 class RankPart:

@@ -6,24 +6,55 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
-from lightning_shard.checkpoint.saving.commit import Account, commit, merge, new_attempt
+from lightning_shard.checkpoint.saving.commit import (
+    check_files,
+    check_own_files,
+    commit,
+    look_before_saving,
+    may_be_committed,
+    new_attempt,
+)
+from lightning_shard.checkpoint.saving.compare import content_sum
 from lightning_shard.checkpoint.saving.files import write_file, write_json
+from lightning_shard.checkpoint.saving.merge import Account, Merged, Name, Sums
 from lightning_shard.checkpoint.saving.part import RankPart, plan_part
-from lightning_shard.checkpoint.store import LocalStore, Store, open_store
-from lightning_shard.errors import CheckpointError, UnsupportedStateError
+from lightning_shard.checkpoint.store import Store, open_store
+from lightning_shard.errors import CheckpointConflictError, CheckpointError, UnsupportedStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WRITER = "lightning_shard 0.1.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveReport:
+    """What a save has come to, on one rank.
+
+    Attributes:
+        path: The checkpoint.
+        attempt: The manifest's, which tells this checkpoint from any other at the path.
+        rank_bytes: What this rank wrote.
+        bytes: What all ranks wrote, without the manifest.
+        seconds: How long it took this rank, waiting for others included.
+    """
+
+    path: str
+    attempt: str
+    rank_bytes: int
+    bytes: int
+    seconds: float
 
 
 def save(
@@ -39,11 +70,13 @@ def save(
     storage_options: dict[str, Any] | None = None,
     fsync: bool = True,
     digests: bool = True,
-) -> None:
+) -> SaveReport:
     """Write a checkpoint. With a process group, a collective call: each rank writes its part.
 
     The directory's earlier checkpoint, if any, stays valid until this one is complete, and is then replaced at once.
-    If any rank fails, every rank raises and the earlier one stays.
+    If any rank fails, every rank raises and the earlier one stays. A torn or empty ``manifest.json``, as a crash of the
+    machine may leave it without ``fsync``, is replaced; another program's isn't. Of several saves to one path at the
+    same time, one wins.
 
     Args:
         state: Tensors and DTensors by name; nested dicts give names joined by ``.``; a module stands for its
@@ -64,11 +97,13 @@ def save(
 
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key.
-        CheckpointError: The ranks' parts don't make up their tensors, a tensor that they hold alike differs between
-            them, a load into a tensor has failed in its middle, or a rank couldn't write.
+        CheckpointConflictError: Another save has put its checkpoint there since this one began; that one stays.
+        CheckpointError: The ranks' parts don't make up their tensors; a rank couldn't write; a tensor that ranks hold
+            alike differs between them; a load into a tensor has failed in its middle; ranks hold different tensors by
+            one name; ``path`` is a symbolic link to a checkpoint, or has another program's manifest.
+        RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
     """
     ranks = Ranks.of(group)
-    attempt = ranks.broadcast(new_attempt() if ranks.first else None)
 
     def plan() -> RankPart:
         return plan_part(
@@ -78,10 +113,10 @@ def save(
             rank_state=rank_state,
             mesh=mesh,
             ranks=ranks,
-            attempt=attempt,
+            attempt=new_attempt(),
         )
 
-    write_together(Order(path, storage_options, layout, fsync, digests), ranks, plan)
+    return write_together(Order(path, storage_options, layout, fsync, digests), ranks, plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,75 +124,129 @@ class Order:
     """Where and how a checkpoint is to be written; see :func:`save`."""
 
     path: str | os.PathLike[str]
-    storage_options: dict[str, Any] | None
+    storage_options: dict[str, Any] | None = dataclasses.field(repr=False)  # they hold secrets
     layout: Any
     fsync: bool
     digests: bool
 
 
-def write_together(order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> None:
+def write_together(order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> SaveReport:
     """Write each rank's part and commit; if any rank fails, in ``plan`` or after, every rank raises."""
-    store: Store | None = None
-    part: RankPart | None = None
-    fault: BaseException | None = None
+    return _Saving(order, ranks, plan).run()
 
-    def write() -> Account:
-        nonlocal store, part
-        store = open_store(order.path, order.storage_options)
-        part = plan()
-        return _write(part, store, order)
 
-    def conclude(accounts: list[Account]) -> Failure | None:
-        nonlocal fault
-        assert store is not None
-        assert part is not None
-        layout = _plain(order.layout)
-        manifest = merge(accounts, attempt=part.attempt, layout=layout, writer=WRITER, digests=order.digests)
+@dataclasses.dataclass(frozen=True)
+class _Committed:
+    """The first rank's verdict, where all is well."""
+
+    attempt: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compare:
+    """The first rank's question, where ranks hold tensors of one name in other chunks: whether they are equal."""
+
+    names: list[Name]
+
+
+class _Saving:
+    """One save on one rank."""
+
+    def __init__(self, order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> None:
+        self._order = order
+        self._ranks = ranks
+        self._plan = plan
+        self._began_s = time.monotonic()
+        self._store: Store | None = None
+        self._part: RankPart | None = None
+        self._layout: Any = None
+        self._rank_bytes = 0
+        # the first rank's
+        self._earlier = Earlier()
+        self._accounts: list[Account] = []
+        self._merged: Merged | None = None
+        self._fault: BaseException | None = None
+
+    def run(self) -> SaveReport:
+        # Where the ranks can't talk to the end, or this one is interrupted, the first may yet commit: then all files
+        # stay, and a later save clears what no manifest names.
+        own, outcome = exchange(self._ranks, self._write, self._conclude)
+        if isinstance(outcome, _Compare):
+            own, outcome = exchange(self._ranks, partial(self._sums, outcome.names), self._settle)
+        if not isinstance(outcome, _Committed):
+            assert isinstance(outcome, Failure)
+            self._fail(own, outcome)
+        seconds = time.monotonic() - self._began_s
+        return SaveReport(os.fspath(self._order.path), outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
+
+    def _write(self) -> Account:
+        order = self._order
+        self._layout = plain(order.layout)
+        self._store = open_store(order.path, order.storage_options)
+        if self._ranks.first:
+            self._earlier = look_before_saving(self._store)
+        self._part = self._plan()
+        account = write_part(self._part, self._store, order)
+        self._rank_bytes = sum(file.bytes for file in account.files())
+        return account
+
+    def _conclude(self, accounts: list[Account]) -> _Committed | _Compare | Failure:
+        self._accounts = accounts
+        self._merged = Merged(accounts)
+        unsettled = self._merged.unsettled()
+        return _Compare(unsettled) if unsettled else self._commit()
+
+    def _sums(self, names: list[Name]) -> Sums:
+        assert self._part is not None
+        wanted = set(names)
+        pieces: dict[Name, list[Any]] = {}
+        for file in self._part.files:
+            for piece in file.pieces():
+                if (file.section, piece.name) in wanted:
+                    pieces.setdefault((file.section, piece.name), []).append(piece)
+        return {name: content_sum(of_one) for name, of_one in pieces.items()}
+
+    def _settle(self, sums: list[Sums]) -> _Committed | Failure:
+        assert self._merged is not None
+        self._merged.settle(sums)
+        return self._commit()
+
+    def _commit(self) -> _Committed | Failure:
+        assert self._store is not None
+        assert self._part is not None
+        assert self._merged is not None
+        attempt, digests = self._part.attempt, self._order.digests
+        manifest = self._merged.manifest(attempt=attempt, layout=self._layout, writer=WRITER, digests=digests)
+        by_host: dict[str, list[FileEntry]] = {}
+        for account in self._accounts:
+            by_host.setdefault(account.host, []).extend(account.files())
+        check_files(self._store, by_host, self._accounts[0].host, self._began_s)
         try:
-            commit(store, manifest, durable=order.fsync)
+            commit(self._store, manifest, self._earlier, durable=self._order.fsync)
         except BaseException as error:
-            fault = error
-            return dataclasses.replace(Failure.of(ranks.rank, error), files_stay=may_be_committed(store, part.attempt))
-        return None
+            self._fault = error
+            stay = not isinstance(error, CheckpointConflictError) and may_be_committed(self._store, attempt)
+            return dataclasses.replace(Failure.of(self._ranks.rank, error), files_stay=stay)
+        return _Committed(attempt, sum(file.bytes for file in manifest.files))
 
-    # Where the ranks can't talk to the end, or this one is interrupted, the first may yet commit: then all files stay,
-    # and the next save clears what no manifest names.
-    own, outcome = exchange(ranks, write, conclude)
-    if outcome is None:
-        return
-    if store is not None and part is not None and not outcome.files_stay:
-        abandon(store, part.paths())
-    error = own or fault
-    if error is None:
-        outcome.raise_here(ranks.rank)
-    assert error is not None
-    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-        path = os.fspath(order.path)
-        raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
-    raise error
+    def _fail(self, own: BaseException | None, outcome: Failure) -> NoReturn:
+        if self._store is not None and self._part is not None and not outcome.files_stay:
+            abandon(self._store, self._part.paths())
+        error = own or self._fault
+        if error is None:
+            outcome.raise_here(self._ranks.rank)
+        assert error is not None
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            path = os.fspath(self._order.path)
+            raise CheckpointError(f"The checkpoint {path} could not be written: {error}.") from error
+        raise error
 
 
-def may_be_committed(store: Store, attempt: str) -> bool:
-    """After putting the manifest has failed: whether it is there all the same, or may yet come."""
-    if not isinstance(store, LocalStore):
-        return True  # the answer may have been lost, not the request
-    try:
-        return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt == attempt
-    except FileNotFoundError:
-        return False
-    except Exception:
-        return True
-
-
-def _write(part: RankPart, store: Store, order: Order) -> Account:
-    account = Account(
-        part.rank,
-        part.mesh_ranks,
-        part.fingerprint,
-        aliases=part.aliases,
-        replicated=part.replicated,
-        contents=part.contents,
-    )
+def write_part(part: RankPart, store: Store, order: Order) -> Account:
+    """Write a rank's files, and look for them once more when all are there."""
+    account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
+    account.replicated, account.contents = part.replicated, part.contents
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
@@ -168,10 +257,11 @@ def _write(part: RankPart, store: Store, order: Order) -> Account:
         )
     if order.fsync:
         store.sync(part.paths())
+    check_own_files(store, account.files())
     return account
 
 
-def _plain(layout: Any) -> Any:
+def plain(layout: Any) -> Any:
     """The layout as JSON."""
     value = dataclasses.asdict(layout) if dataclasses.is_dataclass(layout) and not isinstance(layout, type) else layout
     try:

@@ -7,20 +7,36 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from urllib.parse import urlsplit
 
+from lightning_shard.checkpoint.store.credentials import refuse_secrets
 from lightning_shard.checkpoint.store.local import LocalStore
-from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, Store
+from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store
 from lightning_shard.errors import CheckpointError
 
-__all__ = ["Buffer", "LocalStore", "Reader", "Segment", "Store", "as_path", "open_filesystem", "open_store"]
+__all__ = [
+    "ANYTHING",
+    "Buffer",
+    "LocalStore",
+    "Reader",
+    "Segment",
+    "Stamp",
+    "Store",
+    "as_path",
+    "open_filesystem",
+    "open_store",
+]
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
     """The store for a directory: local disk, or whatever fsspec has for the path's protocol.
 
+    Args:
+        storage_options: For fsspec. ``stall_s`` is taken out: the seconds after which a call of a remote store that has
+            no answer has stalled (default 60). It is made again then, and given up after three times as long.
+
     Raises:
-        CheckpointError: No such path can be: an unknown protocol, a package that isn't there, a URL with a password.
+        CheckpointError: No such path can be: an unknown protocol, a package that isn't there, a URL with a password, a
+            token or a signature.
     """
     root = as_path(path)
     scheme = root.partition("://")[0] if "://" in root else ""
@@ -59,21 +75,8 @@ def as_path(path: str | os.PathLike[str]) -> str:
         raise CheckpointError(f"path ({path!r}) must be a str or a path that gives one.")
     if not text:
         raise CheckpointError("path is empty: name the checkpoint's directory.")
-    _refuse_passwords(text)
+    refuse_secrets(text)
     head, _, tail = text.rpartition("/")
     if tail == "manifest.json":
         text = head or ("/" if text.startswith("/") else ".")
     return text.rstrip("/") or "/"
-
-
-def _refuse_passwords(text: str) -> None:
-    """Paths are shown, logged, and kept in checkpoints as the paths of the best ones; passwords must not be."""
-    for part in text.split("::"):
-        scheme, separator, rest = part.partition("://")
-        host = rest.partition("/")[0]
-        if separator and "@" in host and ":" in host.rpartition("@")[0]:
-            place = f"{scheme}://…@{urlsplit(f'x://{host}').hostname}"
-            raise CheckpointError(
-                f"The path {place} holds a password, which would be shown wherever the path is: leave it out, and pass"
-                " it in storage_options or in fsspec's own configuration."
-            )

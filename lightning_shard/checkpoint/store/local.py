@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, adjacent, too_short
+from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.store.protocol import (
+    ANYTHING,
+    Buffer,
+    Reader,
+    Segment,
+    Stamp,
+    adjacent,
+    conflict,
+    too_short,
+)
 
 READ_STEP_BYTES = 2**20
 MAX_THREADS = 8
 _IOV_MAX = 1024
 _MAX_CALL_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB per call
+LOCK_WAIT_S = 10.0
+"""A lock is held while a file is read and renamed. Who holds it for longer has been stopped, and may yet wake up."""
+_FOLDERS = ("model", "optimizer", "trainer")
+_TRIES = 10
+# What mounts answer that have no locks, or no hard links.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV}
 _MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11's mmap has no name for it
 
 
@@ -92,15 +111,7 @@ class LocalStore:
         path = self._path(name)
         # the name carries the attempt, so nothing is there; and a link that someone put there isn't followed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            fd = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            folder = missing = os.path.dirname(os.path.abspath(path))
-            while not os.path.exists(missing):
-                missing = os.path.dirname(missing)
-                self._made.add(missing)
-            os.makedirs(folder, exist_ok=True)
-            fd = os.open(path, flags, 0o666)
+        fd = self._create(path, flags)
         try:
             written = 0
             for buffer in buffers:
@@ -115,11 +126,42 @@ class LocalStore:
         finally:
             os.close(fd)
 
-    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+    def _create(self, path: str, flags: int) -> int:
+        """A new file, and its folders: those may be removed by others at any moment, as long as they are empty."""
+        for _ in range(_TRIES):
+            try:
+                return os.open(path, flags, 0o666)
+            except FileNotFoundError:
+                folder = missing = os.path.dirname(os.path.abspath(path))
+                while not os.path.exists(missing):
+                    missing = os.path.dirname(missing)
+                    self._made.add(missing)
+                with contextlib.suppress(FileNotFoundError):
+                    os.makedirs(folder, exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+    def stamp(self, name: str) -> Stamp | None:
+        try:
+            return digest(self.read(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def publish(
+        self,
+        name: str,
+        buffers: Iterable[Buffer],
+        size_bytes: int,
+        *,
+        durable: bool,
+        replaces: Stamp | None = ANYTHING,
+    ) -> None:
         temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
             self.write(temporary, buffers, size_bytes, durable=durable)
-            os.replace(self._path(temporary), self._path(name))
+            if replaces == ANYTHING:
+                os.replace(self._path(temporary), self._path(name))
+            else:
+                self._put_in_place(temporary, name, replaces)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(self._path(temporary))
@@ -127,16 +169,71 @@ class LocalStore:
         if durable:
             _fsync_folder(os.path.dirname(self._path(name)))
 
-    def remove(self, name: str) -> None:
+    def _put_in_place(self, temporary: str, name: str, replaces: Stamp | None) -> None:
+        source, target = self._path(temporary), self._path(name)
+        if replaces is not None:
+            with self._held(name, replaces) as there:
+                if there:
+                    os.replace(source, target)
+                    return
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            raise conflict(self.root, name) from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(target):
+                raise conflict(self.root, name) from None
+            os.replace(source, target)
+        with contextlib.suppress(OSError):
+            os.unlink(source)
+
+    @contextlib.contextmanager
+    def _held(self, name: str, stamp: Stamp) -> Iterator[bool]:
+        """Lock a file and see whether it is the one that the stamp was made of; False where none is there.
+
+        The lock is on the file that is to go, not on its name: whoever waited for it finds another file under the name,
+        or none. Mounts without locks get the look alone.
+        """
+        path = self._path(name)
+        try:
+            fd = _open_to_lock(path)
+        except (FileNotFoundError, NotADirectoryError):
+            yield False
+            return
+        try:
+            if not _lock(fd):
+                raise conflict(self.root, name)
+            try:
+                with open(fd, "rb", closefd=False) as file:
+                    same = digest(file.read()) == stamp
+                there = os.path.samestat(os.stat(path), os.fstat(fd))
+            except FileNotFoundError:
+                same = there = False
+            else:
+                if not (same and there):
+                    raise conflict(self.root, name)
+            yield there
+        finally:
+            os.close(fd)
+
+    def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
+        if only != ANYTHING:
+            with self._held(name, only) as there:
+                if there:
+                    os.unlink(self._path(name))
+            return
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self._path(name))
 
     def remove_empty_folders(self) -> None:
-        with contextlib.suppress(OSError):
-            folders = [entry.path for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
-            for folder in [*folders, self.root]:
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+        for folder in (*_FOLDERS, ""):
+            with contextlib.suppress(OSError):
+                os.rmdir(self._path(folder).rstrip("/"))
+
+    def modified(self, name: str) -> float | None:
+        return os.stat(self._path(name)).st_mtime
 
     def exists(self, name: str) -> bool:
         return os.path.isfile(self._path(name))
@@ -170,6 +267,30 @@ def _preadv_all(fd: int, buffers: list[Buffer], offset: int, name: str) -> None:
             got -= pending.pop(0).nbytes
         if got:
             pending[0] = pending[0][got:]
+
+
+def _open_to_lock(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what is open for writing
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _lock(fd: int) -> bool:
+    """Whether the file is this process's for now, or can't be anyone's. Closing it unlocks it."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return True
+            raise
 
 
 def _fsync_folder(path: str) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from lightning_shard.errors import CorruptCheckpointError
+from lightning_shard.errors import CheckpointConflictError, CorruptCheckpointError
 
 Buffer = memoryview
 Segment = tuple[int, Buffer]
 """Where in the file, in bytes, and the memory to fill from there."""
 Reader = Callable[[Sequence[Segment]], None]
 """Fills segments, which are in ascending order. Raises CorruptCheckpointError if the file is too short."""
+Stamp = str
+"""Tells a file's content from any other that has been or will be under its name: a hash of it, or an ETag."""
+ANYTHING: Stamp = "anything"
+"""In a stamp's place: whatever is there, or nothing."""
 
 
 class Store(Protocol):
@@ -60,14 +64,48 @@ class Store(Protocol):
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         """Write a new file from buffers, each of which may be reused once the next one is asked for."""
 
-    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
-        """The same, replacing a file at once: readers see the old bytes or all of the new ones, never a mixture."""
+    def stamp(self, name: str) -> Stamp | None:
+        """What is under a name now; None where nothing is."""
 
-    def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+    def publish(
+        self,
+        name: str,
+        buffers: Iterable[Buffer],
+        size_bytes: int,
+        *,
+        durable: bool,
+        replaces: Stamp | None = ANYTHING,
+    ) -> None:
+        """The same, replacing a file at once: readers see the old bytes or all of the new ones, never a mixture.
+
+        Args:
+            replaces: What may be replaced: a stamp, or None for nothing. A file that has been removed since its stamp
+                was taken is no hindrance. Of several that replace one stamp at the same time, one succeeds; stores that
+                can't put conditionally look before and after, and so may let the later one win.
+
+        Raises:
+            CheckpointConflictError: Something else is there; it stays, and nothing has been changed.
+        """
+
+    def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
+        """Remove a file if it is there.
+
+        Raises:
+            CheckpointConflictError: Something else than ``only`` is there; it stays.
+        """
 
     def remove_empty_folders(self) -> None:
-        """Remove the folder and those in it, as far as they are empty; nothing on stores that have no folders."""
+        """Remove the folder and those in it that this format makes, as far as they are empty.
+
+        Nothing on stores that have no folders.
+        """
+
+    def modified(self, name: str) -> float | None:
+        """When a file was written, in seconds since 1970 by the store's own clock; None where the store doesn't tell.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
 
     def exists(self, name: str) -> bool: ...
 
@@ -98,6 +136,10 @@ def adjacent(
         stop = offset + buffer.nbytes
     if joined:
         yield start, stop, joined
+
+
+def conflict(root: str, name: str) -> CheckpointConflictError:
+    return CheckpointConflictError(f"{root}/{name} has been replaced by another program meanwhile.")
 
 
 def too_short(name: str, at: int) -> CorruptCheckpointError:

@@ -1,24 +1,36 @@
 """Any place that fsspec knows.
 
-A transient fault is tried again: reads, and files that are put in one call. What is streamed can't be: then the save
-fails, and the checkpoint that was there before is still there.
+A fault that may pass is met by trying again, in bounded time: see :mod:`~lightning_shard.checkpoint.store.calls`. What
+is streamed can't be tried again: then the save fails, and the checkpoint that was there before is still there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import errno
+import os
 import posixpath
+import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC
+from typing import Any
+from urllib.parse import quote
 
-import tenacity
-
-from lightning_shard.checkpoint.store.protocol import Buffer, Reader, Segment, adjacent, too_short
+from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.store.calls import STALL_S, Calls
+from lightning_shard.checkpoint.store.credentials import redact
+from lightning_shard.checkpoint.store.protocol import (
+    ANYTHING,
+    Buffer,
+    Reader,
+    Segment,
+    Stamp,
+    adjacent,
+    conflict,
+    too_short,
+)
 from lightning_shard.errors import CheckpointError
-
-Result = TypeVar("Result")
 
 # Few long ranges: each request has a price, and some servers hash the whole object for each.
 RANGE_BYTES = 32 * 2**20
@@ -27,177 +39,251 @@ MAX_GAP_BYTES = 256 * 2**10
 """Ranges this near each other are read as one: it costs less than another round trip."""
 PUT_BYTES = 16 * 2**20
 """Files up to this size are put in one call."""
-ATTEMPTS = 6
-MAX_WAIT_S = 10.0
 
-_PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "webdav", "memory"}
-"""Elsewhere what is put may be seen half written: there it is put under another name, and moved."""
-_FINAL = (
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-)
-_HTTP_LIBRARIES = {"aiohttp", "botocore", "aiobotocore", "httpx", "httpcore", "requests", "urllib3", "fsspec"}
-_NEVER_BETTER = {"NoCredentialsError", "ParamValidationError", "InvalidURL", "NoRegionError", "UnknownServiceError"}
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "memory"}
+"""A put is seen whole or not at all, there are no folders and no moves.
 
-
-def is_transient(error: BaseException) -> bool:
-    """Whether a call that failed so may succeed when it is made again."""
-    if isinstance(error, _FINAL) or type(error).__name__ in _NEVER_BETTER:
-        return False
-    return isinstance(error, OSError | asyncio.TimeoutError) or _is_of_http(error)
-
-
-def retried(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call until it succeeds, a fault isn't transient, or the attempts are used up; waits longer each time.
-
-    Raises:
-        OSError: What it failed with at last, also where the library's own error is none.
-    """
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_transient),
-        stop=tenacity.stop_after_attempt(ATTEMPTS),
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=MAX_WAIT_S),
-        reraise=True,
-    )
-    try:
-        return retrying(call, *args, **kwargs)
-    except Exception as error:
-        if isinstance(error, OSError) or not _is_of_http(error):
-            raise
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _is_of_http(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in _HTTP_LIBRARIES
+Elsewhere what is put may be seen half written: there it is put under another name, and moved.
+"""
+_WEBDAV = {"webdav", "dav"}
 
 
 class RemoteStore:
-    """A directory of any fsspec filesystem."""
+    """A directory of any fsspec filesystem.
+
+    Args:
+        storage_options: For fsspec; and ``stall_s``, the seconds after which a call without an answer has stalled.
+    """
 
     is_remote = True
     step_bytes = RANGE_BYTES
     requests = REQUESTS
+    _puts_streams_whole = False
+    """Whether a stream, too, is seen when it is complete, and not at all if it fails."""
 
     def __init__(self, root: str, storage_options: dict[str, Any]) -> None:
         import fsspec
 
         self.root = root
         options = dict(storage_options)
+        stall_s = options.pop("stall_s", None)
+        if stall_s is not None and not (isinstance(stall_s, int | float) and stall_s > 0):
+            raise CheckpointError(f"stall_s ({stall_s!r}) in storage_options must be a number of seconds above 0.")
         if isinstance(options.get("auth"), list):  # YAML and JSON have no tuples, which libraries for HTTP insist on
             options["auth"] = tuple(options["auth"])
+        if root.partition("://")[0] in _WEBDAV:
+            # faults are met in one place; a server may take its time over a large file
+            options = {"retry": False, "timeout": stall_s or STALL_S, **options}
         try:
             self.fs, self.base = fsspec.core.url_to_fs(root, **options)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(f"{root} can't be opened: {error}.") from error
+        except (ImportError, ValueError, TypeError) as error:
+            text = redact(f"{error}", storage_options)
+            raise CheckpointError(f"{root} can't be opened: {text}.") from (error if text == f"{error}" else None)
+        self._calls = Calls(self.fs, root, dict(storage_options), stall_s)
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-        self._put_is_atomic = bool(protocols & _PUT_IS_ATOMIC)
-        self._has_folders = not protocols & (_PUT_IS_ATOMIC - {"webdav"})
+        self._is_object_store = bool(protocols & _OBJECT_STORES)
+        self._is_webdav = bool(protocols & _WEBDAV)
+        self._is_http = bool(protocols & {"http", "https"})
         # memory:// shows a file from its first byte; it is no place for large ones anyway
         self._put_bytes = sys.maxsize if "memory" in protocols else PUT_BYTES
 
     def _path(self, name: str) -> str:
+        """The file system's path of a file. Names mean what they say: no server may take ``%2e%2e`` for ``..``."""
+        if self._is_http:
+            name = quote(name)
+        elif self._is_webdav:  # its client quotes the rest
+            name = name.replace("%", "%25")
         return posixpath.join(self.base, name)
 
     def read(self, name: str) -> bytes:
-        return retried(self.fs.cat_file, self._path(name))
+        return self._calls("cat_file", self._path(name))
 
     def size(self, name: str) -> int:
-        size = retried(self.fs.info, self._path(name))["size"]
-        if size is None:
+        return self._size(name, self._calls("info", self._path(name)))
+
+    def _size(self, name: str, info: dict[str, Any]) -> int:
+        if info["size"] is None:
             raise CheckpointError(f"{self.root}/{name}: the store doesn't tell its size.")
-        return int(size)
+        return int(info["size"])
 
     def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
         return None
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Reader]:
-        path = self._path(name)
-
         def read(segments: Sequence[Segment]) -> None:
             for start, stop, joined in adjacent(segments, MAX_GAP_BYTES, RANGE_BYTES):
                 if stop == start:
                     continue
-                data = memoryview(retried(self.fs.cat_file, path, start=start, end=stop))
-                if data.nbytes > stop - start:  # a web server that doesn't know ranges sends the file
-                    data = data[start:stop]
-                if data.nbytes < stop - start:
-                    raise too_short(name, start + data.nbytes)
+                data = self._range(name, start, stop)
                 for offset, buffer in joined:
                     buffer[:] = data[offset - start : offset - start + buffer.nbytes]
 
         yield read
 
+    def _range(self, name: str, start: int, stop: int) -> Buffer:
+        path = self._path(name)
+
+        def fetch(limit_s: float) -> Buffer:
+            data = memoryview(self._calls.once("cat_file", path, start=start, end=stop, limit_s=limit_s))
+            if data.nbytes > stop - start:  # a web server that doesn't know ranges sends the file
+                data = data[start:stop]
+            if data.nbytes < stop - start:
+                if self._size(name, self._calls.once("info", path, limit_s=limit_s)) < stop:
+                    raise too_short(name, start + data.nbytes)
+                raise OSError(errno.EIO, f"{name}: {data.nbytes} bytes came where {stop - start} were asked for")
+            return data
+
+        return self._calls.tried(fetch, stop - start)
+
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)
         try:
-            if self._has_folders:
-                retried(self.fs.makedirs, posixpath.dirname(path), exist_ok=True)
+            if not self._is_object_store:
+                self._calls("makedirs", posixpath.dirname(path), exist_ok=True)
             if size_bytes <= self._put_bytes:
                 data = b"".join(bytes(buffer) for buffer in buffers)  # each at once: its memory may be used again
                 assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
-                retried(self.fs.pipe_file, path, data)
+                self._calls("pipe_file", path, data, moving_bytes=size_bytes)
             else:
-                self._stream(path, buffers, size_bytes)
+                self._stream(name, buffers, size_bytes)
         except NotImplementedError as error:
             raise CheckpointError(f"{self.root} can only be read: save to another place.") from error
 
-    def _stream(self, path: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
-        file = self.fs.open(path, "wb")
+    def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
+        calls = self._calls
+        file = calls.part(self.fs.open, self._path(name), "wb", moving_bytes=0)
         # not a with block: its exit would publish what was written before an error as if it were whole
         try:
-            written = 0
-            for buffer in buffers:
-                file.write(bytes(buffer))
-                written += buffer.nbytes
-            assert written == size_bytes, f"{path}: planned {size_bytes} bytes, wrote {written}"
+            for part in in_parts(buffers, size_bytes, PUT_BYTES):
+                calls.part(file.write, bytes(part), moving_bytes=len(part))
         except BaseException:
             with contextlib.suppress(Exception):
-                file.discard()
+                calls.part(file.discard, moving_bytes=0)
+            # some stores' discard does nothing, and their files would be completed, cut, when they are collected
+            with contextlib.suppress(Exception):
+                file.closed = True
             raise
-        file.close()
+        calls.part(file.close, moving_bytes=size_bytes)
 
-    def publish(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
-        if self._put_is_atomic:
+    def stamp(self, name: str) -> Stamp | None:
+        try:
+            return digest(self.read(name))
+        except FileNotFoundError:
+            return None
+
+    def publish(
+        self,
+        name: str,
+        buffers: Iterable[Buffer],
+        size_bytes: int,
+        *,
+        durable: bool,
+        replaces: Stamp | None = ANYTHING,
+    ) -> None:
+        if replaces == ANYTHING:
+            self._put(name, buffers, size_bytes, durable=durable)
+            return
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
+        if self.stamp(name) not in (None, replaces):
+            raise conflict(self.root, name)
+        self._put(name, [memoryview(data)], size_bytes, durable=durable)
+        if self.stamp(name) != digest(data):
+            raise conflict(self.root, name)
+
+    def _put(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
+        if self._is_object_store and (size_bytes <= self._put_bytes or self._puts_streams_whole):
             self.write(name, buffers, size_bytes, durable=durable)
             return
-        temporary = f"{name}.tmp"
+        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
             self.write(temporary, buffers, size_bytes, durable=durable)
-            self.fs.mv(self._path(temporary), self._path(name))  # once: it can't be told whether it was done
+            self._move(temporary, name, size_bytes)
         except BaseException:
             with contextlib.suppress(Exception):
-                self.fs.rm_file(self._path(temporary))
+                self.remove(temporary)
             raise
 
-    def remove(self, name: str) -> None:
+    def _move(self, name: str, to: str, size_bytes: int) -> None:
+        """Give a whole file another name, at which another one may be. At no time is a cut one seen there."""
+        source, target = self._path(name), self._path(to)
+        calls = self._calls
+        tried = False
+
+        def move(limit_s: float) -> None:
+            nonlocal tried
+            if tried and not self.exists(name) and self.exists(to):
+                return  # the first call was carried out, and its answer was lost
+            tried = True
+            if self._is_webdav:  # its fsspec layer copies, and copies may be seen half written
+                calls.bounded(self.fs.client.move, source, target, overwrite=True, limit_s=limit_s)
+            elif not self._is_object_store:
+                calls.once("mv", source, target, limit_s=limit_s)
+            else:
+                calls.once("cp_file", source, target, limit_s=limit_s)
+                # some answer before they have copied, and give up when the source is removed
+                if self._size(to, calls.once("info", target, limit_s=limit_s)) != size_bytes:
+                    raise OSError(errno.EIO, f"{to} is not copied yet")
+                calls.once("cat_file", target, start=size_bytes - 1, end=size_bytes, limit_s=limit_s)
+
+        calls.tried(move, size_bytes)
+        if self._is_object_store:
+            self.remove(name)
+
+    def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
+        if only != ANYTHING and self.stamp(name) not in (None, only):
+            raise conflict(self.root, name)
         with contextlib.suppress(FileNotFoundError):
-            retried(self.fs.rm_file, self._path(name))
+            self._calls("rm_file", self._path(name))
 
     def remove_empty_folders(self) -> None:
-        if not self._has_folders:
+        if self._is_object_store:
             return
         for folder in ("model", "optimizer", "trainer", ""):
             with contextlib.suppress(Exception):
-                self.fs.rmdir(self._path(folder).rstrip("/"))
+                self._calls("rmdir", self._path(folder).rstrip("/"))
+
+    def modified(self, name: str) -> float | None:
+        try:
+            when = self._calls("modified", self._path(name))
+        except NotImplementedError:
+            return None
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
     def exists(self, name: str) -> bool:
         try:
-            return retried(self.fs.info, self._path(name))["type"] == "file"
+            return self._calls("info", self._path(name))["type"] == "file"
         except FileNotFoundError:
             return False
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             base = self.fs._strip_protocol(self.base).rstrip("/")
-            paths = retried(self.fs.find, self.base, maxdepth=2)
+            paths = self._calls("find", self.base, maxdepth=2)
             return sorted(str(path)[len(base) :].lstrip("/") for path in paths)
         return []
 
     def sync(self, names: Iterable[str]) -> None:
         """A remote store is as durable as it is when a write returns."""
+
+
+def in_parts(buffers: Iterable[Buffer], size_bytes: int, part_bytes: int) -> Iterator[bytearray]:
+    """The same bytes in parts of one length, but for the last. Each part has memory of its own."""
+    left = size_bytes
+    part = bytearray(min(part_bytes, left))
+    filled = 0
+    for buffer in buffers:
+        rest = buffer
+        while rest.nbytes:
+            taken = min(rest.nbytes, len(part) - filled)
+            assert taken, f"planned {size_bytes} bytes, and there are more"
+            part[filled : filled + taken] = rest[:taken]
+            filled += taken
+            rest = rest[taken:]
+            if filled == len(part):
+                yield part
+                left -= filled
+                part, filled = bytearray(min(part_bytes, left)), 0
+    assert left == 0, f"planned {size_bytes} bytes, and {left} are missing"

@@ -1,0 +1,74 @@
+"""Who takes part: where ranks lose each other, an error names those that haven't come.
+
+gloo says that a connection was closed, or that the time is over, and not whose fault it is. So each rank counts the
+exchanges that it comes to, in the process group's store, where the others read it when one fails.
+
+Private parts of torch 2.11 to 2.13 used: ``distributed_c10d._get_process_group_store``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.distributed import distributed_c10d
+
+GRACE_S = 1.0
+"""So long is waited for ranks that are on their way, before they are counted."""
+ANSWER_S = 5.0
+"""So long is waited for the store, which may live in the process that is gone or stopped."""
+_PREFIX = "lightning_shard/exchanges"
+
+_of_groups: WeakKeyDictionary[Any, Attendance] = WeakKeyDictionary()
+
+
+class Attendance:
+    """Counts of the exchanges that the ranks of one process group have come to."""
+
+    def __init__(self, group: Any, rank: int, members: Sequence[int]) -> None:
+        self._store = distributed_c10d._get_process_group_store(group)
+        self._rank = rank
+        self._members = members
+        self._count = 0
+
+    @classmethod
+    def of(cls, group: Any, rank: int, members: Sequence[int]) -> Attendance:
+        known = _of_groups.get(group)
+        if known is None:
+            known = _of_groups[group] = cls(group, rank, members)
+        return known
+
+    def come(self) -> None:
+        """Say that this rank comes to the next exchange; doesn't wait for an answer."""
+        self._count += 1
+        with contextlib.suppress(RuntimeError):  # the exchange itself tells
+            self._store.set(f"{_PREFIX}/{self._rank}", str(self._count))
+
+    def account(self) -> str:
+        """After an exchange has failed: which ranks haven't come to it, as far as that can be known."""
+        counts: dict[int, int] = {}
+        thread = threading.Thread(target=self._read, args=(counts,), daemon=True)
+        thread.start()
+        thread.join(GRACE_S + ANSWER_S)
+        if len(counts) < len(self._members):
+            return "the process that holds the process group's store (mostly rank 0) is gone or doesn't answer"
+        fewest = min(counts.values())
+        absent = [rank for rank, count in counts.items() if count == fewest]
+        if fewest >= self._count:
+            return "all ranks came, and one was lost on the way"
+        named = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
+        if len(absent) == 1:
+            return f"rank {named} hasn't come: it has ended, was stopped, or hangs"
+        return f"ranks {named} haven't come: they have ended, were stopped, or hang"
+
+    def _read(self, counts: dict[int, int]) -> None:
+        threading.Event().wait(GRACE_S)
+        try:
+            for rank in self._members:
+                key = f"{_PREFIX}/{rank}"
+                counts[rank] = int(self._store.get(key)) if self._store.check([key]) else 0
+        except RuntimeError:
+            counts.clear()

@@ -1,0 +1,245 @@
+"""Calls of a file system: bounded in time, and made again where what went wrong may pass.
+
+Everything that goes through a network goes through :class:`Calls`, so that nothing is waited for without end, and so
+that errors are an OSError with a clear text and without what ``storage_options`` hold of secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import tenacity
+
+from lightning_shard.checkpoint.store.credentials import redact
+from lightning_shard.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+STALL_S = 60.0
+"""A call without an answer for so long has stalled; ``storage_options={"stall_s": …}`` says otherwise."""
+STALLS = 3
+"""A call is given up, with all its attempts, after the time of so many stalls."""
+MIN_BYTES_PER_S = 128 * 2**10
+"""Slower bytes have stalled too: a call that moves many is given so much more time."""
+ATTEMPTS = 8
+MAX_WAIT_S = 10.0
+"""The longest wait between two attempts; they are random, so that ranks don't come back all at once."""
+LAST_S = 10.0
+"""After a call was given up, the next ones, which are there to clean up, get one attempt of so long each."""
+
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ValueError,
+)
+_FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOSYS}
+_PASSING_STATUS = {408, 423, 425, 429}
+_FINAL_STATUS = {501, 505, 507}
+_PASSING_CODES = {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "XAmzContentSHA256Mismatch",
+}
+"""S3's words for what may pass, some of which come with a status of 400."""
+_PASSING_KINDS = {
+    "HTTPClientError",  # botocore: cut, refused and timed out connections
+    "IncompleteReadError",
+    "ResponseStreamingError",
+    "ResponseParserError",
+    "ClientConnectionError",  # aiohttp
+    "ClientPayloadError",
+    "TransportError",  # httpx
+    "ProtocolError",  # urllib3
+    "ServiceRequestError",  # azure
+    "ServiceResponseError",
+    "BadGatewayError",  # webdav4
+    "ResourceLocked",
+    "SSHException",  # paramiko
+}
+"""Names of base classes of errors that may pass, of libraries that aren't imported here."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a call that failed so may succeed when it is made again."""
+    if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        return False
+    status, code = answer_of(error)
+    if code in _PASSING_CODES:
+        return True
+    if status is not None:
+        return status in _PASSING_STATUS or (status >= 500 and status not in _FINAL_STATUS)
+    if isinstance(error, _FINAL):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in _FINAL_ERRNOS
+    return any(kind.__name__ in _PASSING_KINDS for kind in type(error).__mro__)
+
+
+def answer_of(error: BaseException | None) -> tuple[int | None, str]:
+    """The status and S3's word for it in the server's answer that an error is about, if it is about one."""
+    # s3fs makes an OSError of it
+    for part in (error, error.__cause__) if isinstance(error, OSError) else (error,):
+        response = getattr(part, "response", None)
+        if isinstance(response, dict):  # botocore
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status, str(response.get("Error", {}).get("Code", ""))
+        # aiohttp; webdav4 and azure; httpx; gcsfs
+        for source, name in ((part, "status"), (part, "status_code"), (response, "status_code"), (part, "code")):
+            status = getattr(source, name, None)
+            if isinstance(status, int):
+                return int(status), ""
+    return None, ""
+
+
+class Calls:
+    """Makes the calls of one fsspec file system, for one store.
+
+    Args:
+        fs: The file system.
+        place: What it is called in errors.
+        options: Its storage options, of which no secret gets into an error.
+        stall_s: See :data:`STALL_S`.
+    """
+
+    def __init__(
+        self, fs: Any, place: str, options: Mapping[str, Any] | None = None, stall_s: float | None = None
+    ) -> None:
+        self.fs = fs
+        self._place = place
+        self._options = options or {}
+        self._stall_s = stall_s
+        self._given_up = threading.Event()
+
+    def __call__(self, method: str, *args: Any, moving_bytes: float = 0, **kwargs: Any) -> Any:
+        """Call a method of the file system until it succeeds, a fault can't pass, or its time is up.
+
+        Raises:
+            OSError: What it failed with at last, also where the library's own error is none.
+        """
+        return self.tried(lambda limit_s: self.once(method, *args, limit_s=limit_s, **kwargs), moving_bytes)
+
+    def tried(self, attempt: Callable[[float], Result], moving_bytes: float = 0) -> Result:
+        """The same for what takes several calls. ``attempt`` is given the seconds that each of them may take."""
+        slack_s = moving_bytes / MIN_BYTES_PER_S
+        stall_s = STALL_S if self._stall_s is None else self._stall_s
+        limit_s = (min(LAST_S, stall_s) if self._given_up.is_set() else stall_s) + slack_s
+        deadline_s = STALLS * stall_s + slack_s
+        begun = time.monotonic()
+
+        def attempt_in_time() -> Result:
+            left_s = begun + deadline_s - time.monotonic()
+            return attempt(max(min(limit_s, left_s), 0.1))
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_transient),
+            stop=tenacity.stop_any(
+                tenacity.stop_after_attempt(ATTEMPTS),
+                tenacity.stop_before_delay(deadline_s),
+                tenacity.stop_when_event_set(self._given_up),
+            ),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=MAX_WAIT_S),
+            reraise=True,
+        )
+        with self._clearly():
+            try:
+                result = retrying(attempt_in_time)
+            except Exception as error:
+                if is_transient(error):
+                    self._given_up.set()
+                raise
+        self._given_up.clear()
+        return result
+
+    def once(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
+        """Call a method of the file system, and wait for it no longer than so many seconds.
+
+        Raises:
+            TimeoutError: It took longer. What runs on a loop has been cancelled then; another thread may still hang.
+        """
+        native = getattr(self.fs, f"_{method}", None)
+        try:
+            if self.fs.async_impl and asyncio.iscoroutinefunction(native):
+                return self._on_loop(native, *args, limit_s=limit_s, **kwargs)
+            return self.bounded(getattr(self.fs, method), *args, limit_s=limit_s, **kwargs)
+        except FileNotFoundError as error:
+            # fsspec's HTTP says that a file isn't there whatever the server answered
+            status = answer_of(error.__cause__)[0]
+            if status not in (None, 404, 410) and isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise
+
+    def _on_loop(self, call: Callable[..., Any], *args: Any, limit_s: float, **kwargs: Any) -> Any:
+        from fsspec.asyn import sync
+        from fsspec.exceptions import FSTimeoutError
+
+        try:
+            return sync(self.fs.loop, call, *args, timeout=limit_s, **kwargs)
+        except FSTimeoutError as error:
+            if error.__cause__ is not None and error.__cause__.args:  # the library's own, or the server's
+                raise error.__cause__ from None
+            raise self._stalled(call.__name__.lstrip("_"), limit_s) from None
+
+    def bounded(self, call: Callable[..., Result], *args: Any, limit_s: float, **kwargs: Any) -> Result:
+        """Call anything on a thread of its own, and wait for it no longer than so many seconds."""
+        done: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        # not of a pool: the interpreter waits for a pool's threads at its end
+        threading.Thread(target=run, name="checkpoint-store", daemon=True).start()
+        try:
+            return done.result(limit_s)
+        except TimeoutError:
+            if done.done():
+                raise
+            raise self._stalled(getattr(call, "__name__", "a call"), limit_s) from None
+
+    def part(self, call: Callable[..., Result], *args: Any, moving_bytes: float) -> Result:
+        """Call what can't be tried again, such as a write to an open file."""
+        stall_s = STALL_S if self._stall_s is None else self._stall_s
+        with self._clearly():
+            return self.bounded(call, *args, limit_s=stall_s + moving_bytes / MIN_BYTES_PER_S)
+
+    def _stalled(self, what: str, limit_s: float) -> TimeoutError:
+        return TimeoutError(errno.ETIMEDOUT, f"{self._place} doesn't answer: {what} took more than {limit_s:.3g} s")
+
+    @contextlib.contextmanager
+    def _clearly(self) -> Iterator[None]:
+        """Make an error an OSError, and without secrets; those of programming stay what they are."""
+        try:
+            yield
+        except Exception as error:
+            chain = "".join(_texts(error))
+            tells = redact(chain, self._options) != chain
+            ours = isinstance(error, OSError | CheckpointError)
+            of_python = type(error).__module__.partition(".")[0] in ("builtins", "lightning_shard")
+            if not tells and (ours or of_python):
+                raise
+            kind = next((kind for kind in _FINAL if isinstance(error, kind) and issubclass(kind, OSError)), OSError)
+            text = redact(f"{error}" if ours else f"{type(error).__name__}: {error}", self._options)
+            raise kind(text) from (None if tells else error)
+
+
+def _texts(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        yield f"{error}"
+        error = error.__cause__ or error.__context__

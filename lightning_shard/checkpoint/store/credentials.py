@@ -1,0 +1,75 @@
+"""What may not be shown: passwords and keys in paths, which are refused, and in errors, where they are left out.
+
+Paths are shown, logged, and kept in checkpoints as the paths of the best ones; errors end in logs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from lightning_shard.errors import CheckpointError
+
+HIDDEN = "…"
+_SECRET_NAME = re.compile(r"token|sig|secret|key|pass|pwd|cred|auth|session|sas|jwt|hmac", re.IGNORECASE)
+_NO_SECRET_NAME = re.compile(r"endpoint|region|style|use_ssl|ssh_key_filename|key_filename", re.IGNORECASE)
+_USER_IN_HOST = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "az", "adl"}
+"""Where ``user@host`` (of Azure ``container@account``) is a place, and no secret."""
+_MIN_CHARS = 4
+"""Shorter texts are in any error by chance."""
+
+
+def refuse_secrets(path: str) -> None:
+    """Refuse a path that holds what must not be shown.
+
+    Raises:
+        CheckpointError: It does; the text shows the path without it.
+    """
+    for part in path.split("::"):
+        scheme, separator, rest = part.partition("://")
+        if not separator:
+            continue
+        host, query = re.split(r"[/?#]", rest, maxsplit=1)[0], "&".join(re.split(r"[?#]", rest)[1:])
+        before, at, after = host.rpartition("@")
+        word = None
+        if at and (":" in before or scheme not in _USER_IN_HOST):
+            word = "a password" if ":" in before else "a key or token"
+        elif not at and "@" in rest and ":" in host and not _is_host_and_port(host):
+            word, after = "a password", rest.rpartition("@")[2].partition("/")[0]  # one with a slash in it
+        if word is None and any(_SECRET_NAME.search(unquote(name)) for name in re.findall(r"([^&=]+)=", query)):
+            word, after = "a token or signature", host
+        if word is not None:
+            place = f"{scheme}://{HIDDEN}@{after}" if word != "a token or signature" else f"{scheme}://{after}/{HIDDEN}"
+            raise CheckpointError(
+                f"The path {place} holds {word}, which would be shown wherever the path is: leave it out, and"
+                " pass it in storage_options or in fsspec's own configuration."
+            )
+
+
+def _is_host_and_port(host: str) -> bool:
+    return host.startswith("arn:") or host.endswith("]") or host.rpartition(":")[2].isdigit()
+
+
+def redact(text: str, options: Mapping[str, Any]) -> str:
+    """The text without the secrets among storage options."""
+    for secret in sorted(set(_secrets(options)), key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def _secrets(value: Any, named: bool = False) -> Iterator[str]:
+    """Texts under a name of secrets, however deep, and passwords in URLs under any."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            is_secret = bool(_SECRET_NAME.search(str(name))) and not _NO_SECRET_NAME.search(str(name))
+            yield from _secrets(inner, named or is_secret)
+    elif isinstance(value, list | tuple | set):
+        for inner in value:
+            yield from _secrets(inner, named)
+    elif isinstance(value, str):
+        if named and len(value) >= _MIN_CHARS:
+            yield value
+        elif "://" in value and "@" in value:
+            yield urlsplit(value).netloc.rpartition("@")[0]

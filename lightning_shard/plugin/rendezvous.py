@@ -1,0 +1,132 @@
+"""Where the ranks of this run meet: a store whose keys are of this run alone.
+
+torchrun restarts its processes in rounds: after a failure, or when a machine comes or goes. Since torch 2.5 its agent
+keeps one store over all rounds and gives it to the processes, which put the keys of their process group there under the
+same names each time. (Seen in torch 2.13: ``rendezvous._create_c10d_store`` adds no prefix for the round, counting on a
+new store for each, and ``DynamicRendezvousHandler`` keeps its ``_shared_tcp_store_server``; pytorch issue 135712, pull
+request 135957.) So a rank may read where a rank of an earlier round listened, and is refused, or waits for ever.
+Nothing in the environment tells rounds apart: ``TORCHELASTIC_RESTART_COUNT`` is each agent's own count of failures.
+
+Here the ranks of a round agree on a name, and all keys get that as a prefix. What is left of earlier rounds can't
+mislead them: rank 0 answers to a key that only the asking process knows, and counts a rank as present when that process
+has taken the answer, under a key that has the round's name in it.
+
+Private in torch, and used here: the environment variable ``TORCHELASTIC_USE_AGENT_STORE``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_shard.errors import RankFailure
+
+_PREFIX = "lightning_shard/round"
+_POLL_S = 0.02
+_POLL_MAX_S = 0.5
+
+_agreed: str | None = None
+"""The round of this process, which lives in one only."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the store is, and who meets there."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    timeout: timedelta
+
+    @property
+    def is_kept_by_an_agent(self) -> bool:
+        """Whether the store outlives its processes. Else rank 0 makes one, and torch's own rendezvous does."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def connect(self, timeout: timedelta | None = None) -> dist.Store:
+        """A connection of its own to the store, for keys of this round; the first one is collective over all ranks.
+
+        Raises:
+            RankFailure: Some ranks didn't come in time.
+        """
+        store: dist.Store = dist.TCPStore(
+            self.address, self.port, is_master=False, wait_for_workers=False, timeout=timeout or self.timeout
+        )
+        if not self.is_kept_by_an_agent:
+            return store
+        global _agreed  # noqa: PLW0603
+        if _agreed is None:
+            _agreed = agree(dist.PrefixStore(_PREFIX, store), self.rank, self.world_size, self.timeout)
+        return dist.PrefixStore(f"{_PREFIX}/{_agreed}", store)
+
+
+def agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A new name that the present ranks share, over a store that may hold anything of earlier ones; collective.
+
+    Raises:
+        RankFailure: Some ranks didn't come in time.
+    """
+    return _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
+
+
+def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    name = uuid.uuid4().hex
+    answered: dict[int, str] = {}
+    missing = set(range(1, world_size))
+    stop = time.monotonic() + timeout.total_seconds()
+    pause_s = _POLL_S
+    while missing:
+        for rank in sorted(missing):
+            if not store.check([_asks(rank)]):
+                continue
+            process = store.get(_asks(rank)).decode()
+            if answered.get(rank) != process:  # it may be one of an earlier round, which nobody is any longer
+                answered[rank] = process
+                store.set(_answer(process), name)
+                pause_s = _POLL_S
+            elif store.check([_present(name, process)]):
+                missing.discard(rank)
+        if time.monotonic() > stop:
+            raise RankFailure(_absent(f"ranks {sorted(missing)} of {world_size}", timeout))
+        time.sleep(pause_s if missing else 0)
+        pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+    return name
+
+
+def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
+    process = uuid.uuid4().hex
+    store.set(_asks(rank), process)
+    try:
+        store.wait([_answer(process)], timeout)
+    except (RuntimeError, dist.DistError) as error:
+        raise RankFailure(_absent("rank 0", timeout)) from error
+    name = store.get(_answer(process)).decode()
+    store.set(_present(name, process), "1")
+    return name
+
+
+def _asks(rank: int) -> str:
+    return f"asks/{rank}"
+
+
+def _answer(process: str) -> str:
+    return f"answer/{process}"
+
+
+def _present(name: str, process: str) -> str:
+    return f"{name}/present/{process}"
+
+
+def _absent(who: str, timeout: timedelta) -> str:
+    return (
+        f"This round of torchrun began without {who}: not heard of within {timeout.total_seconds():.0f} s (timeout) at"
+        f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}. Look at the first error of their processes;"
+        " where machines may join a running job, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its agents"
+        " may take an earlier round's address for this one's otherwise."
+    )
