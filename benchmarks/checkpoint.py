@@ -5,6 +5,7 @@ file, and all that matters of it against an S3 server that this script starts. A
 in the same processes; a ratio is the median of the rounds' ratios.
 
     python benchmarks/checkpoint.py                  # about ten minutes; results/checkpoint-<date>.json and .png
+    python benchmarks/checkpoint.py --mib 8192 --ranks 4 --rounds 3 --only save load      # 8 GiB; checkpoint-8192-mib-…
     python benchmarks/checkpoint.py --quick --only save load
 """
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from benchmarks.lib import gathering, loading, picture, replicas, report, s3, saving, stall
-from benchmarks.lib.options import Options, parse
+from benchmarks.lib.options import DEFAULT_BYTES, Options, parse
 from lightning_shard.testing import RanksFailed, preload
 
 QUESTIONS: dict[str, Callable[[Options], Iterator[report.Row]]] = {
@@ -61,7 +62,7 @@ def main() -> None:
     print(f"{took_s} s in all, state of {options.state_bytes / 2**30:.3g} GiB, {options.caching}")
     if options.results is not None:
         path = report.write_result(
-            "checkpoint",
+            "checkpoint" if options.state_bytes <= DEFAULT_BYTES else f"checkpoint-{options.state_bytes // 2**20}-mib",
             rows,
             options.results,
             state_bytes=options.state_bytes,

@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
 from benchmarks.lib.state import MOMENTS
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
-from lightning_shard.checkpoint.format.header import build_header
-from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest
+from lightning_shard.checkpoint.format.header import header_of
+from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
 from lightning_shard.checkpoint.loading.ranges import Read, plan_reads
-from lightning_shard.checkpoint.saving.files import Piece, Written
+from lightning_shard.checkpoint.saving.files import Outline, Piece, Written, plan_file
 from lightning_shard.checkpoint.saving.merge import Account, Merged
-from lightning_shard.checkpoint.saving.part import my_pieces
+from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
-from lightning_shard.checkpoint.tensors import Frame, Located, locate
+from lightning_shard.checkpoint.tensors import Frame, Located, Place, Spread, locate, place_of
 
 SECOND = Target("seconds", 1, most=True)
 PLAN_SAVE = "plan a save, each rank"
@@ -143,11 +143,20 @@ def dtensors(parameters: Parameters, mesh: Any, layout: Layout) -> dict[str, dic
 
 
 def plan_save(state: dict[str, dict[str, Tensor]], mesh: Any, rank: int) -> dict[str, list[Piece]]:
-    frame = Frame.of(mesh, tuple(range(dist.get_world_size())), rank)
+    frame = Frame.of(place_of(mesh), tuple(range(dist.get_world_size())), rank)
     return {
-        title: my_pieces([locate(name, tensor, frame) for name, tensor in sorted(section.items())], rank)
+        title: pieces([locate(name, tensor) for name, tensor in sorted(section.items())], frame)
         for title, section in state.items()
     }
+
+
+def pieces(tensors: list[Located], frame: Frame) -> list[Piece]:
+    cuts = my_cuts(list(enumerate(map(outlined, tensors))), frame)
+    return [
+        Piece(tensor.name, tensor.spread.shape, cut.box, cut.of(tensor))
+        for cut in cuts
+        for tensor in [tensors[cut.number]]
+    ]
 
 
 # -- the same for any rank, by arithmetic -----------------------------------------------------------------------------
@@ -167,19 +176,18 @@ def boxes_of(
 
 def pieces_of(parameters: Parameters, layout: Layout, stage: int, data: int, tensor: int) -> dict[str, list[Piece]]:
     ranks = layout.stage_ranks(stage)
-    everyone, replicas = tuple(ranks.flatten().tolist()), tuple(ranks[data].tolist())
-    own = int(ranks[data, tensor])
+    frame = Frame(ranks, int(ranks[data, tensor]))
+    mesh = Place(lambda: None, ranks, (data, tensor))
 
     def located(name: str, parameter: Parameter | None) -> Located:
         if parameter is None:
-            scalar = local_boxes(())
-            return Located(name, torch.empty((), device="meta"), (), tuple(scalar), everyone)
+            return Located(name, torch.empty((), device="meta"), Spread((), tuple(local_boxes(()))))
         boxes, shape = boxes_of(parameter, layout, data, tensor)
-        holders = replicas if parameter.tensor_dim is None else (own,)
-        return Located(name, torch.empty(shape, device="meta"), parameter.shape, boxes, holders)
+        placements = Shard(0), Replicate() if parameter.tensor_dim is None else Shard(parameter.tensor_dim)
+        return Located(name, torch.empty(shape, device="meta"), Spread(parameter.shape, boxes, mesh, placements))
 
     return {
-        title: my_pieces([located(name, parameter) for name, parameter in sorted(section.items())], own)
+        title: pieces([located(name, parameter) for name, parameter in sorted(section.items())], frame)
         for title, section in sections(parameters).items()
     }
 
@@ -190,15 +198,12 @@ def account_of(pieces: dict[str, list[Piece]], rank: int, mesh_ranks: tuple[int,
     for section, parts in pieces.items():
         if not parts:
             continue
-        header, entries = build_header([(f"{i}", "F32", part.box.sizes) for i, part in enumerate(parts)], {})
-        chunks = []
-        for part, entry in zip(parts, entries):
-            blocks = -(-(entry.end - entry.begin) // BLOCK_BYTES)
-            digests = "0" * DIGEST_HEX_CHARS * blocks
-            chunks.append((part, Chunk(-1, entry.begin, entry.end, part.box.offsets, part.box.sizes, digests)))
+        plan = plan_file([Outline(p.name, p.data.dtype, p.shape, p.box) for p in parts])
+        header = header_of(plan.header, plan.places)
+        digests = ["0" * DIGEST_HEX_CHARS * -(-parts[number].data.nbytes // BLOCK_BYTES) for number in plan.order]
         path = f"{section}/rank-{rank:05d}-{ATTEMPT}.safetensors"
-        file = FileEntry(path, entries[-1].end, len(header), "0" * DIGEST_HEX_CHARS)
-        account.add(section, Written(file, chunks))
+        file = FileEntry(path, len(header) + plan.data_bytes, len(header), "0" * DIGEST_HEX_CHARS)
+        account.add(section, Written(file, plan.table, digests))
     return account
 
 

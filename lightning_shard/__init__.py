@@ -1,23 +1,79 @@
 """Hybrid-sharded training of unmodified LightningModules, and checkpoints that load on any layout.
 
-Importing registers ``Trainer(strategy="hybrid_shard")``. Where Lightning isn't installed,
-``lightning_shard.checkpoint`` and the command line work all the same.
+Importing makes ``Trainer(strategy="hybrid_shard")`` known, before or after Lightning is imported, and imports nothing
+else: ``lightning_shard.checkpoint`` and the command line need neither Lightning nor torch's compiler, and where it
+isn't installed they work all the same.
 """
 
-from importlib.util import find_spec
+from __future__ import annotations
 
-__all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO"]
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING, Any
 
-if find_spec("lightning") is not None:
-    from lightning.pytorch.strategies import StrategyRegistry
-
+if TYPE_CHECKING:
     from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
     from lightning_shard.plugin.model_checkpoint import ModelCheckpoint
     from lightning_shard.plugin.strategy import HybridShardStrategy
 
-    if HybridShardStrategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
-            HybridShardStrategy.strategy_name,
-            HybridShardStrategy,
+__all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO"]
+
+_FOUND_IN = {
+    "HybridShardStrategy": "lightning_shard.plugin.strategy",
+    "ModelCheckpoint": "lightning_shard.plugin.model_checkpoint",
+    "ShardedCheckpointIO": "lightning_shard.plugin.checkpoint_io",
+}
+_REGISTRY = "lightning.pytorch.strategies"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_FOUND_IN[name]), name)
+    globals()[name] = value
+    return value
+
+
+def _hybrid_shard(**arguments: Any) -> HybridShardStrategy:
+    """What Lightning calls for ``strategy="hybrid_shard"``: only then is the strategy imported."""
+    from lightning_shard.plugin.strategy import HybridShardStrategy
+
+    return HybridShardStrategy(**arguments)
+
+
+def _register() -> None:
+    registry = sys.modules[_REGISTRY].StrategyRegistry
+    if "hybrid_shard" not in registry:
+        registry.register(
+            "hybrid_shard",
+            _hybrid_shard,
             description="Fully sharded data, tensor and pipeline parallelism of unmodified LightningModules.",
         )
+
+
+class _RegisterWithLightning(MetaPathFinder):
+    """Registers the strategy as soon as Lightning has made its registry. Finds nothing itself."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute = loader.exec_module
+
+            def execute_and_register(module: Any) -> None:
+                execute(module)
+                _register()
+
+            loader.exec_module = execute_and_register
+        return spec
+
+
+if _REGISTRY in sys.modules and hasattr(sys.modules[_REGISTRY], "StrategyRegistry"):
+    _register()
+else:
+    sys.meta_path.insert(0, _RegisterWithLightning())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from benchmarks.lib.report import MIB, RESULTS
 
+DEFAULT_BYTES = 1024 * MIB
+
 QUICK = {"mib": 64, "s3_mib": 32, "gather_mib": [32, 64], "ranks": [1, 2], "rounds": 1, "results": None, "fsync": False}
 
 
@@ -38,7 +40,12 @@ def parse(questions: Sequence[str], description: str, arguments: Sequence[str] |
     add = parser.add_argument
     add("--only", nargs="+", choices=questions, default=list(questions), help="these questions")
     add("--quick", action="store_true", help="small and once, to try; no result is written unless --results is given")
-    add("--mib", type=int, default=1024, help="model and AdamW state of all ranks together (%(default)s)")
+    add(
+        "--mib",
+        type=int,
+        default=DEFAULT_BYTES // MIB,
+        help="model and AdamW state of all ranks together (%(default)s)",
+    )
     add("--s3-mib", type=int, default=1024, help="the same against the S3 server (%(default)s)")
     add("--gather-mib", type=int, nargs="+", default=[1024, 4096], help="the same for gather (1024 4096)")
     add("--big", action="store_true", help="gather 16 GiB too, which needs 35 GB of disk")

@@ -141,7 +141,7 @@ def _sync_own_file(task: Task) -> None:
 
 # -- the question -----------------------------------------------------------------------------------------------------
 
-SYNCED = (RAW, OURS, SAFETENSORS, DCP)
+SYNCED = (RAW, OURS, OURS_WITHOUT_DIGESTS, SAFETENSORS, DCP)
 """Those that heed ``Task.fsync``, and are measured with it too: there it is mostly the disk that is measured."""
 TARGETS = {
     OURS: Target("of_reference", 0.9),

@@ -10,7 +10,7 @@ from lightning_shard.checkpoint.catalog import list_checkpoints as list
 from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.folder import exists, remove
 from lightning_shard.checkpoint.format.codec import register_codec
-from lightning_shard.checkpoint.loading.load import Pair, load, load_tensors, load_together
+from lightning_shard.checkpoint.loading.load import LoadReport, Pair, load, load_tensors, load_together
 from lightning_shard.checkpoint.loading.open import read, read_together
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.ranks import all_or_none
@@ -36,6 +36,7 @@ __all__ = [
     "Format",
     "GatherReport",
     "InspectReport",
+    "LoadReport",
     "Pair",
     "SaveReport",
     "StoredTensor",

@@ -52,7 +52,7 @@ def content_of_all(
         )
         sums: dict[str, int] = dict.fromkeys(tensors, 0)
         for file in part.files:
-            for piece in file.pieces:
+            for piece in file.pieces():
                 sums[piece.name] += content_sum([piece])
         for name, target in part.aliases.get("model", {}).items():
             sums[name] = sums[target]

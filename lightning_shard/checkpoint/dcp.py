@@ -76,12 +76,12 @@ from lightning_shard.checkpoint.saving.commit import (
     may_be_committed,
     new_attempt,
 )
-from lightning_shard.checkpoint.saving.files import Piece, write_file, write_json
+from lightning_shard.checkpoint.saving.files import Piece, write_json, write_pieces
 from lightning_shard.checkpoint.saving.merge import Account, Merged
 from lightning_shard.checkpoint.saving.save import WRITER, abandon
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
-from lightning_shard.checkpoint.tensors import is_dtensor, target_boxes
+from lightning_shard.checkpoint.tensors import is_dtensor, locate
 from lightning_shard.errors import CheckpointConflictError, CheckpointError, StateMismatchError, UnsupportedStateError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -178,8 +178,8 @@ class DcpWriter(_AtPath, StorageWriter):
                     continue
                 names.append(f"{section}/rank-{_rank():05d}-{attempt}.safetensors")
                 metadata = {"format": "pt", "lightning_shard.attempt": attempt, "lightning_shard.section": section}
-                written = write_file(self._store, names[-1], pieces, metadata, digests=self.digests, durable=self.fsync)
-                part.account.add(section, written)
+                options = {"digests": self.digests, "durable": self.fsync}
+                part.account.add(section, write_pieces(self._store, names[-1], pieces, metadata, **options))
             if self.fsync and names:
                 self._store.sync(names)
             check_own_files(self._store, part.account.files())
@@ -380,7 +380,7 @@ def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> No
     tensor = getattr(planner, "state_dict", {}).get(index.fqn)
     if tensor is None or not is_dtensor(tensor):
         return
-    boxes = [place.box for place in target_boxes(index.fqn, tensor)[1]]
+    boxes = [place.box for place in locate(index.fqn, tensor).spread.boxes]
     if len(boxes) > 1 or any(box.offsets != index.offset for box in boxes):
         raise CheckpointError(
             f"{index.fqn!r} with placements {tensor.placements} has {[box.offsets for box in boxes]} on this rank, and"

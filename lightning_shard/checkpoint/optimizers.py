@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, 
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.checkpoint.sharded_values import lift, rebuilt
-from lightning_shard.checkpoint.tensors import flatten, identity, is_dtensor, local_tensor
+from lightning_shard.checkpoint.tensors import flatten, identity, is_dtensor, locate
 from lightning_shard.errors import StateMismatchError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -322,13 +322,13 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
     by_memory: dict[Any, str] = {}
     for name, tensor in tensors:
         by_id.setdefault(id(tensor), name)
-        by_memory.setdefault(identity(tensor), name)
+        by_memory.setdefault(identity(locate(name, tensor)), name)
     by_memory.pop(None, None)
     found = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                own = by_id.get(id(parameter), by_memory.get(identity(parameter)))
+                own = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
                 if own is None:
                     raise UnsupportedStateError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that isn't in"
@@ -609,5 +609,5 @@ def _part_of(full: Tensor, parameter: Tensor) -> Tensor:
     from lightning_shard.sharding import local_part
 
     target = torch.empty_like(parameter.detach(), dtype=full.dtype)
-    local_tensor(target).copy_(local_part(full, target))  # type: ignore[arg-type]
+    locate("", target).local.copy_(local_part(full, target))  # type: ignore[arg-type]
     return target

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -9,6 +11,9 @@ from torch.nn.parameter import is_lazy
 from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError
+
+_storable: set[tuple[Any, ...]] = set()
+"""Kinds of tensors that were found to be. As for what isn't in the kind: quantized tensors have dtypes of their own."""
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
@@ -19,6 +24,9 @@ def check_storable(name: str, tensor: Tensor) -> None:
         )
     if is_dtensor(tensor):
         tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    known = type(tensor), tensor.dtype, tensor.layout, tensor.is_nested, tensor.is_meta
+    if known in _storable:
+        return
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # type: ignore[comparison-overlap]
         kind = type(tensor)
         parts = ", ".join(tensor.__tensor_flatten__()[0]) if hasattr(tensor, "__tensor_flatten__") else ""
@@ -40,3 +48,4 @@ def check_storable(name: str, tensor: Tensor) -> None:
     if tensor.device.type == "meta":
         raise UnsupportedStateError(f"{name!r} is on the meta device and has no data: materialize it before saving.")
     dtype_name(tensor.dtype, name)
+    _storable.add(known)

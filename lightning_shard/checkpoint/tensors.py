@@ -1,4 +1,7 @@
-"""What a torch tensor or DTensor is to the plan: global shape, this rank's boxes of it, and who else holds them.
+"""What a torch tensor or DTensor is to the plan, told once: this rank's part of it, where that lies, who else holds it.
+
+:func:`locate` is the door: behind it no function asks what a DTensor is. What follows from a layout and a shape alone
+is reckoned once and kept for all tensors alike, a :class:`Spread`.
 
 The only file of the checkpoint that knows DTensor's private parts, as of torch 2.11 to 2.13:
 
@@ -10,10 +13,11 @@ The only file of the checkpoint that knows DTensor's private parts, as of torch 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -36,19 +40,35 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
-class Located:
-    """A tensor of this rank's state, placed.
+@dataclass(frozen=True, eq=False, slots=True)
+class Spread:
+    """How a tensor lies over the ranks, as far as this rank needs to know: the same for all of one layout and shape.
 
-    ``boxes`` are the parts of the global tensor that ``local`` is made of; ``holders`` are the global ranks that hold
-    the very same parts, this one included, in an order that they agree on.
+    One object for all of them, so it is compared by identity.
+
+    Attributes:
+        shape: Of the global tensor.
+        boxes: The parts of it that this rank's local tensor is made of. Of a tensor without elements, the whole.
+        mesh: Over which it is spread, None for a plain tensor.
+        placements: One for each of the mesh's axes.
     """
+
+    shape: tuple[int, ...]
+    boxes: tuple[LocalBox, ...]
+    mesh: Place | None = None
+    placements: tuple[Any, ...] = ()
+
+    @property
+    def sharded_axes(self) -> tuple[int, ...]:
+        return tuple(axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
+
+
+class Located(NamedTuple):
+    """A tensor of this rank's state in its normal form; ``local`` shares its memory, and never has a graph."""
 
     name: str
     local: Tensor
-    shape: tuple[int, ...]
-    boxes: tuple[LocalBox, ...]
-    holders: tuple[int, ...]
+    spread: Spread
 
 
 class Frame:
@@ -60,7 +80,7 @@ class Frame:
     def __init__(self, grid: Tensor, rank: int) -> None:
         self.grid = grid
         self.rank = rank
-        self.ranks = tuple(int(r) for r in grid.flatten())
+        self.ranks: tuple[int, ...] = tuple(grid.flatten().tolist())
         if len(set(self.ranks)) != len(self.ranks) or rank not in self.ranks:
             raise CheckpointError(
                 f"mesh holds the ranks {_short(self.ranks)}, and this is rank {rank}: pass the mesh of the ranks that"
@@ -72,11 +92,26 @@ class Frame:
         self._holders: dict[tuple[int, tuple[int, ...]], tuple[Tensor, tuple[int, ...]]] = {}
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, ranks: tuple[int, ...], rank: int) -> Frame:
-        """From a mesh, or from all ranks that save where there is none."""
+    def of(cls, mesh: Place | None, ranks: tuple[int, ...], rank: int) -> Frame:
+        """From a mesh, or from all ranks that save where there is none. Of each there is one, which may be a key."""
         if mesh is None:
-            return cls(torch.tensor(ranks), rank)
-        return cls(mesh.mesh.cpu(), rank)
+            return _frame_of_ranks(ranks, rank)
+        if mesh.frame is None or mesh.frame.rank != rank:
+            mesh.frame = cls(mesh.ranks, rank)
+        return mesh.frame
+
+    def holders_of(self, name: str, spread: Spread) -> tuple[int, ...]:
+        """The ranks that hold the same parts of a tensor as this one, itself included, in an order they agree on.
+
+        Raises:
+            CheckpointError: It is spread over ranks that don't save, or over a part of the axes.
+        """
+        if spread.mesh is None or 0 in spread.shape:
+            # a tensor without elements is in no rank's part, and one rank must write the name all the same
+            return self.ranks
+        if spread.mesh.coordinate is None:
+            return (self.rank,)
+        return self.holders(name, spread.mesh.ranks, spread.sharded_axes)
 
     def holders(self, name: str, mesh_ranks: Tensor, shard_axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold what this rank holds of a tensor that ``shard_axes`` of ``mesh_ranks`` shard."""
@@ -116,98 +151,77 @@ class Frame:
         return tuple(sorted(int(r) for r in found))
 
 
+@lru_cache(maxsize=64)
+def _frame_of_ranks(ranks: tuple[int, ...], rank: int) -> Frame:
+    return Frame(torch.tensor(ranks), rank)
+
+
 def is_dtensor(value: Any) -> bool:
-    # without a process group there are none, and importing them costs a second
-    if not torch.distributed.is_available() or type(value) in (Tensor, torch.nn.Parameter):
+    # where the module hasn't been imported there are none, and importing it costs a second
+    if type(value) in (Tensor, torch.nn.Parameter):
         return False
-    return isinstance(value, _dtensor_class())
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
-@cache
-def _dtensor_class() -> type:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; a plain tensor itself. Never with a graph."""
-    value: Any = tensor
-    return (value._local_tensor if is_dtensor(tensor) else tensor).detach()
-
-
-def replicated_over(tensor: Tensor) -> Any:
-    """The process group of the largest mesh axis along which a DTensor is replicated; None where there is none."""
-    value: Any = tensor
-    mesh = value.device_mesh
-    if _place_in(mesh).coordinate is None:
-        return None
-    axes = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate() and mesh.size(axis) > 1]
-    if not axes:
-        return None
-    try:
-        return mesh.get_group(max(axes, key=mesh.size))
-    except RuntimeError:  # a mesh that was made without groups
-        return None
-
-
-def target_boxes(name: str, tensor: Tensor) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
-    """The global shape of a tensor, and this rank's boxes of it.
+def locate(name: str, tensor: Tensor) -> Located:
+    """The normal form of a tensor.
 
     Raises:
         UnsupportedStateError: A placement that isn't a part of the tensor (``Partial``).
         CheckpointError: The local tensor isn't of the shape that the placements say.
     """
-    if not is_dtensor(tensor):
-        return tuple(tensor.shape), (LocalBox(Box.whole(tensor.shape), (0,) * tensor.ndim),)
-    value: Any = tensor
-    shape = tuple(value.shape)
-    place = _place_in(value.device_mesh)
+    if is_dtensor(tensor):
+        value: Any = tensor
+        local: Tensor = value._local_tensor
+        spread = _spread(name, value, tuple(local.shape))
+    else:
+        local = tensor
+        spread = _plain(tuple(tensor.shape))
+    if local.requires_grad or type(local) is not Tensor:
+        local = local.detach()
+    return Located(name, local, spread)
+
+
+@lru_cache(maxsize=4096)
+def _plain(shape: tuple[int, ...]) -> Spread:
+    return Spread(shape, (LocalBox(Box.whole(shape), (0,) * len(shape)),))
+
+
+def _spread(name: str, tensor: Any, local: tuple[int, ...]) -> Spread:
+    place = place_of(tensor.device_mesh)
+    key = tensor.placements, tuple(tensor.shape), local
+    known = place.spreads.get(key)
+    if known is None:
+        known = place.spreads[key] = Spread(key[1], _boxes_of(name, place, *key), place, tuple(key[0]))
+    return known
+
+
+def _boxes_of(
+    name: str, place: Place, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]
+) -> tuple[LocalBox, ...]:
+    if 0 in shape:
+        return _plain(shape).boxes
     if place.coordinate is None:
-        return shape, ()
-    splits = _splits(name, value.placements, place.sizes, place.coordinate)
-    boxes = _boxes(shape, splits, tuple(value._local_tensor.shape))
+        return ()
+    splits = _splits(name, placements, place.sizes, place.coordinate)
+    boxes = _boxes(shape, splits, local)
     if boxes is None:
         raise CheckpointError(
-            f"{name!r} of shape {shape} with placements {value.placements} on {value.device_mesh} has a local tensor of"
-            f" shape {tuple(value._local_tensor.shape)}, which isn't what these placements give"
-            f" ({local_shape(shard(shape, splits))})."
+            f"{name!r} of shape {shape} with placements {placements} on {place.mesh()} has a local tensor of shape"
+            f" {local}, which isn't what these placements give ({local_shape(shard(shape, splits))})."
         )
-    return shape, boxes
+    return boxes
 
 
-def locate(name: str, tensor: Tensor, frame: Frame | None) -> Located:
-    """Place one tensor of the state; ``frame`` None means that this process saves alone."""
-    shape, boxes = target_boxes(name, tensor)
-    local = local_tensor(tensor)
-    if 0 in shape:
-        # no rank's part has an element, and one rank must write the name all the same
-        whole = LocalBox(Box.whole(shape), (0,) * len(shape))
-        return Located(name, local.new_empty(shape), shape, (whole,), frame.ranks if frame is not None else (0,))
-    if frame is None:
-        if is_dtensor(tensor) and any(box.box.sizes != shape for box in boxes):
-            raise CheckpointError(
-                f"{name!r} is sharded over several ranks, and this process saves alone: save on all ranks."
-            )
-        return Located(name, local, shape, boxes, (0,))
-    if not is_dtensor(tensor):
-        return Located(name, local, shape, boxes, frame.ranks)
-    value: Any = tensor
-    place = _place_in(value.device_mesh)
-    if place.coordinate is None:
-        return Located(name, local, shape, (), (frame.rank,))
-    axes = tuple(axis for axis, placement in enumerate(value.placements) if not placement.is_replicate())
-    return Located(name, local, shape, boxes, frame.holders(name, place.ranks, axes))
-
-
-def common_mesh(state: Mapping[str, Tensor], ranks: tuple[int, ...]) -> DeviceMesh | None:
+def common_mesh(tensors: Iterable[Located], ranks: tuple[int, ...]) -> Place | None:
     """The largest mesh that the DTensors of a state come from, if it is made of exactly ``ranks``."""
-    for tensor in state.values():
-        if is_dtensor(tensor):
-            value: Any = tensor
-            for mesh in (value.device_mesh._get_root_mesh(), value.device_mesh):
-                if sorted(int(r) for r in mesh.mesh.flatten()) == sorted(ranks):
-                    return mesh
+    meshes = {id(tensor.spread.mesh): tensor.spread.mesh for tensor in tensors}
+    for place in meshes.values():
+        mesh = place.mesh() if place is not None else None
+        for candidate in (mesh._get_root_mesh(), mesh) if mesh is not None else ():
+            if sorted(candidate.mesh.flatten().tolist()) == sorted(ranks):
+                return place_of(candidate)
     return None
 
 
@@ -249,27 +263,52 @@ def _splits(
     return tuple(splits)
 
 
-@dataclass(frozen=True)
-class _MeshPlace:
-    """A mesh and this rank's coordinate in it, None if it isn't in it. Meshes reckon them anew whenever asked."""
+@dataclass(eq=False)
+class Place:
+    """A mesh and this rank's coordinate in it, None if it isn't in it, which meshes reckon anew whenever asked.
 
+    With what is made once for all tensors on it: their spreads, and the frame where it is the mesh of all that save.
+    """
+
+    mesh: ref[DeviceMesh]
     ranks: Tensor
-    sizes: tuple[int, ...]
     coordinate: tuple[int, ...] | None
+    spreads: dict[Any, Spread] = field(default_factory=dict)
+    frame: Frame | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.ranks.shape)
+
+    def replicated_over(self, placements: tuple[Any, ...]) -> Any:
+        """The process group of the largest axis along which a tensor is replicated; None where there is none."""
+        mesh = self.mesh()
+        if self.coordinate is None or mesh is None:
+            return None
+        sizes = self.sizes
+        axes = [axis for axis, placement in enumerate(placements) if placement.is_replicate() and sizes[axis] > 1]
+        if not axes:
+            return None
+        try:
+            return mesh.get_group(max(axes, key=sizes.__getitem__))
+        except RuntimeError:  # a mesh that was made without groups
+            return None
 
 
 # By identity: meshes of two process groups, one after the other, are equal where this process has another rank.
-_places: dict[int, tuple[ref[DeviceMesh], _MeshPlace]] = {}
+_places: dict[int, Place] = {}
 
 
-def _place_in(mesh: DeviceMesh) -> _MeshPlace:
+def place_of(mesh: DeviceMesh) -> Place:
+    """The same object for a mesh whenever asked."""
     known = _places.get(id(mesh))
-    if known is not None and known[0]() is mesh:
-        return known[1]
+    if known is not None and known.mesh() is mesh:
+        return known
     coordinate = mesh.get_coordinate()
-    ranks = mesh.mesh.cpu()
-    place = _MeshPlace(ranks, tuple(ranks.shape), None if coordinate is None else tuple(coordinate))
-    _places[id(mesh)] = ref(mesh, partial(_forget, id(mesh))), place
+    place = Place(
+        ref(mesh, partial(_forget, id(mesh))), mesh.mesh.cpu(), None if coordinate is None else tuple(coordinate)
+    )
+    _places[id(mesh)] = place
     return place
 
 
@@ -308,21 +347,13 @@ def flatten(state: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
     return flat
 
 
-def identity(tensor: Tensor) -> Any:
+def identity(tensor: Located) -> Any:
     """Equal for tensors that are the same memory; None where there is none to tell by.
 
     A rank whose shard is empty can't tell that two DTensors are one, and needn't: it writes nothing of either.
     """
-    local = local_tensor(tensor)
+    local = tensor.local
     if local.numel() == 0 or local.layout is not torch.strided or local.device.type == "meta":
         return None
     memory = (local.device, local.untyped_storage().data_ptr(), local.storage_offset())
-    return (
-        *memory,
-        tuple(tensor.shape),
-        tuple(local.shape),
-        local.stride(),
-        local.dtype,
-        local.is_conj(),
-        local.is_neg(),
-    )
+    return (*memory, tensor.spread.shape, local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg())

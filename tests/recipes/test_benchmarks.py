@@ -54,3 +54,11 @@ def test_the_benchmark_of_planning_reckons_a_manifest_that_covers_every_paramete
     assert result["parameters"] == matrices + vectors
     assert result["files"] == 2 * 8, "a model and an optimizer file of each rank"
     assert result["loading_rank_reads_ranges"] >= result["loading_rank_reads_files"] > 0
+
+
+def test_the_profile_of_planning_tells_what_ranks_spend_beside_the_bytes(result_of: Run, tmp_path: Path) -> None:
+    result = result_of("profile_planning", tmp_path / "results", "--folder", str(tmp_path), "--profile", "load")
+    whats = {row["what"] for row in result["rows"]}
+    assert whats == {"the first save of a run", "a repeated save", "a load, same layout", "a load, other layout"}
+    assert {row["contender"] for row in result["rows"]} == {"first rank", "slowest of the others"}
+    assert all(row["seconds"] > 0 for row in result["rows"])

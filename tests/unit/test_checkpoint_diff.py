@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.saving import commit, merge
-from lightning_shard.checkpoint.saving.files import Piece, write_file
+from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.store import open_store
 from lightning_shard.checkpoint.tools.diff import differing
 from lightning_shard.cli import main
@@ -199,7 +199,7 @@ def reshard(source, target, cuts):
     account = merge.Account(0, (0,))
     store = open_store(target)
     name = "model/rank-00000-0123456789ab.safetensors"
-    account.add("model", write_file(store, name, pieces, {}, digests=True, durable=False))
+    account.add("model", write_pieces(store, name, pieces, {}, digests=True, durable=False))
     manifest = merge.Merged([account]).manifest(attempt="0123456789ab", layout=None, writer="", digests=True)
     commit.commit(store, manifest, Earlier(), durable=False)
 

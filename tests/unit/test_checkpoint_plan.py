@@ -18,7 +18,8 @@ from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
 from lightning_shard.checkpoint.saving import files, merge
-from lightning_shard.checkpoint.saving.part import my_pieces
+from lightning_shard.checkpoint.saving.files import Piece, write_pieces
+from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import (
     LocalBox,
     Split,
@@ -30,7 +31,7 @@ from lightning_shard.checkpoint.shards import (
 )
 from lightning_shard.checkpoint.sharing import Shared, deal, share
 from lightning_shard.checkpoint.store import LocalStore
-from lightning_shard.checkpoint.tensors import Frame, Located, _boxes, _splits
+from lightning_shard.checkpoint.tensors import Frame, Located, Place, Spread, _boxes, _splits
 from lightning_shard.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -218,19 +219,23 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
     for rank in range(count * extra_axis):
         frame = Frame(grid, rank)
         *coordinate, extra = ((grid == rank).nonzero().tolist())[0]
+        mesh = Place(lambda: None, grid[..., extra], tuple(coordinate))
         located = []
         for name, tensor in full.items():
             where = placements[name]
             splits = _splits(name, where, mesh_shape, tuple(coordinate))
             local = by_fsdp(tensor, where, mesh_shape, coordinate)
             places = _boxes(tuple(tensor.shape), splits, tuple(local.shape))
-            axes = tuple(axis for axis, placement in enumerate(where) if not placement.is_replicate())
-            holders = frame.holders(name, grid[..., extra], axes)
-            located.append(Located(name, local, tuple(tensor.shape), places, holders))
+            located.append(Located(name, local, Spread(tuple(tensor.shape), places, mesh, where)))
         account = merge.Account(rank, frame.ranks)
-        if pieces := my_pieces(located, rank):
+        pieces = [
+            Piece(t.name, t.spread.shape, cut.box, cut.of(t))
+            for cut in my_cuts(list(enumerate(map(outlined, located))), frame)
+            for t in [located[cut.number]]
+        ]
+        if pieces:
             path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
-            account.add("model", files.write_file(store, path, pieces, {}, digests=True, durable=False))
+            account.add("model", write_pieces(store, path, pieces, {}, digests=True, durable=False))
         accounts.append(account)
     manifest = merge.Merged(accounts).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
     return store, Manifest.from_bytes(manifest.to_bytes())

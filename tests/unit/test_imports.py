@@ -27,8 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": GROUND | TRADES | {"plugin", "report", "dryrun"},
     "__init__": GROUND | TRADES | {"plugin"},
 }
-# The package itself registers the strategy with Lightning.
-KNOWS_LIGHTNING = {"__init__", "plugin", "dryrun", "cli"}
+KNOWS_LIGHTNING = {"plugin", "dryrun", "cli"}
 KNOWS_HYDRA = {"cli"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.saving import compare
-from lightning_shard.checkpoint.saving.compare import content_sum
 from lightning_shard.checkpoint.saving.files import Piece, write_file
 from lightning_shard.checkpoint.saving.merge import Account, Merged
 from lightning_shard.checkpoint.store import LocalStore

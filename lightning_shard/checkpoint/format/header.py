@@ -20,6 +20,7 @@ from lightning_shard.errors import CorruptCheckpointError, UnsupportedStateError
 
 ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors readers
+METADATA = "__metadata__"
 
 
 # Our dtype names are those of safetensors, and three more for what it, or its Python reader, has no name for.
@@ -98,7 +99,19 @@ def build_header(
     Returns:
         The header (length prefix and padding included) and where each tensor's data lies.
     """
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    table, spans = tensor_table(tensors)
+    header = header_of(table, metadata)
+    entries = [
+        HeaderEntry(key, dtype, tuple(shape), len(header) + begin, len(header) + end)
+        for (key, dtype, shape), (begin, end) in zip(tensors, spans, strict=True)
+    ]
+    return header, entries
+
+
+def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[str, list[tuple[int, int]]]:
+    """The header's JSON as far as it tells of tensors, and each one's bytes counted from where the data begins."""
+    table: dict[str, Any] = {}
+    assert all(key != METADATA for key, _, _ in tensors), f"a tensor is named {METADATA!r}"
     position = 0
     spans = []
     for key, dtype, shape in tensors:
@@ -112,19 +125,25 @@ def build_header(
         }
         spans.append((position, position + nbytes))
         position += nbytes
-    content = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    return _dump(table), spans
+
+
+def header_of(table: str, metadata: Mapping[str, str]) -> bytes:
+    """The header's bytes, from the JSON of its tensors."""
+    if metadata:
+        table = f"{_dump({METADATA: dict(metadata)})[:-1]}{',' if table != '{}' else ''}{table[1:]}"
+    content = table.encode()
     content += b" " * (-(8 + len(content)) % ALIGNMENT_BYTES)
     if len(content) > MAX_HEADER_BYTES:
         raise UnsupportedStateError(
             f"One rank's file would need a header of {len(content):,} bytes, and safetensors allows"
             f" {MAX_HEADER_BYTES:,}: save fewer tensors per rank."
         )
-    header = struct.pack("<Q", len(content)) + content
-    entries = [
-        HeaderEntry(key, dtype, tuple(shape), len(header) + begin, len(header) + end)
-        for (key, dtype, shape), (begin, end) in zip(tensors, spans, strict=True)
-    ]
-    return header, entries
+    return struct.pack("<Q", len(content)) + content
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def parse_header(header: bytes, file: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:

@@ -25,6 +25,10 @@ def own_digest_fits(data: bytes) -> bool:
     return bool(mark) and data == signed(body)
 
 
+PARSED_WHOLE_BYTES = 4096
+"""Of a tensor's line, where few chunks aren't worth parsing apart."""
+
+
 class Lines(Mapping[str, Any]):
     """A section whose tensors are text, a line each, until they are asked for; then only their chunks are text."""
 
@@ -33,6 +37,8 @@ class Lines(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         line = self._lines[name]
+        if len(line) <= PARSED_WHOLE_BYTES:
+            return json.loads(line)
         head, found, chunks = line.partition(b',"chunks":[')
         return {**json.loads(head + b"}"), "chunks": b"[" + chunks[:-1]} if found else json.loads(line)
 

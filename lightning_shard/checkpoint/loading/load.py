@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.loading.open import Found, find, open_found, starting_over
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
-from lightning_shard.checkpoint.memory import narrow
+from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.optimizers import Restored
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.store import as_path, open_store
-from lightning_shard.checkpoint.tensors import flatten, identity, local_tensor, target_boxes
+from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
 SHOWN_NAMES = 10
 Pair = tuple[StoredTensor, Tensor]
 """What is stored, and the tensor or DTensor to fill with this rank's part of it."""
+CHECKED_FIRST_BYTES = 64 * 2**20
+"""What is not more than this on a rank is read beside its tensors, and copied when all ranks have checked theirs."""
+
+
+class LoadReport(tuple[list[str], list[str]]):
+    """What :func:`load` has done. Unpacks as ``missing, unexpected = load(...)``.
+
+    Attributes:
+        nbytes: What this rank has read.
+        seconds: That it took, all ranks together.
+        attempt: Of the save that wrote the checkpoint; empty for another program's files.
+    """
+
+    nbytes: int
+    seconds: float
+    attempt: str
+
+    def __new__(
+        cls, missing: list[str], unexpected: list[str], nbytes: int, seconds: float, attempt: str
+    ) -> LoadReport:
+        report = super().__new__(cls, (missing, unexpected))
+        report.nbytes, report.seconds, report.attempt = nbytes, seconds, attempt
+        return report
+
+    @property
+    def missing(self) -> list[str]:
+        """Names that were asked for and aren't in the checkpoint."""
+        return self[0]
+
+    @property
+    def unexpected(self) -> list[str]:
+        """Names in it that no rank asked for."""
+        return self[1]
+
+    def __repr__(self) -> str:
+        return (
+            f"LoadReport(missing={self.missing!r}, unexpected={self.unexpected!r}, nbytes={self.nbytes},"
+            f" seconds={self.seconds:.3f}, attempt={self.attempt!r})"
+        )
 
 
 @starting_over
@@ -41,12 +85,14 @@ def load(
     storage_options: dict[str, Any] | None = None,
     share_reads: bool | None = None,
     group: Any = None,
-) -> tuple[list[str], list[str]]:
+) -> LoadReport:
     """Fill the tensors and DTensors of a state, of any layout, in place. With a process group, a collective call.
 
     Args:
         path: A checkpoint, or another program's file or folder: see :func:`read`.
-        into: As ``state`` of :func:`save`; names that differ are told apart before anything is written.
+        into: As ``state`` of :func:`save`; names that differ are told apart before anything is written. A module whose
+            state dict isn't its own memory, as hooks or ``get_extra_state`` make it, is loaded by its own
+            ``load_state_dict``, from tensors that are read first.
         optimizer: A torch optimizer over the state's parameters, or a list of them, which get their state and their
             groups' settings, whether they have taken a step or not. Or tensors by name, as for ``into``. None leaves
             the checkpoint's optimizer alone.
@@ -61,39 +107,50 @@ def load(
         group: The ranks that load together. Default: all.
 
     Returns:
-        The names that were asked for and aren't in the checkpoint, and those in it that weren't asked for. Optimizer
-        names are prefixed with ``optimizer:``.
+        The names that were asked for and aren't in the checkpoint, and those in it that weren't asked for; and what was
+        read: :class:`LoadReport`. Optimizer names are prefixed with ``optimizer:``.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
         StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written then.
         CheckpointReplacedError: It was replaced or removed while it was read, twice.
         RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
+
+    A damaged checkpoint is refused. Of a rank's part up to 64 MiB, nothing has been written then. A larger one is read
+    in place: its tensors have changed, the error says so, and :func:`save` refuses them until a load into them
+    succeeds.
     """
+    start = time.perf_counter()
     ranks = Ranks.of(group)
+    attempt = ""
+    through: _Through | None = None
     wanted: dict[str, dict[str, Tensor]] = {}
     missing: list[str] = []
     unexpected: list[str] = []
     restored: list[Restored] = []
 
-    def ask() -> list[str]:
-        wanted[""] = flatten(into.state_dict(keep_vars=True) if isinstance(into, torch.nn.Module) else into)
+    def ask() -> tuple[list[str], bool]:
+        nonlocal through
+        wanted[""], through = _asked_of(into)
         restored.extend(Restored.of(optimizer, into))
         if optimizer is not None and not restored:
             wanted["optimizer:"] = flatten(optimizer)
         named = [prefix + name for prefix, names in wanted.items() for name in names]
-        return named + [name for each in restored for name in each.asked]
+        return named + [name for each in restored for name in each.asked], through is not None
 
-    def find_it(everyone: list[list[str]]) -> tuple[Found, bool, set[str]]:
+    def find_it(everyone: list[tuple[list[str], bool]]) -> tuple[Found, bool, set[str], bool]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        return _find(root, storage_options), share, {name for asked in everyone for name in asked}
+        names = {name for asked, _ in everyone for name in asked}
+        return _find(root, storage_options), share, names, any(through for _, through in everyone)
 
-    found, share, asked_by_any = together(ranks, ask, find_it)
+    found, share, asked_by_any, any_through = together(ranks, ask, find_it)
 
     def pairs() -> list[Pair]:
+        nonlocal attempt
         checkpoint = open_found(as_path(path), storage_options, verify, found)
         checkpoint.share_reads = share
+        attempt = checkpoint.manifest.attempt
         model: Mapping[str, StoredTensor] = checkpoint
         if strip_prefix or rename:
             model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
@@ -114,13 +171,58 @@ def load(
         ] + [pair for each in restored for pair in each.pairs()]
 
     if share:
-        load_together(pairs, verify=verify, cast=cast, group=group)
+        nbytes = load_together(pairs, verify=verify, cast=cast, group=group)
     else:
         with all_or_none(group):  # each round of talk takes time: here they talk once
-            load_tensors(pairs(), verify=verify, cast=cast)
+            arrived = _fetch(_wanted(pairs(), cast), verify)
+        arrived.hand_over()
+        nbytes = arrived.nbytes
+    with all_or_none(group) if any_through else contextlib.nullcontext():
+        if through is not None:
+            through.load(set(missing), strict)
     for each in restored:
         each.finish()
-    return missing, unexpected
+    return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
+
+
+def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tensor], _Through | None]:
+    """The tensors to fill by name, and a module that must be given them then."""
+    if not isinstance(into, torch.nn.Module):
+        return flatten(into), None
+    state = into.state_dict(keep_vars=True)
+    through = None if _is_own_memory(into, state) else _Through(into, state)
+    return flatten(state if through is None else through.tensors), through
+
+
+def _is_own_memory(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether filling the tensors of a module's state dict fills the module."""
+    own = [*module.parameters(), *module.buffers()]
+    objects = {id(tensor) for tensor in own}
+    others = [value for value in state.values() if id(value) not in objects]
+    if not others:
+        return True
+    memory = {identity(locate("", tensor)) for tensor in own}
+    return all(isinstance(value, Tensor) and identity(locate("", value)) in memory for value in others)
+
+
+class _Through:
+    """A module that is loaded by its own ``load_state_dict``: what it is given is read into new tensors first."""
+
+    def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        self._module = module
+        self._metadata = getattr(state, "_metadata", None)
+        # what is tied stays so: one name of it is enough in a checkpoint
+        new = {id(value): torch.empty_like(value.detach()) for value in state.values() if isinstance(value, Tensor)}
+        self.tensors = {name: new.get(id(value), value) for name, value in state.items()}
+
+    def load(self, missing: set[str], strict: bool) -> None:
+        given: Any = OrderedDict((name, value) for name, value in self.tensors.items() if name not in missing)
+        if self._metadata is not None:
+            given._metadata = self._metadata
+        try:
+            self._module.load_state_dict(given, strict=strict)
+        except RuntimeError as error:
+            raise StateMismatchError(f"The module's own load_state_dict refused what was read: {error}") from error
 
 
 def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
@@ -134,8 +236,12 @@ def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
 
 def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
     """Names that aren't stored, but for those of tensors that another name is: one of tied tensors is enough."""
-    filled = {identity(tensor) or id(tensor) for name, tensor in wanted.items() if name in stored}
-    return [n for n, tensor in wanted.items() if n not in stored and (identity(tensor) or id(tensor)) not in filled]
+    missing = [name for name in wanted if name not in stored]
+    if not missing:
+        return []
+    memory = {name: identity(locate(name, tensor)) or id(tensor) for name, tensor in wanted.items()}
+    filled = {key for name, key in memory.items() if name in stored}
+    return [name for name in missing if memory[name] not in filled]
 
 
 def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = False) -> int:
@@ -146,9 +252,11 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
 
     Raises:
         StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written then.
-        CorruptCheckpointError: As :func:`read`; then some of the tensors have been written.
+        CorruptCheckpointError: As :func:`read`; then some of the tensors may have been written, as :func:`load` says.
     """
-    return _fetch(_wanted(pairs, cast), verify)
+    arrived = _fetch(_wanted(pairs, cast), verify)
+    arrived.hand_over()
+    return arrived.nbytes
 
 
 def load_together(
@@ -169,41 +277,91 @@ def load_together(
     if offered.yes:
         alone, assigned = sharing.settle()
     with all_or_none(group):
-        nbytes = _fetch([*alone, *(item.part for item in assigned if item.owner == ranks.rank)], verify)
+        arrived = _fetch([*alone, *(item.part for item in assigned if item.owner == ranks.rank)], verify)
+    passed_on = [item.part.read.target for item in assigned]
+    half_loaded.mark(passed_on)
+    arrived.hand_over()
     pass_on(assigned)
-    return nbytes
+    half_loaded.clear(passed_on)
+    return arrived.nbytes
 
 
 def _wanted(pairs: Iterable[Pair], cast: bool) -> list[Wanted]:
-    pairs = list(pairs)
-    _check_shapes(pairs, cast)
+    located = [(stored, locate(stored.name, tensor)) for stored, tensor in pairs]
+    _check_shapes(located, cast)
     wanted: dict[Any, Wanted] = {}
-    for stored, tensor in pairs:
-        local = local_tensor(tensor)
-        for place in target_boxes(stored.name, tensor)[1]:
-            view = narrow(local, Box(place.local_offsets, place.box.sizes))
+    for stored, tensor in located:
+        shape, local = tensor.spread.shape, tensor.local
+        for place in tensor.spread.boxes if 0 not in shape else ():
+            view = local
+            if place.box.sizes != local.shape:
+                view = narrow(local, Box(place.local_offsets, place.box.sizes))
             # tied tensors are one memory, which the first name's tensor fills, also if they were saved untied
-            key = (view.device, view.data_ptr(), view.shape, view.stride(), view.dtype)
+            key = (view.data_ptr(), view.device, view.shape, view.stride(), view.dtype)
             if key not in wanted:
-                wanted[key] = Wanted(stored.checkpoint, tensor, Read(stored.name, stored.entry, place.box, view))
+                wanted[key] = Wanted(stored.checkpoint, tensor.spread, Read(stored.name, stored.entry, place.box, view))
     return list(wanted.values())
 
 
-def _fetch(wanted: Iterable[Wanted], verify: bool) -> int:
+@dataclass
+class _Arrived:
+    """What has been read and checked on this rank.
+
+    Attributes:
+        beside: Tensors to fill, and what was read for each beside it.
+        in_place: Those that have been filled; marked as half loaded until the other ranks have theirs too.
+    """
+
+    nbytes: int = 0
+    beside: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    in_place: list[Tensor] = field(default_factory=list)
+
+    def read_beside(self, read: Read) -> Read:
+        """The same into new memory."""
+        data = torch.empty(read.target.shape, dtype=read.target.dtype)
+        self.beside.append((read.target, data))
+        return Read(read.name, read.entry, read.box, data)
+
+    def hand_over(self) -> None:
+        """When all ranks have what they need."""
+        for target, data in self.beside:
+            if is_plain(target):
+                byte_view(target)[:] = byte_view(data)
+            else:
+                target.copy_(data)
+        half_loaded.clear(self.in_place)
+        half_loaded.clear(target for target, _ in self.beside)
+
+
+def _fetch(wanted: Iterable[Wanted], verify: bool) -> _Arrived:
+    arrived = _Arrived()
     of_each: dict[int, tuple[Checkpoint, list[Read]]] = {}
     for item in wanted:
         of_each.setdefault(id(item.checkpoint), (item.checkpoint, []))[1].append(item.read)
-    return sum(checkpoint.fetch(reads, verify=verify) for checkpoint, reads in of_each.values())
+    everything = [read for _, reads in of_each.values() for read in reads]
+    first = sum(read.target.nbytes for read in everything) <= CHECKED_FIRST_BYTES
+    if not first:
+        arrived.in_place = [read.target for read in everything]
+        half_loaded.mark(arrived.in_place)
+    try:
+        for checkpoint, reads in of_each.values():
+            arrived.nbytes += checkpoint.fetch(map(arrived.read_beside, reads) if first else reads, verify=verify)
+    except CheckpointError as error:
+        if first:
+            raise
+        raise type(error)(f"{error} {half_loaded.CHANGED}") from error
+    return arrived
 
 
-def _check_shapes(pairs: Iterable[Pair], cast: bool) -> None:
+def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -> None:
     faults = []
-    for stored, tensor in pairs:
-        if tuple(tensor.shape) != tuple(stored.shape):
-            faults.append(f"{stored.name!r} has shape {tuple(stored.shape)} there and {tuple(tensor.shape)} here")
-        elif tensor.dtype != stored.dtype and not cast:
-            faults.append(f"{stored.name!r} is {stored.dtype} there and {tensor.dtype} here (cast=True converts)")
-        elif tensor.device.type == "meta":
+    for stored, (_, local, spread) in located:
+        shape, dtype = stored.entry.shape, stored.dtype
+        if spread.shape != shape:
+            faults.append(f"{stored.name!r} has shape {shape} there and {spread.shape} here")
+        elif local.dtype != dtype and not cast:
+            faults.append(f"{stored.name!r} is {dtype} there and {local.dtype} here (cast=True converts)")
+        elif local.is_meta:
             faults.append(f"{stored.name!r} is on the meta device here: materialize it before loading")
     if faults:
         raise StateMismatchError(f"The checkpoint doesn't fit the state: {_listing(faults, '; ')}.")

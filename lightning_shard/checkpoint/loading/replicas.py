@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.checkpoint.sharing import Shared, deal
-from lightning_shard.checkpoint.tensors import is_dtensor, replicated_over
+from lightning_shard.checkpoint.tensors import Spread
 
 MIN_BYTES = 2**20
 """What is less than this in all, each replica reads by itself."""
@@ -40,7 +40,7 @@ class Wanted:
     """One box of a tensor of this rank, and the checkpoint that it is read from."""
 
     checkpoint: Checkpoint
-    tensor: Tensor
+    spread: Spread
     read: Read
 
 
@@ -134,11 +134,11 @@ def _with_replicas(wanted: Iterable[Wanted], ranks: Ranks) -> Iterator[tuple[Wan
         if not item.checkpoint.share_reads or ranks.alone:
             yield item, None
             continue
-        tensor: Any = item.tensor
-        layout = (id(tensor.device_mesh), tensor.placements) if is_dtensor(tensor) else None
-        key = layout, tensor.device.type
+        mesh, placements, device = item.spread.mesh, item.spread.placements, item.read.target.device
+        key = id(mesh), placements, device.type
         if key not in known:
-            known[key] = _replicas(replicated_over(tensor) if layout else ranks.group, tensor.device, ranks)
+            group = ranks.group if mesh is None else mesh.replicated_over(placements)
+            known[key] = _replicas(group, device, ranks)
         yield item, known[key]
 
 

@@ -249,26 +249,23 @@ class _Copies:
     def of(self, files: Iterable[PartFile]) -> list[PartFile]:
         """The same files with copies of the tensors."""
         files = list(files)
-        sizes = [piece.data.numel() * piece.data.element_size() for file in files for piece in file.pieces]
+        everything = [data for file in files for data in file.data]
         starts, total = [], 0
-        for size in sizes:
+        for data in everything:
             starts.append(total)
-            total += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        devices = {piece.data.device for file in files for piece in file.pieces if piece.data.device.type == "cuda"}
+            total += -(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        devices = {data.device for data in everything if data.device.type == "cuda"}
         if self._memory.numel() < total or (devices and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it before there is more
             self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
-        places = iter(zip(starts, sizes))
-        copies = []
-        for file in files:
-            pieces = []
-            for piece in file.pieces:
-                start, size = next(places)
-                pieces.append(replace(piece, data=_copy(piece.data, self._memory[start : start + size])))
-            copies.append(replace(file, pieces=pieces))
+        places = iter(starts)
+        copies = [replace(file, data=[self._copied(data, next(places)) for data in file.data]) for file in files]
         for device in devices:
             torch.cuda.synchronize(device)
         return copies
+
+    def _copied(self, data: Tensor, start: int) -> Tensor:
+        return _copy(data, self._memory[start : start + data.nbytes])
 
 
 def _copy(data: Tensor, memory: Tensor) -> Tensor:

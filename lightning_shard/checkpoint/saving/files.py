@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest
-from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, build_header, dtype_name
+from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry
 from lightning_shard.checkpoint.memory import byte_view, is_plain
 from lightning_shard.checkpoint.store import Buffer, Store
@@ -25,38 +26,100 @@ WRITE_STEP_BYTES = 2**18
 """How much is hashed, then written, at a time: small enough to stay in a core's cache, and for the kernel to find pages
 for it without moving others out of the way, which larger writes to a nearly full page cache spend seconds on."""
 STAGING_BYTES = 4 * 2**20
+SMALL_BYTES = 2**15
+"""Tensors up to this are copied together and written at once: a call for each would take longer than its bytes."""
+TABLES_KEPT = 64
+"""Of other ranks' files, by the first rank. More ranks than that parse faster than they write."""
+
+
+class Outline(NamedTuple):
+    """What a file gets of one tensor, without its elements: the box ``box`` of ``name`` of global shape ``shape``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a file gets of one tensor: ``data`` is the box ``box`` of the tensor ``name`` of global shape ``shape``."""
+    """The same with its elements."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     data: Tensor
 
+    @property
+    def outline(self) -> Outline:
+        return Outline(self.name, self.data.dtype, self.shape, self.box)
 
-@dataclass
+
+@dataclass(frozen=True)
+class FilePlan:
+    """How pieces lie in a file: follows from their outlines, and so is the same from save to save of a run.
+
+    Attributes:
+        order: Of the pieces in the file, by their numbers.
+        outlines: In that order.
+        header: The header's JSON of tensors.
+        places: For the header's metadata, which box of its tensor each piece is.
+        data_bytes: Of all pieces.
+        table: What the manifest is told of each piece, as JSON: see :class:`Written`.
+    """
+
+    order: tuple[int, ...]
+    outlines: tuple[Outline, ...]
+    header: str
+    places: dict[str, str]
+    data_bytes: int
+    table: bytes
+
+
+WrittenChunk = tuple[str, str, tuple[int, ...], Chunk]
+"""The name, dtype and shape of a tensor, and a chunk of it."""
+
+
+@dataclass(frozen=True)
 class Written:
-    """One written file, and per piece the chunk in it; the chunks' ``file`` is filled in at the commit."""
+    """One written file and the chunks in it, as they travel: a table that is ready-made, and what each save finds anew.
+
+    Attributes:
+        table: JSON, per chunk the tensor's name, dtype and shape, and the chunk's bytes (counted from where the data
+            begins), offsets and sizes.
+        digests: Of each chunk's blocks, joined.
+    """
 
     file: FileEntry
-    chunks: list[tuple[Piece, Chunk]]
+    table: bytes
+    digests: list[str]
+
+    def chunks(self) -> Iterator[WrittenChunk]:
+        """Each chunk's ``file`` is -1, until the manifest is made."""
+        base = self.file.header_bytes
+        for (name, dtype, shape, begin, end, offsets, sizes), found in zip(
+            _rows(self.table), self.digests, strict=True
+        ):
+            yield name, dtype, shape, Chunk(-1, base + begin, base + end, offsets, sizes, found)
 
 
-def write_file(
-    store: Store, path: str, pieces: Sequence[Piece], metadata: dict[str, str], *, digests: bool, durable: bool
-) -> Written:
-    """Write one safetensors file.
+@lru_cache(maxsize=TABLES_KEPT)
+def _rows(table: bytes) -> list[tuple[Any, ...]]:
+    return [
+        (name, dtype, tuple(shape), begin, end, tuple(offsets), tuple(sizes))
+        for name, dtype, shape, begin, end, offsets, sizes in json.loads(table)
+    ]
 
-    Pieces of wide dtypes come first, so that each is aligned to its elements; of these those of whole pages, so that
+
+def plan_file(outlines: Sequence[Outline]) -> FilePlan:
+    """Lay pieces out.
+
+    Those of wide dtypes come first, so that each is aligned to its elements; of these those of whole pages, so that
     all that are large begin on a page: their writes are a sixth faster.
     """
-    ordered = sorted(
-        pieces, key=lambda p: (-p.data.dtype.itemsize, p.data.nbytes % ALIGNMENT_BYTES != 0, p.name, p.box.offsets)
-    )
-    dtypes = [dtype_name(piece.data.dtype, piece.name) for piece in ordered]
+    order = sorted(range(len(outlines)), key=lambda number: _position(outlines[number]))
+    ordered = [outlines[number] for number in order]
+    dtypes = [dtype_name(piece.dtype, piece.name) for piece in ordered]
     keys = _unambiguous([piece.name for piece in ordered])
     places = {
         f"lightning_shard.chunk:{key}": ";".join(
@@ -65,17 +128,46 @@ def write_file(
         for key, piece in zip(keys, ordered)
         if piece.box.sizes != piece.shape
     }
-    header, entries = build_header(
-        [(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)], {**metadata, **places}
-    )
-    size = entries[-1].end if entries else len(header)
-    sums: list[list[str]] = [[] for _ in ordered]
-    store.write(path, _stream(header, ordered, sums if digests else None), size, durable=durable)
-    chunks = [
-        (piece, Chunk(-1, entry.begin, entry.end, piece.box.offsets, piece.box.sizes, "".join(found)))
-        for piece, entry, found in zip(ordered, entries, sums)
+    header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
+    table = [
+        (piece.name, dtype, piece.shape, begin, end, piece.box.offsets, piece.box.sizes)
+        for piece, dtype, (begin, end) in zip(ordered, dtypes, spans)
     ]
-    return Written(FileEntry(path, size, len(header), digest(header) if digests else None), chunks)
+    data_bytes = spans[-1][1] if spans else 0
+    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, json.dumps(table).encode())
+
+
+def _position(piece: Outline) -> tuple[Any, ...]:
+    nbytes = piece.box.numel * piece.dtype.itemsize
+    return -piece.dtype.itemsize, nbytes % ALIGNMENT_BYTES != 0, piece.name, piece.box.offsets
+
+
+def write_pieces(
+    store: Store, path: str, pieces: Sequence[Piece], metadata: dict[str, str], *, digests: bool, durable: bool
+) -> Written:
+    """Write one safetensors file of pieces in any order."""
+    plan = plan_file([piece.outline for piece in pieces])
+    data = [pieces[number].data for number in plan.order]
+    return write_file(store, path, plan, data, metadata, digests=digests, durable=durable)
+
+
+def write_file(
+    store: Store,
+    path: str,
+    plan: FilePlan,
+    data: Sequence[Tensor],
+    metadata: dict[str, str],
+    *,
+    digests: bool,
+    durable: bool,
+) -> Written:
+    """Write one safetensors file, of the elements of each of the plan's pieces in their order."""
+    header = header_of(plan.header, {**metadata, **plan.places})
+    size = len(header) + plan.data_bytes
+    sums: list[list[str]] = [[] for _ in data]
+    store.write(path, _stream(header, data, sums if digests else None), size, durable=durable)
+    entry = FileEntry(path, size, len(header), digest(header) if digests else None)
+    return Written(entry, plan.table, ["".join(found) for found in sums])
 
 
 def write_json(store: Store, path: str, tree: Any, *, digests: bool, durable: bool) -> FileEntry:
@@ -100,13 +192,27 @@ def _unambiguous(names: Sequence[str]) -> list[str]:
     return keys
 
 
-def _stream(header: bytes, pieces: Iterable[Piece], sums: list[list[str]] | None) -> Iterator[Buffer]:
-    """The file's bytes in order; fills ``sums`` with each piece's block digests on the way."""
+def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None) -> Iterator[Buffer]:
+    """The file's bytes in order; fills ``sums`` with each tensor's block digests on the way."""
     yield memoryview(header)
     staging: list[Tensor] = []
-    for index, piece in enumerate(pieces):
+    packed, filled = memoryview(bytearray(WRITE_STEP_BYTES)), 0
+    for index, tensor in enumerate(data):
+        if tensor.nbytes <= min(SMALL_BYTES, WRITE_STEP_BYTES, BLOCK_BYTES) and is_plain(tensor):
+            if filled + tensor.nbytes > packed.nbytes:
+                yield packed[:filled]
+                filled = 0
+            place = packed[filled : filled + tensor.nbytes]
+            place[:] = byte_view(tensor)
+            filled += tensor.nbytes
+            if sums is not None and tensor.nbytes:
+                sums[index].append(digest(place))
+            continue
+        if filled:
+            yield packed[:filled]
+            filled = 0
         hasher, left = xxhash.xxh3_128(), BLOCK_BYTES
-        for buffer in _buffers(piece.data, staging):
+        for buffer in _buffers(tensor, staging):
             for start, stop in _steps(buffer.nbytes, left):
                 step = buffer[start:stop]
                 if sums is not None:
@@ -118,6 +224,8 @@ def _stream(header: bytes, pieces: Iterable[Piece], sums: list[list[str]] | None
                 yield step
         if sums is not None and left < BLOCK_BYTES:
             sums[index].append(hasher.hexdigest())
+    if filled:
+        yield packed[:filled]
 
 
 def _steps(nbytes: int, to_boundary: int) -> Iterator[tuple[int, int]]:

@@ -9,13 +9,11 @@ from typing import Any
 
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
-from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest, chunk_to_json, tensor_to_json
 from lightning_shard.checkpoint.saving.files import Written
+from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.errors import CheckpointError
 
-WrittenChunk = tuple[str, str, tuple[int, ...], Chunk]
-"""A chunk, and the name, dtype and shape of its tensor."""
 Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
@@ -24,30 +22,30 @@ Sums = dict[Name, int]
 
 @dataclass
 class Account:
-    """What one rank has written: per section (``model``, ``optimizer``, ``trainer``, ``rank``) its file and chunks."""
+    """What one rank has written: per section (``model``, ``optimizer``, ``trainer``, ``rank``) its files."""
 
     rank: int
     mesh_ranks: tuple[int, ...]
     """The ranks that hold the same tensors as this one."""
     fingerprint: tuple[int, str] = (0, "")
     """The number of tensors and a hash of their names, dtypes and shapes."""
-    written: dict[str, list[tuple[FileEntry, list[WrittenChunk]]]] = field(default_factory=dict)
+    written: dict[str, list[Written]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     state_file: FileEntry | None = None
     host: str = field(default_factory=socket.gethostname)
+    replicated: bytes = b""
+    """Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line."""
+    contents: bytes = b""
+    """A fingerprint of each."""
 
     def add(self, section: str, written: Written) -> None:
-        chunks = [
-            (piece.name, dtype_name(piece.data.dtype, piece.name), piece.shape, chunk)
-            for piece, chunk in written.chunks
-        ]
-        self.written.setdefault(section, []).append((written.file, chunks))
+        self.written.setdefault(section, []).append(written)
 
     def files(self) -> Iterator[FileEntry]:
         if self.state_file is not None:
             yield self.state_file
         for written in self.written.values():
-            yield from (file for file, _ in written)
+            yield from (one.file for one in written)
 
 
 @dataclass
@@ -103,13 +101,13 @@ class Merged:
         if account.state_file is not None:
             self._state_file = len(self._files)
             self._files.append(account.state_file)
-        for section, written in account.written.items():
+        for section, of_section in account.written.items():
             title = f"rank {account.rank}" if section == "rank" else section
             tensors = self._tensors.setdefault(title, {})
-            for file, chunks in written:
+            for written in of_section:
                 index = len(self._files)
-                self._files.append(file)
-                for name, dtype, shape, chunk in chunks:
+                self._files.append(written.file)
+                for name, dtype, shape, chunk in written.chunks():
                     held = tensors.get(name)
                     if held is None:
                         held = tensors[name] = _Held(mesh, dtype, shape)
@@ -224,6 +222,23 @@ def _check_agreement(accounts: list[Account]) -> None:
                     f" {rank} ({other.fingerprint[0]} tensors), and they differ in names, dtypes or shapes. Where ranks"
                     " hold different tensors, as pipeline stages do, pass mesh=, the mesh of those that hold the same."
                 )
+        if account.mesh_ranks:
+            _check_contents(account, by_rank[account.mesh_ranks[0]])
+
+
+def _check_contents(account: Account, other: Account) -> None:
+    """What two ranks hold alike, and each writes a part of, must be the same."""
+    if account.contents == other.contents:
+        return
+    names = account.replicated.decode(errors="surrogatepass").split("\n")
+    width = FINGERPRINT_BYTES
+    for number, name in enumerate(names):
+        if account.contents[number * width :][:width] != other.contents[number * width :][:width]:
+            raise CheckpointError(
+                f"{name!r} isn't sharded, and differs between rank {min(account.rank, other.rank)} and rank"
+                f" {max(account.rank, other.rank)}: of which it should be saved isn't known. Give all ranks the same,"
+                " as by a broadcast before saving, or pass what belongs to each rank in rank_state=."
+            )
 
 
 def _check_coverage(name: str, held: _Held) -> None:

@@ -1,26 +1,47 @@
-"""One rank's part of a checkpoint: which files it writes, and what of which tensors goes into each. No I/O."""
+"""One rank's part of a checkpoint: which files it writes, and what of which tensors goes into each. No I/O.
+
+What follows from names, dtypes and layouts alone is the same from save to save of a run: it is reckoned once, and kept
+(:func:`_plan`). A later save finds its tensors, asks which of them are one memory, and takes views.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.saving.files import Piece
+from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
+from lightning_shard.checkpoint.saving.replicated import fingerprints
+from lightning_shard.checkpoint.shards import LocalBox
 from lightning_shard.checkpoint.sharing import Shared, share
 from lightning_shard.checkpoint.storable import check_storable
-from lightning_shard.checkpoint.tensors import Frame, Located, common_mesh, flatten, identity, is_dtensor, locate
+from lightning_shard.checkpoint.tensors import (
+    Frame,
+    Located,
+    Spread,
+    common_mesh,
+    flatten,
+    identity,
+    is_dtensor,
+    locate,
+    place_of,
+)
 from lightning_shard.errors import UnsupportedStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+KEPT_PLANS = 8
+"""Of the states that this process saves in turn, such as a model's with its optimizer's, and an average of it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +50,12 @@ class PartFile:
 
     section: str
     path: str
-    pieces: list[Piece]
+    plan: FilePlan
+    data: list[Tensor]
+    """Of the plan's pieces, in their order."""
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(o.name, o.shape, o.box, data) for o, data in zip(self.plan.outlines, self.data, strict=True)]
 
 
 @dataclass
@@ -40,6 +66,8 @@ class RankPart:
         mesh_ranks: The ranks that hold the same tensors as this one.
         fingerprint: The number of tensors and a hash of their names, dtypes and shapes: those ranks must agree.
         aliases: By section, names of tensors that are the memory of another, to its name.
+        replicated: Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line.
+        contents: A fingerprint of each, which must be the same on all of these ranks.
         state: The trainer state as typed JSON, on the rank that writes it.
     """
 
@@ -49,6 +77,8 @@ class RankPart:
     fingerprint: tuple[int, str]
     files: list[PartFile] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    replicated: bytes = b""
+    contents: bytes = b""
     state: Any = None
 
     @property
@@ -77,36 +107,41 @@ def plan_part(
 
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key.
-        CheckpointError: The tensors' meshes don't fit the ranks that save.
+        CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into them has failed.
     """
-    sections = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
-    for tensors in sections.values():
-        for name, tensor in tensors.items():
-            _check_name(name)
-            check_storable(name, tensor)
-    frame = _frame({**sections["model"], **sections["optimizer"]}, mesh, ranks)
-    part = RankPart(attempt, ranks.rank, frame.ranks if frame is not None else ranks.members, _fingerprint(sections))
+    sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
+    everything = [tensor for tensors in sections.values() for tensor in tensors]
+    frame = Frame.of(
+        place_of(mesh) if mesh is not None else common_mesh(everything, ranks.members), ranks.members, ranks.rank
+    )
+    aliases = {section: _find_aliases(tensors) for section, tensors in sections.items()}
+    outline = tuple(
+        (section, tuple(map(outlined, tensors)), tuple(aliases[section].items()))
+        for section, tensors in sections.items()
+    )
+    plan = _plan(frame, outline)
+    part = RankPart(attempt, ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated)
+    part.contents = fingerprints([sections[section][number].local for section, number in plan.shared])
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
-    for section, tensors in sections.items():
-        unique, aliases = _find_aliases(tensors)
-        pieces = my_pieces([locate(name, tensor, frame) for name, tensor in sorted(unique.items())], ranks.rank)
-        if pieces:
-            part.files.append(PartFile(section, f"{section}/{own}", pieces))
-        if aliases:
-            part.aliases[section] = aliases
+    for section, (cuts, file) in plan.files.items():
+        data = [cut.of(sections[section][cut.number]) for cut in cuts]
+        part.files.append(PartFile(section, f"{section}/{own}", file, data))
+    part.aliases = {section: found for section, found in aliases.items() if found}
     if ranks.first and trainer_state is not None:
         part.state, tensors = codec.encode(trainer_state)
         if tensors:
-            part.files.append(PartFile("trainer", f"trainer/state-{attempt}.safetensors", _whole(tensors)))
+            part.files.append(_whole("trainer", f"trainer/state-{attempt}.safetensors", tensors))
     if rank_state:
-        part.files.append(PartFile("rank", f"trainer/{own}", _whole(flatten(rank_state))))
+        part.files.append(_whole("rank", f"trainer/{own}", flatten(rank_state)))
     return part
 
 
-def _frame(state: Mapping[str, Tensor], mesh: DeviceMesh | None, ranks: Ranks) -> Frame | None:
-    if ranks.members == (0,) and mesh is None and not any(is_dtensor(tensor) for tensor in state.values()):
-        return None
-    return Frame.of(mesh if mesh is not None else common_mesh(state, ranks.members), ranks.members, ranks.rank)
+def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
+    for name, tensor in tensors.items():
+        check_storable(name, tensor)
+    located = [locate(name, tensor) for name, tensor in tensors.items()]
+    half_loaded.refuse({tensor.name: tensor.local for tensor in located})
+    return located
 
 
 def _check_name(name: str) -> None:
@@ -121,60 +156,139 @@ def _check_name(name: str) -> None:
         raise UnsupportedStateError(f"{name!r} can't be a tensor's name in a safetensors file: rename it.")
 
 
-def _whole(tensors: Mapping[str, Tensor]) -> list[Piece]:
+def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
+    """A file of tensors that are this rank's alone."""
     for name, tensor in tensors.items():
         _check_name(name)
         check_storable(name, tensor)
         if is_dtensor(tensor):
             raise UnsupportedStateError(f"{name!r} is a DTensor: pass it in state= or optimizer=.")
-    return [
+    pieces = [
         Piece(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()) for name, tensor in tensors.items()
     ]
+    plan = plan_file([piece.outline for piece in pieces])
+    return PartFile(section, path, plan, [pieces[number].data for number in plan.order])
 
 
-def _find_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name without those that are the very memory of another, and the names of these to its name."""
-    unique: dict[str, Tensor] = {}
+def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
+    """The names of tensors that are the very memory of an earlier one, to its name."""
     aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        key = identity(tensor)
-        if key is not None and key in seen:
-            aliases[name] = seen[key]
+    first_at: dict[int, list[Located]] = {}
+    for tensor in tensors:
+        known = first_at.setdefault(tensor.local.data_ptr(), [])
+        # seldom more than one: what begins at one place is told apart by shape, strides and so on
+        key = identity(tensor) if known else None
+        same = next((other.name for other in known if identity(other) == key), None) if key is not None else None
+        if same is not None:
+            aliases[tensor.name] = same
         else:
-            unique[name] = tensor
-            if key is not None:
-                seen[key] = name
-    return unique, aliases
+            known.append(tensor)
+    return aliases
 
 
-def my_pieces(located: list[Located], rank: int) -> list[Piece]:
+# -- what is the same from save to save -------------------------------------------------------------------------------
+
+
+class Outlined(NamedTuple):
+    """A tensor as far as a plan depends on it."""
+
+    name: str
+    dtype: torch.dtype
+    spread: Spread
+
+
+def outlined(tensor: Located) -> Outlined:
+    return Outlined(tensor.name, tensor.local.dtype, tensor.spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What this rank writes of a tensor, the ``number``-th of a list: a box of it, and how its local part is cut."""
+
+    number: int
+    box: Box
+    narrows: tuple[tuple[int, int, int], ...]
+    """Dim, start and length, in turn."""
+
+    def of(self, tensor: Located) -> Tensor:
+        if 0 in tensor.spread.shape:
+            return tensor.local.new_empty(tensor.spread.shape)
+        data = tensor.local
+        for dim, start, length in self.narrows:
+            data = data.narrow(dim, start, length)
+        return data
+
+
+@dataclass(frozen=True)
+class _Plan:
+    fingerprint: tuple[int, str]
+    replicated: bytes
+    """See :class:`RankPart`."""
+    shared: list[tuple[str, int]]
+    """The same tensors by section and number."""
+    files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)
+    """By section, where this rank writes anything of it: cuts in the order of the file's pieces."""
+
+
+@lru_cache(maxsize=KEPT_PLANS)
+def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[tuple[str, str], ...]], ...]) -> _Plan:
+    """From titles, tensors and aliases of the sections."""
+    shared = [
+        (section, number, tensor.name)
+        for section, tensors, _ in sections
+        for number, tensor in enumerate(tensors)
+        if len(frame.ranks) > 1 and frame.holders_of(tensor.name, tensor.spread) == frame.ranks
+    ]
+    names = "\n".join(name for *_, name in shared).encode(errors="surrogatepass")
+    plan = _Plan(_fingerprint(sections), names, [(section, number) for section, number, _ in shared])
+    for section, tensors, aliases in sections:
+        for tensor in tensors:
+            _check_name(tensor.name)
+        others = dict(aliases)
+        unique = sorted((t.name, number) for number, t in enumerate(tensors) if t.name not in others)
+        cuts = my_cuts([(number, tensors[number]) for _, number in unique], frame)
+        if cuts:
+            outlines = [
+                Outline(tensors[cut.number].name, tensors[cut.number].dtype, tensors[cut.number].spread.shape, cut.box)
+                for cut in cuts
+            ]
+            file = plan_file(outlines)
+            plan.files[section] = [cuts[number] for number in file.order], file
+    return plan
+
+
+def my_cuts(tensors: Sequence[tuple[int, Outlined]], frame: Frame) -> list[Cut]:
     """What this rank writes: all that it alone holds, and its share of what others hold too."""
-    pieces: list[Piece] = []
-    by_holders: dict[tuple[int, ...], list[tuple[Located, int]]] = {}
-    for tensor in located:
-        for number in range(len(tensor.boxes)):
-            by_holders.setdefault(tensor.holders, []).append((tensor, number))
+    cuts: list[Cut] = []
+    by_holders: dict[tuple[int, ...], list[tuple[int, Outlined, LocalBox]]] = {}
+    for number, tensor in tensors:
+        for place in tensor.spread.boxes:
+            by_holders.setdefault(frame.holders_of(tensor.name, tensor.spread), []).append((number, tensor, place))
     for holders, items in by_holders.items():
-        shared = [Shared(tensor.boxes[number].box, tensor.local.element_size()) for tensor, number in items]
-        parts = share(shared, len(holders), holders.index(rank))
-        for (tensor, number), part in zip(items, parts, strict=True):
-            if part is None:
-                continue
-            place = tensor.boxes[number]
-            data = tensor.local
-            for dim, (offset, size) in enumerate(zip(part.within(place.box).offsets, part.sizes)):
-                if size != data.shape[dim]:
-                    data = data.narrow(dim, place.local_offsets[dim] + offset, size)
-            pieces.append(Piece(tensor.name, tensor.shape, part, data))
-    return pieces
+        shared = [Shared(place.box, tensor.dtype.itemsize) for _, tensor, place in items]
+        parts = share(shared, len(holders), holders.index(frame.rank))
+        for (number, tensor, place), part in zip(items, parts, strict=True):
+            if part is not None:
+                cuts.append(Cut(number, part, _narrows(tensor.spread, place, part)))
+    return cuts
 
 
-def _fingerprint(sections: Mapping[str, Mapping[str, Tensor]]) -> tuple[int, str]:
+def _narrows(spread: Spread, place: LocalBox, part: Box) -> tuple[tuple[int, int, int], ...]:
+    """How to come from the local tensor to a part of one of its boxes."""
+    within = part.within(place.box)
+    extents = [max(b.local_offsets[dim] + b.box.sizes[dim] for b in spread.boxes) for dim in range(len(spread.shape))]
+    return tuple(
+        (dim, place.local_offsets[dim] + offset, size)
+        for dim, (offset, size) in enumerate(zip(within.offsets, part.sizes))
+        if size != extents[dim]
+    )
+
+
+def _fingerprint(sections: Iterable[tuple[str, Iterable[Outlined], Any]]) -> tuple[int, str]:
     """How many tensors this rank holds, and a hash of what they are: ranks of one mesh must agree."""
     lines = [
-        f"{section}\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}"
-        for section, tensors in sections.items()
-        for name, tensor in tensors.items()
+        f"{section}\0{tensor.name}\0{tensor.dtype}\0{tensor.spread.shape}"
+        for section, tensors, _ in sections
+        for tensor in tensors
     ]
     return len(lines), digest("\n".join(sorted(lines)).encode(errors="surrogatepass"))

@@ -81,7 +81,9 @@ def save(
 
     Args:
         state: Tensors and DTensors by name; nested dicts give names joined by ``.``; a module stands for its
-            state dict. Tensors that share all of their memory are written once.
+            state dict. Tensors that share all of their memory are written once. A tensor that isn't sharded is the
+            same on all ranks that hold it, and each writes a part: that they are the same is checked by a sample of
+            its elements, and of all where they are few. Replicas of shards (HSDP) aren't compared.
         path: A directory, new or holding an earlier checkpoint; local, or any URL that fsspec knows.
         optimizer: A torch optimizer, its ``state_dict()``, that of ``torch.distributed.checkpoint``, or a list of
             these; their groups are kept in the trainer state, under ``optimizer_states``. Or tensors by name.
@@ -98,8 +100,9 @@ def save(
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key.
         CheckpointConflictError: Another save has put its checkpoint there since this one began; that one stays.
-        CheckpointError: The ranks' parts don't make up their tensors; a rank couldn't write; ranks hold different
-            tensors by one name; ``path`` is a symbolic link to a checkpoint, or has another program's manifest.
+        CheckpointError: The ranks' parts don't make up their tensors; a rank couldn't write; a tensor that ranks hold
+            alike differs between them; a load into a tensor has failed in its middle; ranks hold different tensors by
+            one name; ``path`` is a symbolic link to a checkpoint, or has another program's manifest.
         RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
     """
     ranks = Ranks.of(group)
@@ -203,7 +206,7 @@ class _Saving:
         wanted = set(names)
         pieces: dict[Name, list[Any]] = {}
         for file in self._part.files:
-            for piece in file.pieces:
+            for piece in file.pieces():
                 if (file.section, piece.name) in wanted:
                     pieces.setdefault((file.section, piece.name), []).append(piece)
         return {name: content_sum(of_one) for name, of_one in pieces.items()}
@@ -246,12 +249,15 @@ class _Saving:
 def write_part(part: RankPart, store: Store, order: Order) -> Account:
     """Write a rank's files, and look for them once more when all are there."""
     account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
+    account.replicated, account.contents = part.replicated, part.contents
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
         metadata = {"format": "pt", "lightning_shard.attempt": part.attempt, "lightning_shard.section": file.section}
-        written = write_file(store, file.path, file.pieces, metadata, digests=order.digests, durable=order.fsync)
-        account.add(file.section, written)
+        account.add(
+            file.section,
+            write_file(store, file.path, file.plan, file.data, metadata, digests=order.digests, durable=order.fsync),
+        )
     if order.fsync:
         store.sync(part.paths())
     check_own_files(store, account.files())

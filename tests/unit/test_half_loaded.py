@@ -1,0 +1,145 @@
+"""What a refused load leaves behind, and modules that only their own load_state_dict can fill."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.loading import load as loading
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
+
+SAVED = {"a": torch.arange(6.0), "b": torch.arange(4.0) + 10}
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A checkpoint whose last tensor differs from its digest."""
+    checkpoint.save(SAVED, tmp_path)
+    (file,) = (tmp_path / "model").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return tmp_path
+
+
+def zeros():
+    return {name: torch.zeros_like(tensor) for name, tensor in SAVED.items()}
+
+
+def test_a_refused_load_of_little_changes_nothing(damaged, tmp_path_factory):
+    into = zeros()
+    with pytest.raises(CorruptCheckpointError, match="differ from their digest") as refused:
+        checkpoint.load(damaged, into)
+    assert "have changed" not in str(refused.value)
+    assert all(not tensor.any() for tensor in into.values())
+    checkpoint.save(into, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_what_a_refused_load_has_changed_is_not_saved_until_a_load_succeeds(
+    damaged, tmp_path_factory, monkeypatch, as_module
+):
+    monkeypatch.setattr(loading, "CHECKED_FIRST_BYTES", 8)
+    into = zeros()
+    if as_module:
+        into = nn.Module()
+        into.a, into.b = (nn.Parameter(tensor) for tensor in zeros().values())
+    with pytest.raises(CorruptCheckpointError, match="have changed in part"):
+        checkpoint.load(damaged, into)
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.raises(CheckpointError, match="'a' was being loaded when the load failed"):
+        checkpoint.save(into, folder / "bad")
+    assert not checkpoint.exists(folder / "bad")
+    checkpoint.save({"c": torch.ones(3)}, folder / "others")
+    checkpoint.save(SAVED, folder / "good")
+    checkpoint.load(folder / "good", into)
+    checkpoint.save(into, folder / "again")
+
+
+def test_a_load_that_never_began_to_write_marks_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "CHECKED_FIRST_BYTES", 8)
+    checkpoint.save(SAVED, tmp_path / "c")
+    into = {"a": torch.zeros(7), "b": torch.zeros(4)}
+    with pytest.raises(StateMismatchError):
+        checkpoint.load(tmp_path / "c", into)
+    checkpoint.save(into, tmp_path / "d")
+
+
+class Doubling(nn.Linear):
+    """Its state dict holds twice its weights: copies, which its hooks take back."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_state_dict_post_hook(self._double)
+        self.register_load_state_dict_pre_hook(self._halve)
+
+    @staticmethod
+    def _double(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"].detach() * 2
+
+    @staticmethod
+    def _halve(module, state, prefix, *_):
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+
+class WithExtraState(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.count = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state):
+        self.count = int(state)
+
+
+class Overriding(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def state_dict(self, *args, **kwargs):
+        return {"w": self.weight.detach().clone(), "b": self.bias.detach().clone()}
+
+    def load_state_dict(self, state, strict=True, assign=False):
+        return super().load_state_dict({"weight": state["w"], "bias": state["b"]}, strict)
+
+
+@pytest.mark.parametrize("kind", [Doubling, WithExtraState, Overriding])
+def test_a_module_whose_state_dict_is_copies_is_loaded_by_itself(tmp_path, kind):
+    saved, loaded = kind(), kind()
+    if kind is WithExtraState:
+        saved.count = 7
+    checkpoint.save(saved, tmp_path)
+    memory = loaded.weight.data_ptr()
+    assert checkpoint.load(tmp_path, loaded) == ([], [])
+    assert torch.equal(loaded.weight, saved.weight)
+    assert torch.equal(loaded.bias, saved.bias)
+    assert loaded.weight.data_ptr() == memory
+    if kind is WithExtraState:
+        assert loaded.count == 7
+
+
+def test_hooks_that_do_not_take_back_what_they_gave_are_told(tmp_path):
+    checkpoint.save({"weight": torch.ones(2, 3), "bias": torch.ones(2), "more": torch.ones(1)}, tmp_path)
+    module = nn.Linear(3, 2)
+    module.register_state_dict_post_hook(lambda m, state, prefix, _: state.update(more=torch.zeros(1)))
+    with pytest.raises(StateMismatchError, match="own load_state_dict refused"):
+        checkpoint.load(tmp_path, module)
+
+
+def test_a_plain_module_is_filled_in_place_and_not_copied(tmp_path, monkeypatch):
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    checkpoint.save(module, tmp_path)
+    monkeypatch.setattr(module, "load_state_dict", None)
+    checkpoint.load(tmp_path, module)
+
+
+def test_a_load_reports_what_it_did(tmp_path):
+    checkpoint.save(SAVED, tmp_path)
+    report = checkpoint.load(tmp_path, {"a": torch.zeros(6), "c": torch.zeros(1)}, strict=False)
+    missing, unexpected = report
+    assert (missing, unexpected) == (report.missing, report.unexpected) == (["c"], ["b"])
+    assert report.nbytes == 24
+    assert report.seconds > 0
+    assert report.attempt == checkpoint.read(tmp_path).manifest.attempt
