@@ -154,8 +154,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         upstream = http.client.HTTPConnection(self.server.target, timeout=_HELD_S)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
-        if destination := headers.get("Destination"):  # WebDAV
-            headers["Destination"] = destination.replace(self.server.endpoint, f"http://{self.server.target}")
         try:
             upstream.request(self.command, self.path, body, headers)
             answer = upstream.getresponse()

@@ -29,7 +29,8 @@ class Attendance:
     """Counts of the exchanges that the ranks of one process group have come to."""
 
     def __init__(self, group: Any, rank: int, members: Sequence[int]) -> None:
-        self._store = distributed_c10d._get_process_group_store(group)
+        self._store = distributed_c10d._get_process_group_store(group)  # None for some backends, such as MPI
+        self._lost = False
         self._rank = rank
         self._members = members
         self._count = 0
@@ -44,11 +45,16 @@ class Attendance:
     def come(self) -> None:
         """Say that this rank comes to the next exchange; doesn't wait for an answer."""
         self._count += 1
+        if self._store is None or self._lost:
+            return  # a store that has once been silent may hold whoever asks it
         with contextlib.suppress(RuntimeError):  # the exchange itself tells
             self._store.set(f"{_PREFIX}/{self._rank}", str(self._count))
 
     def account(self) -> str:
         """After an exchange has failed: which ranks haven't come to it, as far as that can be known."""
+        if self._store is None:
+            return "which isn't known"
+        self._lost = True
         counts: dict[int, int] = {}
         thread = threading.Thread(target=self._read, args=(counts,), daemon=True)
         thread.start()

@@ -6,6 +6,7 @@ clock. A directory without one, as a save that is under way or was cut off leave
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
@@ -87,8 +88,12 @@ def _committed(store: Store) -> datetime | None:
     """When a checkpoint's manifest was written; None where there is none."""
     try:
         seconds = store.modified(MANIFEST_NAME)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link that leads in a circle
+            return None
+        raise
     if seconds is None:  # the store doesn't tell
         return datetime.min.replace(tzinfo=UTC) if store.exists(MANIFEST_NAME) else None
     return datetime.fromtimestamp(seconds, UTC)
@@ -163,7 +168,7 @@ def prune(
     root = as_path(folder)
     entries = list_checkpoints(root, storage_options=storage_options)
     kept = set() if callable(protect) else _named(root, entries, protect)
-    kept |= _linked(root)
+    kept |= _linked(root, storage_options)
     old = [entry for entry in entries if entry.fault is None][:-keep]
     old = [entry for entry in old if entry.name not in kept and not (callable(protect) and protect(entry))]
     for entry in old:
@@ -175,7 +180,7 @@ def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[
     """The names in the folder of checkpoints that are given by path or by name."""
     places = {_place(spelling): entry.name for entry in entries for spelling in (entry.name, entry.path)}
     names = set()
-    for path in [protect] if isinstance(protect, str) else protect:
+    for path in [protect] if isinstance(protect, str | os.PathLike) else protect:
         if (name := places.get(_place(as_path(path)))) is None:
             raise CheckpointNotFoundError(
                 f"protect names {os.fspath(path)}, which is no checkpoint in {root}: nothing has been removed."
@@ -186,13 +191,15 @@ def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[
 
 def _place(path: str) -> str:
     """The same for all spellings of one local path; a URL as it is."""
-    store = open_store(path)
-    return os.path.realpath(store.root) if isinstance(store, LocalStore) else path
+    scheme, found, rest = path.partition("://")
+    if found and scheme not in ("file", "local"):
+        return path
+    return os.path.realpath(rest if found else path)
 
 
-def _linked(root: str) -> set[str]:
+def _linked(root: str, storage_options: dict[str, Any] | None) -> set[str]:
     """The names of what links in a local folder lead to, where that is in it too."""
-    folder = open_store(root)
+    folder = open_store(root, storage_options)
     if not isinstance(folder, LocalStore) or not os.path.isdir(folder.root):
         return set()
     here = os.path.realpath(folder.root)

@@ -45,12 +45,15 @@ def look(store: Store) -> Earlier:
     Raises:
         CheckpointError: There is a ``manifest.json`` of another program.
     """
-    stamp = store.stamp(MANIFEST_NAME)
+    data = b""
+    stamp, seen = store.stamp(MANIFEST_NAME), None
+    while stamp is not None and stamp != seen:  # until what was read is what the stamp is of
+        try:
+            data = store.read(MANIFEST_NAME)
+        except FileNotFoundError:
+            return Earlier()
+        stamp, seen = store.stamp(MANIFEST_NAME), stamp
     if stamp is None:
-        return Earlier()
-    try:
-        data = store.read(MANIFEST_NAME)
-    except FileNotFoundError:
         return Earlier()
     if not _OURS.search(data) and data.strip(_BLANK):
         raise CheckpointError(
@@ -77,11 +80,14 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
         return
     earlier = look(store)
     if earlier.stamp is not None:
-        with contextlib.suppress(CheckpointConflictError):
+        try:
             store.remove(MANIFEST_NAME, only=earlier.stamp)
+        except CheckpointConflictError:
+            return  # a save has just replaced it, which removes what it has replaced
     remove_files(store, earlier.files)
-    remove_leftovers(store, clock=lambda: _clock(store))
-    store.remove_empty_folders()
+    if not store.exists(MANIFEST_NAME):
+        remove_leftovers(store, clock=lambda: _clock(store))
+        store.remove_empty_folders()
 
 
 def exists(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:

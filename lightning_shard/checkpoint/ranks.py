@@ -119,6 +119,7 @@ class Failure:
         raise (kind if ours and kind is not None else RankCheckpointFailure)(prefix + text)
 
 
+_RAISED_BY_ALL = "_lightning_shard_raised_by_all"
 Result = TypeVar("Result")
 Outcome = TypeVar("Outcome")
 
@@ -157,11 +158,20 @@ def exchange(
 def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
     """The same, raising what failed: the ranks that failed raise their own error, the others that of the first one."""
     own, outcome = exchange(ranks, work, decide)
-    if own is not None:
-        raise own
-    if isinstance(outcome, Failure):
-        outcome.raise_here(ranks.rank)
+    try:
+        if own is not None:
+            raise own
+        if isinstance(outcome, Failure):
+            outcome.raise_here(ranks.rank)
+    except BaseException as error:
+        setattr(error, _RAISED_BY_ALL, True)
+        raise
     return outcome  # type: ignore[return-value]
+
+
+def raised_by_all(error: BaseException) -> bool:
+    """Whether all ranks that work together raise at this moment, so that a collective may follow."""
+    return getattr(error, _RAISED_BY_ALL, False)
 
 
 @dataclass

@@ -209,6 +209,7 @@ def test_an_error_on_one_rank_raises_on_all_and_keeps_the_earlier_checkpoint(tmp
     path = tmp_path / "a.ckpt"
     checkpoint.save({"a": torch.ones(3)}, path)
     before = sorted(str(file) for file in path.rglob("*"))
+    dist.barrier()
     bad = {"a": torch.zeros(3)} if dist.get_rank() == 0 else {"a": "text"}
     with pytest.raises(UnsupportedStateError, match=r"'a' is a str") as caught:
         checkpoint.save(bad, path)

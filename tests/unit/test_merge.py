@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
+from lightning_shard.checkpoint import content
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.saving import compare
-from lightning_shard.checkpoint.saving.files import Piece, write_file
+from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.saving.merge import Account, Merged
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
@@ -25,7 +25,7 @@ def rows(name, tensor, start=0, stop=None):
 def account(folder, rank, mesh_ranks, pieces, aliases=None, digests=True):
     made = Account(rank, mesh_ranks, aliases={"model": aliases} if aliases else {})
     path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
-    made.add("model", write_file(LocalStore(str(folder)), path, pieces, {}, digests=digests, durable=False))
+    made.add("model", write_pieces(LocalStore(str(folder)), path, pieces, {}, digests=digests, durable=False))
     return made
 
 
@@ -105,5 +105,5 @@ def test_sums_do_not_depend_on_cuts_and_see_every_element(dtype):
 def test_sums_in_steps_are_the_same(monkeypatch):
     piece = rows("w", A)
     whole = content_sum([piece])
-    monkeypatch.setattr(compare, "STEP_ELEMENTS", 7)
+    monkeypatch.setattr(content, "_SLAB_ELEMENTS", 7)
     assert content_sum([piece]) == whole

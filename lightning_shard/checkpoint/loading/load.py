@@ -54,6 +54,9 @@ class LoadReport(tuple[list[str], list[str]]):
         report.nbytes, report.seconds, report.attempt = nbytes, seconds, attempt
         return report
 
+    def __getnewargs__(self) -> tuple[list[str], list[str], int, float, str]:
+        return *self, self.nbytes, self.seconds, self.attempt
+
     @property
     def missing(self) -> list[str]:
         """Names that were asked for and aren't in the checkpoint."""
@@ -136,15 +139,15 @@ def load(
         if optimizer is not None and not restored:
             wanted["optimizer:"] = flatten(optimizer)
         named = [prefix + name for prefix, names in wanted.items() for name in names]
-        return named + [name for each in restored for name in each.asked], through is not None
+        return named + [name for each in restored for name in each.asked], through is not None or bool(restored)
 
     def find_it(everyone: list[tuple[list[str], bool]]) -> tuple[Found, bool, set[str], bool]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
         names = {name for asked, _ in everyone for name in asked}
-        return _find(root, storage_options), share, names, any(through for _, through in everyone)
+        return _find(root, storage_options), share, names, any(more for _, more in everyone)
 
-    found, share, asked_by_any, any_through = together(ranks, ask, find_it)
+    found, share, asked_by_any, more_to_do = together(ranks, ask, find_it)
 
     def pairs() -> list[Pair]:
         nonlocal attempt
@@ -177,11 +180,11 @@ def load(
             arrived = _fetch(_wanted(pairs(), cast), verify)
         arrived.hand_over()
         nbytes = arrived.nbytes
-    with all_or_none(group) if any_through else contextlib.nullcontext():
+    with all_or_none(group) if more_to_do else contextlib.nullcontext():
         if through is not None:
             through.load(set(missing), strict)
-    for each in restored:
-        each.finish()
+        for each in restored:
+            each.finish()
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
 
 
@@ -189,7 +192,10 @@ def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tens
     """The tensors to fill by name, and a module that must be given them then."""
     if not isinstance(into, torch.nn.Module):
         return flatten(into), None
-    state = into.state_dict(keep_vars=True)
+    try:
+        state = into.state_dict(keep_vars=True)
+    except TypeError:  # one of the module's own, that takes no arguments
+        state = into.state_dict()
     through = None if _is_own_memory(into, state) else _Through(into, state)
     return flatten(state if through is None else through.tensors), through
 
@@ -219,10 +225,16 @@ class _Through:
         given: Any = OrderedDict((name, value) for name, value in self.tensors.items() if name not in missing)
         if self._metadata is not None:
             given._metadata = self._metadata
+        own = [locate("", tensor).local for tensor in (*self._module.parameters(), *self._module.buffers())]
+        half_loaded.mark(own)
         try:
             self._module.load_state_dict(given, strict=strict)
-        except RuntimeError as error:
-            raise StateMismatchError(f"The module's own load_state_dict refused what was read: {error}") from error
+            half_loaded.clear(own)
+        except Exception as error:
+            raise StateMismatchError(
+                f"The module's own load_state_dict refused what was read: {type(error).__name__}: {error}."
+                f" {half_loaded.CHANGED}"
+            ) from error
 
 
 def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
@@ -279,9 +291,11 @@ def load_together(
     with all_or_none(group):
         arrived = _fetch([*alone, *(item.part for item in assigned if item.owner == ranks.rank)], verify)
     passed_on = [item.part.read.target for item in assigned]
-    half_loaded.mark(passed_on)
-    arrived.hand_over()
-    pass_on(assigned)
+    with all_or_none(group):
+        arrived.hand_over()
+    half_loaded.mark(passed_on)  # after handing over, which clears this rank's own
+    with ranks.talking() if assigned else contextlib.nullcontext():
+        pass_on(assigned)
     half_loaded.clear(passed_on)
     return arrived.nbytes
 

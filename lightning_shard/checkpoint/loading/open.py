@@ -12,7 +12,7 @@ from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
-from lightning_shard.checkpoint.ranks import Ranks, RanksLost, all_or_none, together
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
 from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_store
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
 
@@ -84,16 +84,16 @@ def read_together(
 def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Have a call that opens and reads a checkpoint on the ranks of ``group`` start over once, if it is replaced then.
 
-    The call must fail on all ranks if it fails on one.
+    Only for what fails on all ranks alike: an error of one rank alone is raised as it is.
     """
 
     @wraps(collective)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             return collective(*args, **kwargs)
-        except RanksLost:
-            raise
         except BaseException as error:
+            if not raised_by_all(error):
+                raise
             replaced, _ = Ranks.of(kwargs.get("group")).any(isinstance(error, CheckpointReplacedError), False)
             if not replaced:
                 raise

@@ -275,5 +275,5 @@ def _copy(data: Tensor, memory: Tensor) -> Tensor:
     if is_plain(data):
         byte_view(memory)[:] = byte_view(data)  # a plain memcpy, about twice as fast as Tensor.copy_ of one thread
     else:
-        copy.copy_(data, non_blocking=True)
+        copy.copy_(data, non_blocking=data.is_cuda)
     return copy

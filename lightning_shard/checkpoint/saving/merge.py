@@ -228,8 +228,13 @@ def _check_agreement(accounts: list[Account]) -> None:
 
 def _check_contents(account: Account, other: Account) -> None:
     """What two ranks hold alike, and each writes a part of, must be the same."""
-    if account.contents == other.contents:
+    if (account.contents, account.replicated) == (other.contents, other.replicated):
         return
+    if account.replicated != other.replicated:
+        raise CheckpointError(
+            f"Rank {account.rank} and rank {other.rank} hold the same tensors, but not the same of them whole: shard"
+            " them alike on all ranks of the mesh."
+        )
     names = account.replicated.decode(errors="surrogatepass").split("\n")
     width = FINGERPRINT_BYTES
     for number, name in enumerate(names):

@@ -102,8 +102,12 @@ def plan_part(
     mesh: DeviceMesh | None,
     ranks: Ranks,
     attempt: str,
+    may_be_half_loaded: bool = False,
 ) -> RankPart:
     """See :func:`lightning_shard.checkpoint.save` for the arguments.
+
+    Args:
+        may_be_half_loaded: Take tensors that a load has begun to write and did not finish, to look at, not to save.
 
     Raises:
         UnsupportedStateError: A value that the format can't hold; names its key.
@@ -111,6 +115,8 @@ def plan_part(
     """
     sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
+    if not may_be_half_loaded:
+        half_loaded.refuse({tensor.name: tensor.local for tensor in everything})
     frame = Frame.of(
         place_of(mesh) if mesh is not None else common_mesh(everything, ranks.members), ranks.members, ranks.rank
     )
@@ -139,9 +145,7 @@ def plan_part(
 def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
     for name, tensor in tensors.items():
         check_storable(name, tensor)
-    located = [locate(name, tensor) for name, tensor in tensors.items()]
-    half_loaded.refuse({tensor.name: tensor.local for tensor in located})
-    return located
+    return [locate(name, tensor) for name, tensor in tensors.items()]
 
 
 def _check_name(name: str) -> None:

@@ -61,7 +61,7 @@ def _sampled(tensors: Sequence[Tensor]) -> list[memoryview]:
 
 def _sample(tensor: Tensor) -> Tensor:
     for dim, size in enumerate(tensor.shape):
-        places = torch.linspace(0, size - 1, min(size, PER_DIM)).long().unique() if size > PER_DIM else None
-        if places is not None:
-            tensor = tensor.index_select(dim, places.to(tensor.device))
+        if size > PER_DIM:
+            places = [(size - 1) * number // (PER_DIM - 1) for number in range(PER_DIM)]
+            tensor = tensor.index_select(dim, torch.tensor(places, dtype=torch.int64, device=tensor.device))
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

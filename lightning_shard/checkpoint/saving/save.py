@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.content import content_sum
-from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.folder import Earlier, remove_files
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from lightning_shard.checkpoint.optimizers import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
@@ -275,8 +275,7 @@ def plain(layout: Any) -> Any:
 
 def abandon(store: Store, names: Iterable[str]) -> None:
     """Remove a rank's files of an attempt that came to nothing."""
+    remove_files(store, names)
     with contextlib.suppress(Exception):
-        for name in names:
-            store.remove(name)
         if not store.exists(MANIFEST_NAME):
             store.remove_empty_folders()

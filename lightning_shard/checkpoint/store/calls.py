@@ -47,6 +47,7 @@ _PASSING_STATUS = {408, 423, 425, 429}
 _FINAL_STATUS = {501, 505, 507}
 _PASSING_CODES = {
     "BadDigest",
+    "ConditionalRequestConflict",
     "IncompleteBody",
     "InternalError",
     "OperationAborted",

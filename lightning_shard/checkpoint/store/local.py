@@ -295,10 +295,10 @@ class LocalStore:
 
     def sync(self, names: Iterable[str]) -> None:
         folders = {os.path.dirname(self._path(name)) for name in names}
-        for folder in folders | self._made | {self.root}:
+        if not folders:
+            return  # a rank that writes nothing: there may be no folder yet
+        for folder in folders | self._made | {self.root, os.path.dirname(os.path.abspath(self.root))}:
             _fsync_folder(folder)
-        if folders:
-            _fsync_folder(os.path.dirname(os.path.abspath(self.root)))
 
 
 def _preadv_all(fd: int, buffers: list[Buffer], offset: int, name: str) -> None:
