@@ -162,7 +162,7 @@ def test_slices_read_what_torch_slices(tmp_path_factory, data):
 def test_bad_indices_are_refused(tmp_path):
     checkpoint.save({"t": torch.ones(3, 4)}, tmp_path / "c")
     stored = checkpoint.read(tmp_path / "c")["t"]
-    for index in [3, -4, (0, 0, 0), slice(None, None, 0), "a", (..., ...), 1.5]:
+    for index in [3, -4, (0, 0, 0), "a", (..., ...), 1.5]:
         with pytest.raises(IndexError):
             stored[index]
     with pytest.raises(KeyError):
