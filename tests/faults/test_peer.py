@@ -150,14 +150,7 @@ def _load_each(file: Path, changes: list[bytes], system: System, path: str, repo
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize(
-    "system",
-    [
-        pytest.param("", marks=pytest.mark.xfail(reason="loads don't look at the manifest's own digest", strict=False)),
-        NAME,
-    ],
-    ids=["ours", "peer"],
-)
+@pytest.mark.parametrize("system", ["", NAME], ids=["ours", "peer"])
 @pytest.mark.parametrize("limit", [20, pytest.param(None, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage(name: str, limit: int | None, system: str, tmp_path: Path, ledger: Any) -> None:

@@ -108,7 +108,7 @@ def test_a_rank_that_raises_is_stopped_or_hangs_is_named_and_nothing_is_lost(
         assert ends[VICTIM][number][0] == ("ValueError" if fault == "raises" else "ours")
         assert checkpoint.verify(tmp_path / fault / "c").ok
         assert checkpoint.read(tmp_path / fault / "c")["w"][5].tolist() == [1, 1, 1]
-    ledger("Ranks", f"one of three ranks raises, is stopped or hangs in a {operation}", tried=len(FAULTS))
+    ledger("Ranks that fail", f"one of three ranks raises, is stopped or hangs in a {operation}", tried=len(FAULTS))
 
 
 def lose_one(operation: str, root: Path) -> None:
@@ -131,4 +131,4 @@ def test_a_rank_that_dies_is_named_by_the_others_at_once(
     assert "rank 1 hasn't come: it has ended" in message
     assert checkpoint.verify(tmp_path / "c").ok
     assert checkpoint.read(tmp_path / "c")["w"][5].tolist() == [1, 1, 1]
-    ledger("Ranks", f"one of three ranks is killed in a {operation}", tried=1)
+    ledger("Ranks that fail", f"one of three ranks is killed in a {operation}", tried=1)
