@@ -32,7 +32,7 @@ BOUND_S = 240.0
 """Far more than any trial may take: a busy machine is no failure, a wait without end is."""
 PASSING = [500, "slow down", 429, "reset", "lost", "half sent", "cut"]
 """Faults that a second attempt outlasts."""
-HANGING = ["stall", "late", "cut stall"]
+HANGING = ["stall", "late", pytest.param("cut stall", marks=pytest.mark.long)]
 FINAL = [403, "expired", 404]
 WRONG = ["short", "shifted"]
 """Answers that look right: what is read is refused or read again, what is written is whole."""

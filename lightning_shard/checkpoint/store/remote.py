@@ -195,8 +195,7 @@ class RemoteStore:
         if self.stamp(name) not in (None, replaces):
             raise conflict(self.root, name)
         self._put(name, [memoryview(data)], size_bytes, durable=durable)
-        if self.stamp(name) != digest(data):
-            raise conflict(self.root, name)
+        self._look_after(name, digest(data))
 
     def _put(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         if self._is_object_store and (size_bytes <= self._put_bytes or self._puts_streams_whole):
@@ -236,6 +235,18 @@ class RemoteStore:
         calls.tried(move, size_bytes)
         if self._is_object_store:
             self.remove(name)
+
+    def _look_after(self, name: str, put: Stamp) -> None:
+        """See whether what was put is there.
+
+        A look that finds nothing is no conflict, since it may be the look that failed: after a conflict, the files that
+        the manifest names are removed.
+        """
+        there = self.stamp(name)
+        if there is None:
+            raise OSError(errno.EIO, f"{self.root}/{name} was put and isn't there: it may have been removed since")
+        if there != put:
+            raise conflict(self.root, name)
 
     def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
         if only != ANYTHING and self.stamp(name) not in (None, only):

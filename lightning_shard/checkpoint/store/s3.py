@@ -97,8 +97,9 @@ class S3Store(RemoteStore):
         if self.stamp(name) not in (None, replaces):
             raise conflict(self.root, name)
         stamp = self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), size_bytes)
-        if self.stamp(name) != stamp:
-            raise conflict(self.root, name)
+        if stamp is None:
+            raise OSError(errno.EIO, f"{self.root}/{name} was put, and then couldn't be looked at")
+        self._look_after(name, stamp)
 
     def _put_if(self, name: str, data: bytes, replaces: Stamp | None, limit_s: float) -> Stamp | None:
         """Returns the stamp of what was put."""
