@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, 
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.checkpoint.sharded_values import lift, rebuilt
-from lightning_shard.checkpoint.tensors import flatten, identity, is_dtensor, locate
+from lightning_shard.checkpoint.tensors import Located, flatten, identity, is_dtensor, locate
 from lightning_shard.errors import StateMismatchError, UnsupportedStateError
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]
 def name_numbered(
     tensors: Mapping[str, StoredTensor], states: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]]
 ) -> tuple[dict[str, StoredTensor], list[dict[str, Any]]]:
-    """Optimizers' state that plain torch numbered by parameter, named by it.
+    """Optimizers' state that plain torch numbered by parameter, named by it; what has names already is left as it is.
 
     Args:
-        tensors: By ``"{optimizer}/{number}/{key}"``.
+        tensors: By ``"{optimizer}/{number}/{key}"``, or parameter in place of the number where that is known.
         states: Each optimizer's values that aren't tensors, and its groups.
         names: Of all stages' parameters, for each optimizer and group, in the order of the optimizer's groups.
 
@@ -138,8 +138,11 @@ def name_numbered(
         StateMismatchError: Other groups, or others' sizes.
     """
     named: list[dict[str, Any]] = []
-    by_number: list[dict[str, str]] = []
+    by_number: dict[str, dict[str, str]] = {}
     for index, (state, groups) in enumerate(zip(states, names, strict=True)):
+        if not state.get("numbered"):
+            named.append(state)
+            continue
         saved = [group["params"] for group in state["param_groups"]]
         if [len(numbers) for numbers in saved] != [len(group) for group in groups]:
             raise StateMismatchError(
@@ -147,13 +150,17 @@ def name_numbered(
                 f" and the one here has groups of {[len(group) for group in groups]}: make the same groups."
             )
         find = {number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)}
-        by_number.append(find)
+        by_number[str(index)] = find
         described = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], groups)]
         values = {find[number]: entries for number, entries in state["values"].items()}
         named.append({**state, "numbered": False, "values": values, "param_groups": described})
-    paths = {path: path.split("/", 2) for path in tensors if path.partition("/")[0].isdigit()}
-    found = {f"{i}/{by_number[int(i)][n]}/{key}": tensors[path] for path, (i, n, key) in paths.items()}
-    return found, named
+
+    def new(path: str) -> str:
+        owner, _, rest = path.partition("/")
+        number, _, key = rest.partition("/")
+        return f"{owner}/{by_number[owner][number]}/{key}" if owner in by_number else path
+
+    return {new(path): stored for path, stored in tensors.items()}, named
 
 
 # -- what save is given -----------------------------------------------------------------------------------------------
@@ -320,23 +327,36 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
         tensors = flatten(state).items()
     by_id: dict[int, str] = {}
     by_memory: dict[Any, str] = {}
+    without_memory: list[Located] = []
     for name, tensor in tensors:
         by_id.setdefault(id(tensor), name)
-        by_memory.setdefault(identity(locate(name, tensor)), name)
-    by_memory.pop(None, None)
+        located = locate(name, tensor)
+        memory = identity(located)
+        if memory is not None:
+            by_memory.setdefault(memory, name)
+        elif located.local.layout is torch.strided and not located.local.is_meta:
+            without_memory.append(located)
     found = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                own = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
-                if own is None:
+                known = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
+                own = _of_one_storage(parameter, without_memory) if known is None else [known]
+                if len(own) != 1:
+                    why = f"whose empty part here may be of any of {own}" if own else "that isn't in the state"
                     raise UnsupportedStateError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that isn't in"
-                        " the state: pass the module that it optimizes, and make the optimizer after the module was"
-                        " sharded."
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} {why}: pass"
+                        " the module that it optimizes, and make the optimizer after the module was sharded."
                     )
-                found[id(parameter)] = own
+                (found[id(parameter)],) = own
     return found
+
+
+def _of_one_storage(parameter: Tensor, empty: Sequence[Located]) -> list[str]:
+    """The names of the tensors whose part on this rank is empty that are views of the parameter's storage."""
+    _, local, spread = locate("", parameter)
+    alike = [other for other in empty if other.spread is spread and other.local.device == local.device]
+    return [other.name for other in alike if local.layout is torch.strided and other.local.is_set_to(local)]
 
 
 # -- what load is given -----------------------------------------------------------------------------------------------
@@ -391,14 +411,14 @@ class Restored:
                 " loaded: pass the same ones."
             )
         tensors: Mapping[str, Any] = checkpoint.optimizer
+        if strip_prefix or rename:
+            tensors, states = renamed(tensors, states, strip_prefix, rename)
         if any(state.get("numbered") for state in states):
             names = [
                 [[self._names[id(parameter)] for parameter in group["params"]] for group in item.param_groups]
                 for item in self._optimizers
             ]
             tensors, states = name_numbered(tensors, states, names)
-        elif strip_prefix or rename:
-            tensors, states = renamed(tensors, states, strip_prefix, rename)
         self._plans = plan_optimizers(self._optimizers, self._names, tensors, states)
         return {
             f"optimizer:{index}/{name}"
@@ -442,9 +462,13 @@ def _described(index: int, state: Any) -> dict[str, Any]:
 def renamed(
     tensors: Mapping[str, Any], states: Sequence[dict[str, Any]], strip_prefix: str | None, rename: Rename | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """With the names that the model's tensors of the checkpoint have for the state that is loaded."""
+    """With the names that the model's tensors of the checkpoint have for the state that is loaded; numbers stay."""
     named, found = [], {}
     for index, state in enumerate(states):
+        if state.get("numbered"):
+            named.append(state)
+            found.update({path: stored for path, stored in tensors.items() if path.partition("/")[0] == str(index)})
+            continue
         listed = [name for group in state["param_groups"] for name in group["params"]]
         new = {old: name for name, old in new_names(listed, strip_prefix, rename).items()}
         groups = [{**g, "params": [new[name] for name in g["params"] if name in new]} for g in state["param_groups"]]
@@ -528,7 +552,8 @@ def _groups_of(
 ) -> list[dict[str, Any]]:
     """For each of the optimizer's groups the saved one: of the same place, or where that isn't told, of its parameters.
 
-    A pipeline stage has a part of each group's parameters; parameters that weren't optimized may be in any.
+    A pipeline stage has a part of each group's parameters, maybe none; parameters that weren't optimized may be in any.
+    A group of these alone keeps its settings.
     """
     saved = rest["param_groups"]
     flattened = bool(rest.get("flattened"))
@@ -556,7 +581,7 @@ def _groups_of(
                 " saved: make the same groups, in the same order."
             )
         else:
-            found.append(saved[number])
+            found.append(saved[number] if theirs or not own else {})
     return found
 
 

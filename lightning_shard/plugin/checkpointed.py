@@ -187,13 +187,14 @@ class CheckpointedStrategy(ModelParallelStrategy):
                 f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
                 f" {len(self.optimizers)}: make the same ones."
             )
-        if any("numbered" in state for state in states):
-            tensors, states = name_numbered(tensors, states, self._parameter_groups())
-        elif checkpoint.get(WEIGHTS_ALONE):
+        if checkpoint.get(WEIGHTS_ALONE):
             assert self._assembly is not None
-            listed = [name for state in states for group in state["param_groups"] for name in group["params"]]
+            named = [state for state in states if not state.get("numbered")]
+            listed = [name for state in named for group in state["param_groups"] for name in group["params"]]
             if prefix := prefix_of(listed, set(self._assembly.places)):
                 tensors, states = renamed(tensors, states, None, {"": prefix})
+        if any(state.get("numbered") for state in states):
+            tensors, states = name_numbered(tensors, states, self._parameter_groups())
         plans: list[Plan] = []
 
         def pairs() -> list[Pair]:

@@ -87,9 +87,32 @@ def test_slices_are_numpys_with_steps_of_either_sign(stored: checkpoint.Checkpoi
     assert np.array_equal(found.numpy(), values(torch.int32).numpy()[index])
 
 
-def test_a_list_of_lists_is_places_as_in_numpy(stored: checkpoint.Checkpoint) -> None:
-    index = [[0, 1], [2, 3]]  # torch takes it for a tuple still, and warns that it won't
-    assert np.array_equal(stored["torch.int32"][index].numpy(), values(torch.int32).numpy()[index])
+@pytest.mark.parametrize(
+    "index",
+    [
+        [[0, 1], [1, 2]],
+        [[0, 1]],
+        [(0, 1), range(2)],
+        [torch.tensor(1), torch.tensor(2)],
+        [[torch.tensor(1), torch.tensor(2)]],
+        [np.array([1, 2])],
+        [slice(0, 2), 1],
+        [0, None],
+        [..., 0],
+    ],
+    ids=str,
+)
+def test_a_list_that_numpy_takes_for_an_array_and_torch_for_a_tuple_is_refused(
+    stored: checkpoint.Checkpoint, index: Any
+) -> None:
+    with pytest.raises(IndexError, match=r"pass torch\.tensor of it, for an item for each dim a tuple"):
+        stored["torch.int32"][index]
+
+
+def test_the_remedy_for_a_list_of_lists(stored: checkpoint.Checkpoint) -> None:
+    index = [[0, 1], [1, 2]]
+    for said in (torch.tensor(index), tuple(index), (index,)):
+        assert torch.equal(stored["torch.int32"][said], values(torch.int32)[said])
 
 
 def test_a_scalar_has_no_dims(stored: checkpoint.Checkpoint) -> None:

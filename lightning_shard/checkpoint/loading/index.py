@@ -136,6 +136,11 @@ def _within(places: Tensor, runs: Sequence[Run]) -> Tensor:
 
 def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
     """One item for each dim, and None for each new one; masks as places."""
+    if isinstance(index, list) and any(isinstance(item, _NO_PLACES_OF_A_LIST) for item in index):
+        raise IndexError(
+            f"{name!r} can't be indexed with {index!r}: numpy takes such a list for an array, and torch for a tuple."
+            " For places pass torch.tensor of it, for an item for each dim a tuple."
+        )
     items: list[Any] = []
     for item in index if isinstance(index, tuple) else (index,):
         if item is None or item is Ellipsis or isinstance(item, slice):
@@ -177,6 +182,7 @@ def _is_place(item: Any) -> bool:
     return not isinstance(item, (Tensor, np.ndarray)) or (item.ndim == 0 and item.dtype not in _MASKS)
 
 
+_NO_PLACES_OF_A_LIST = (list, tuple, range, np.ndarray, Tensor, slice, type(None), type(...))
 _MASKS: tuple[Any, ...] = (torch.bool, np.dtype(bool), torch.uint8, np.dtype(np.uint8))
 
 
