@@ -1,5 +1,6 @@
 """DCP's own files and ours, of the same states on four ranks: each is the other's second opinion."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,11 @@ def test_one_rank_that_fails_fails_all_and_the_earlier_checkpoint_stays(tmp_path
     dcp.load(into, storage_reader=checkpoint.DcpReader(path))
     assert_same(into, state)
 
-    # what the failed ones left goes with the next commit
+    # what the failed ones left goes with the next commit, when it is old
+    if rank == 0:
+        for file in (path / "model").iterdir():
+            os.utime(file, (0, 0))
+    dist.barrier()
     dcp.save(laid_out("shards", fill=2), storage_writer=checkpoint.DcpWriter(path, fsync=False))
     stored = checkpoint.read(path)
     assert {f"model/{file.name}" for file in (path / "model").iterdir()} == {f.path for f in stored.manifest.files}
