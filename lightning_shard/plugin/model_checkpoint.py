@@ -124,11 +124,16 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                 versions[name] = int(last[1] or 0)
             return last is not None
 
-        found = commits(dirpath, io.storage_options, is_last)
-        if not found:
+        def order(commit: tuple[datetime, str]) -> tuple[datetime, int]:
+            # stores tell the time in seconds: of two in the same one, the higher version is the later
+            return commit[0], versions[commit[1]]
+
+        found = max(commits(dirpath, io.storage_options, is_last), key=order, default=None)
+        if io.local is not None:
+            found = io.local.newest(dirpath, found[1] if found else None, is_last, order) or found
+        if found is None:
             return set()
-        # stores tell the time in seconds: of two in the same one, the higher version is the later
-        committed, name = max(found, key=lambda commit: (commit[0], versions[commit[1]]))
+        committed, name = found
         return {_FoundPath(posixpath.join(dirpath, name), committed)}
 
     @property

@@ -8,6 +8,7 @@ lock while data is written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from functools import partial
 
 from lightning_shard.checkpoint.folder import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from lightning_shard.checkpoint.ranks import Failure
 from lightning_shard.checkpoint.store import LocalStore, Store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
@@ -122,7 +124,13 @@ def _conflict(store: Store, attempt: str) -> str:
     )
 
 
-def may_be_committed(store: Store, attempt: str) -> bool:
+def failed_commit(store: Store, attempt: str, rank: int, error: BaseException) -> Failure:
+    """The failure of a commit, as the other ranks are to know it: their files stay if it may have been one."""
+    stay = not isinstance(error, CheckpointConflictError) and _may_be_committed(store, attempt)
+    return dataclasses.replace(Failure.of(rank, error), files_stay=stay)
+
+
+def _may_be_committed(store: Store, attempt: str) -> bool:
     """After putting the manifest has failed: whether it is there all the same, or may yet come."""
     if not isinstance(store, LocalStore):
         return True  # the answer may have been lost, not the request

@@ -1,0 +1,235 @@
+"""Two tiers without Lightning: local copies are carried whole, kept apart, and read when they are the newest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_shard import ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.checkpoint.tiers import KEPT, LocalTier
+from lightning_shard.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+)
+
+ALONE = Ranks()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> LocalTier:
+    return LocalTier.at(tmp_path / "disk", {})
+
+
+def save(path: str | Path, step: int, **options: Any) -> None:
+    tensors = {"w": torch.full((700, 1000), float(step)), "small": torch.arange(5), "none": torch.empty(0, 3)}
+    tensors["tied"] = tensors["w"]
+    state = {"global_step": step, "kept": torch.ones(3)}
+    checkpoint.save(tensors, path, optimizer={"w.m": torch.ones(3)}, trainer_state=state, fsync=False, **options)
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    root = Path(folder)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def step_of(path: str | Path) -> int:
+    return int(checkpoint.read(path)["w"].full()[0, 0])
+
+
+def aged(path: str | Path, seconds: float) -> None:
+    """Move a commit's time."""
+    manifest = Path(path) / "manifest.json"
+    at = manifest.stat().st_mtime + seconds
+    os.utime(manifest, (at, at))
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_what_is_carried_is_the_same_file_by_file(tmp_path: Path, tier: LocalTier, digests: bool) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    save(tier.copy_of(path), 2, rank_state={"generator": torch.ones(8)}, digests=digests)
+    tier.carry(path, ALONE)
+    assert contents(path) == contents(tier.copy_of(path))
+    assert checkpoint.verify(path).ok
+    assert step_of(path) == 2
+    tier.carry(path, ALONE)  # nothing is left to do
+    assert contents(path) == contents(tier.copy_of(path))
+
+
+def test_every_damaged_block_of_a_copy_is_found_on_the_way_and_nothing_is_committed(
+    tmp_path: Path, tier: LocalTier
+) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    before = contents(path)
+    save(tier.copy_of(path), 2)
+    tried = 0
+    for name, data in contents(tier.copy_of(path)).items():
+        file = Path(tier.copy_of(path)) / name
+        for at in {0, len(data) // 2, len(data) - 1}:
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(CorruptCheckpointError):
+                tier.carry(path, ALONE)
+            assert contents(path) == before
+            tried += 1
+        file.write_bytes(data[:-1])
+        with pytest.raises(CheckpointError):
+            tier.carry(path, ALONE)
+        file.write_bytes(data)
+    assert tried >= 9
+    tier.carry(path, ALONE)
+    assert step_of(path) == 2
+
+
+def test_a_store_that_fails_leaves_the_earlier_checkpoint_and_the_copy(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    before = contents(path)
+    save(tier.copy_of(path), 2)
+
+    def full(self: LocalStore, name: str, *args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for call in ("write", "publish"):
+        with mock.patch.object(LocalStore, call, full), pytest.raises(CheckpointError, match="No space left"):
+            tier.carry(path, ALONE)
+        assert contents(path) == before
+        assert step_of(tier.copy_of(path)) == 2
+
+
+def test_another_save_that_came_first_stays(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    save(tier.copy_of(path), 2)
+    original = LocalStore.sync
+
+    def meanwhile(self: LocalStore, names: Any) -> None:
+        with mock.patch.object(LocalStore, "sync", original):
+            save(path, 3)
+        original(self, names)
+
+    with mock.patch.object(LocalStore, "sync", meanwhile), pytest.raises(CheckpointConflictError):
+        tier.carry(path, ALONE)
+    assert step_of(path) == 3
+    assert checkpoint.verify(path).files == len(contents(path)) - 1
+
+
+def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Path, tier: LocalTier) -> None:
+    paths = [str(tmp_path / "store" / f"step={step}.ckpt") for step in range(5)]
+    for step, path in enumerate(paths):
+        save(tier.copy_of(path), step)
+        tier.carry(path, ALONE)
+    assert KEPT == 2
+    assert sorted(os.listdir(tier.folder(str(tmp_path / "store")))) == ["step=3.ckpt", "step=4.ckpt"]
+    assert [step_of(path) for path in paths] == [0, 1, 2, 3, 4]
+    save(tier.copy_of(paths[0]), 5)
+    aged(tier.copy_of(paths[0]), -3600)  # the clock was set back
+    tier.carry(paths[0], ALONE)
+    assert step_of(paths[0]) == 5
+
+
+def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    copy = tier.copy_of(path)
+
+    def chosen() -> str:
+        return tier.choose(path, ALONE).path
+
+    assert chosen() == path  # neither is there
+    save(copy, 5)
+    assert chosen() == copy  # the only one
+    tier.carry(path, ALONE)
+    assert chosen() == copy  # the same
+    save(path, 6)
+    aged(path, 10)
+    assert chosen() == path
+    save(copy, 7)
+    aged(copy, 20)
+    assert chosen() == copy  # newer in both
+    aged(copy, -30)
+    assert chosen() == path  # of a later step, but an earlier commit: of an earlier run
+    save(copy, 4)
+    aged(copy, 40)
+    assert chosen() == path  # committed later, but of an earlier step
+    (Path(path) / "manifest.json").write_bytes(b"torn")
+    assert chosen() == copy
+
+
+def test_a_copy_that_is_not_whole_is_not_read(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(tier.copy_of(path), 5)
+    tier.carry(path, ALONE)
+    whole = tmp_path / "whole"
+    shutil.move(tier.copy_of(path), whole)
+    for name, data in contents(whole).items():
+        for cut in (data[:-1], None):
+            shutil.copytree(whole, tier.copy_of(path))
+            file = Path(tier.copy_of(path)) / name
+            file.unlink() if cut is None else file.write_bytes(cut)
+            assert tier.choose(path, ALONE).path == path, name
+            shutil.rmtree(tier.copy_of(path))
+
+
+def test_copies_of_several_folders_and_stores_do_not_meet(tmp_path: Path) -> None:
+    def copy_of(path: str, **options: Any) -> str:
+        return LocalTier.at(tmp_path, options).copy_of(path)
+
+    one, other = {"endpoint_url": "http://one"}, {"client_kwargs": {"endpoint_url": "http://other"}}
+    copies = {
+        copy_of("s3://bucket/run/last.ckpt"),
+        copy_of("s3://bucket/run/last.ckpt", **one),
+        copy_of("s3://bucket/run/last.ckpt", **other),
+        copy_of("s3://bucket/b/run/last.ckpt"),
+        copy_of("/data/run/last.ckpt"),
+    }
+    assert len(copies) == 5
+    assert all(copy.startswith(f"{tmp_path}/run-") and copy.endswith("/last.ckpt") for copy in copies)
+    tier = LocalTier.at(tmp_path, {})
+    assert tier.copy_of("s3://bucket/run/last.ckpt/") == tier.copy_of("s3://bucket/run/last.ckpt")
+    assert os.path.dirname(tier.copy_of("s3://bucket/run/last.ckpt")) == tier.folder("s3://bucket/run")
+
+
+def test_a_local_tier_must_be_on_the_local_disk_and_shows_no_secrets(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="local disk"):
+        ShardedCheckpointIO(local="memory://disk")
+    io = ShardedCheckpointIO({"secret": "never to be seen"}, local=tmp_path)
+    assert "never" not in repr(io.local)
+
+
+def test_without_a_strategy_saves_are_carried_before_they_return_and_removed_in_both_tiers(tmp_path: Path) -> None:
+    io = ShardedCheckpointIO(local=tmp_path / "disk", fsync=False)
+    assert io.local is not None
+    path = str(tmp_path / "store" / "one.ckpt")
+    io.save_checkpoint({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.6"}, path)
+    assert contents(path) == contents(io.local.copy_of(path)) != {}
+    assert torch.equal(io.load_checkpoint(path)["state_dict"]["w"], torch.ones(3))
+    io.remove_checkpoint(path)
+    assert not checkpoint.exists(path)
+    assert not checkpoint.exists(io.local.copy_of(path))
+
+
+def test_what_follows_a_save_in_the_background_belongs_to_it(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def fail(ranks: Ranks) -> None:
+        assert checkpoint.exists(tmp_path / "one")
+        raise CheckpointError("could not be carried")
+
+    with checkpoint.AsyncSaver() as saver:
+        saver.save({"w": torch.ones(3)}, tmp_path / "one", afterwards=fail)
+        saver.then(lambda: done.append("removed"))
+        with pytest.raises(CheckpointError, match="could not be carried"):
+            saver.wait()
+        saver.save({"w": torch.ones(3)}, tmp_path / "two", afterwards=lambda ranks: done.append("carried"))
+        saver.wait()
+    assert done == ["carried"]
