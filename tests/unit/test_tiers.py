@@ -30,11 +30,15 @@ def tier(tmp_path: Path) -> LocalTier:
     return LocalTier.at(tmp_path / "disk", {})
 
 
-def save(path: str | Path, step: int, **options: Any) -> None:
-    tensors = {"w": torch.full((700, 1000), float(step)), "small": torch.arange(5), "none": torch.empty(0, 3)}
+def save(path: str | Path, step: int, rows: int = 7, **options: Any) -> None:
+    tensors = {"w": torch.full((rows, 1000), float(step)), "small": torch.arange(5), "none": torch.empty(0, 3)}
     tensors["tied"] = tensors["w"]
     state = {"global_step": step, "kept": torch.ones(3)}
     checkpoint.save(tensors, path, optimizer={"w.m": torch.ones(3)}, trainer_state=state, fsync=False, **options)
+
+
+def carry(tier: LocalTier, path: str) -> None:
+    tier.carry(path, ALONE, fsync=False)
 
 
 def contents(folder: str | Path) -> dict[str, bytes]:
@@ -57,12 +61,12 @@ def aged(path: str | Path, seconds: float) -> None:
 def test_what_is_carried_is_the_same_file_by_file(tmp_path: Path, tier: LocalTier, digests: bool) -> None:
     path = str(tmp_path / "store" / "last.ckpt")
     save(path, 1)
-    save(tier.copy_of(path), 2, rank_state={"generator": torch.ones(8)}, digests=digests)
-    tier.carry(path, ALONE)
+    save(tier.copy_of(path), 2, rows=1100, rank_state={"generator": torch.ones(8)}, digests=digests)
+    carry(tier, path)
     assert contents(path) == contents(tier.copy_of(path))
     assert checkpoint.verify(path).ok
     assert step_of(path) == 2
-    tier.carry(path, ALONE)  # nothing is left to do
+    carry(tier, path)  # nothing is left to do
     assert contents(path) == contents(tier.copy_of(path))
 
 
@@ -79,15 +83,15 @@ def test_every_damaged_block_of_a_copy_is_found_on_the_way_and_nothing_is_commit
         for at in {0, len(data) // 2, len(data) - 1}:
             file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             with pytest.raises(CorruptCheckpointError):
-                tier.carry(path, ALONE)
+                carry(tier, path)
             assert contents(path) == before
             tried += 1
         file.write_bytes(data[:-1])
         with pytest.raises(CheckpointError):
-            tier.carry(path, ALONE)
+            carry(tier, path)
         file.write_bytes(data)
     assert tried >= 9
-    tier.carry(path, ALONE)
+    carry(tier, path)
     assert step_of(path) == 2
 
 
@@ -102,7 +106,7 @@ def test_a_store_that_fails_leaves_the_earlier_checkpoint_and_the_copy(tmp_path:
 
     for call in ("write", "publish"):
         with mock.patch.object(LocalStore, call, full), pytest.raises(CheckpointError, match="No space left"):
-            tier.carry(path, ALONE)
+            carry(tier, path)
         assert contents(path) == before
         assert step_of(tier.copy_of(path)) == 2
 
@@ -128,13 +132,13 @@ def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Pa
     paths = [str(tmp_path / "store" / f"step={step}.ckpt") for step in range(5)]
     for step, path in enumerate(paths):
         save(tier.copy_of(path), step)
-        tier.carry(path, ALONE)
+        carry(tier, path)
     assert KEPT == 2
     assert sorted(os.listdir(tier.folder(str(tmp_path / "store")))) == ["step=3.ckpt", "step=4.ckpt"]
     assert [step_of(path) for path in paths] == [0, 1, 2, 3, 4]
     save(tier.copy_of(paths[0]), 5)
     aged(tier.copy_of(paths[0]), -3600)  # the clock was set back
-    tier.carry(paths[0], ALONE)
+    carry(tier, paths[0])
     assert step_of(paths[0]) == 5
 
 
@@ -148,7 +152,7 @@ def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: P
     assert chosen() == path  # neither is there
     save(copy, 5)
     assert chosen() == copy  # the only one
-    tier.carry(path, ALONE)
+    carry(tier, path)
     assert chosen() == copy  # the same
     save(path, 6)
     aged(path, 10)
@@ -165,10 +169,32 @@ def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: P
     assert chosen() == copy
 
 
+def test_the_newest_copy_is_found_where_it_is_newer_than_what_the_store_has(tmp_path: Path, tier: LocalTier) -> None:
+    store = str(tmp_path / "store")
+
+    def newest(found: str | None) -> str | None:
+        commit = tier.newest(store, found, lambda name: name.startswith("last"), lambda commit: commit)
+        return commit[1] if commit else None
+
+    assert newest(None) is None
+    save(tier.copy_of(f"{store}/step=9.ckpt"), 9)
+    save(tier.copy_of(f"{store}/last.ckpt"), 5)
+    assert newest(None) == "last.ckpt"
+    carry(tier, f"{store}/last.ckpt")
+    assert newest("last.ckpt") is None
+    save(tier.copy_of(f"{store}/last-v1.ckpt"), 6)
+    aged(tier.copy_of(f"{store}/last-v1.ckpt"), 10)
+    assert newest("last.ckpt") == "last-v1.ckpt"
+    save(f"{store}/last-v2.ckpt", 7)
+    assert newest("last-v2.ckpt") is None
+    (Path(tier.copy_of(f"{store}/last-v1.ckpt")) / "manifest.json").write_bytes(b"torn")
+    assert newest("last.ckpt") is None
+
+
 def test_a_copy_that_is_not_whole_is_not_read(tmp_path: Path, tier: LocalTier) -> None:
     path = str(tmp_path / "store" / "last.ckpt")
     save(tier.copy_of(path), 5)
-    tier.carry(path, ALONE)
+    carry(tier, path)
     whole = tmp_path / "whole"
     shutil.move(tier.copy_of(path), whole)
     for name, data in contents(whole).items():

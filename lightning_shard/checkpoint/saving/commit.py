@@ -126,11 +126,11 @@ def _conflict(store: Store, attempt: str) -> str:
 
 def failed_commit(store: Store, attempt: str, rank: int, error: BaseException) -> Failure:
     """The failure of a commit, as the other ranks are to know it: their files stay if it may have been one."""
-    stay = not isinstance(error, CheckpointConflictError) and _may_be_committed(store, attempt)
+    stay = not isinstance(error, CheckpointConflictError) and may_be_committed(store, attempt)
     return dataclasses.replace(Failure.of(rank, error), files_stay=stay)
 
 
-def _may_be_committed(store: Store, attempt: str) -> bool:
+def may_be_committed(store: Store, attempt: str) -> bool:
     """After putting the manifest has failed: whether it is there all the same, or may yet come."""
     if not isinstance(store, LocalStore):
         return True  # the answer may have been lost, not the request
