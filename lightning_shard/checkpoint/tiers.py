@@ -82,15 +82,15 @@ class LocalTier:
         Raises:
             ConfigurationError: They haven't.
         """
-        name = f".seen-by-all-{secrets.token_hex(4)}"
 
         def leave_a_file() -> str:
+            name = f".seen-by-all-{secrets.token_hex(4)}"
             os.makedirs(self.root, exist_ok=True)
-            path = os.path.join(self.root, name)
-            with open(path, "x"):
-                return path
+            with open(os.path.join(self.root, name), "x"):
+                return name
 
-        path = together(ranks, lambda: None, lambda _: leave_a_file())
+        name = together(ranks, lambda: None, lambda _: leave_a_file())
+        path = os.path.join(self.root, name)
         try:
             missed = together(
                 ranks,

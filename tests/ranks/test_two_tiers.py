@@ -47,16 +47,16 @@ def run(
 
 
 def run_until_killed(url: str, options: dict[str, Any], local: str) -> None:
-    """Killed while the second step's ``last`` is carried: one of its files is on the store, the other isn't."""
+    """All ranks are killed while the second step's ``last`` is carried: some of its files are on the store."""
     original = S3Store.write
 
     def write(self: S3Store, name: str, *args: Any, **kwargs: Any) -> None:
         if self.root.endswith("last.ckpt") and checkpoint.exists(f"{url}/step=2.ckpt", storage_options=options):
-            if dist.get_rank() == 1:
+            if dist.get_rank() == 0:
+                original(self, name, *args, **kwargs)
+            else:
                 time.sleep(1)
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(self, name, *args, **kwargs)
-            time.sleep(60)
+            os.kill(os.getpid(), signal.SIGKILL)
         original(self, name, *args, **kwargs)
 
     with mock.patch.object(S3Store, "write", write):
