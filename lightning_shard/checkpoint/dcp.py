@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format import codec
@@ -70,14 +72,15 @@ from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensors
 from lightning_shard.checkpoint.saving.commit import (
+    check_files,
     check_own_files,
     commit,
     look_before_saving,
     may_be_committed,
     new_attempt,
 )
-from lightning_shard.checkpoint.saving.files import Piece, write_json, write_pieces
-from lightning_shard.checkpoint.saving.merge import Account, Merged
+from lightning_shard.checkpoint.saving.files import Piece, file_metadata, write_json, write_pieces
+from lightning_shard.checkpoint.saving.merge import Account, Merged, files_by_host
 from lightning_shard.checkpoint.saving.save import WRITER, abandon
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
@@ -136,6 +139,7 @@ class DcpWriter(_AtPath, StorageWriter):
         self._store: Store | None = None
         self._earlier = Earlier()
         self._attempt = ""
+        self._began_s = 0.0
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -147,6 +151,7 @@ class DcpWriter(_AtPath, StorageWriter):
         if is_coordinator:
             self._earlier = look_before_saving(self._store)
         self._attempt = new_attempt()
+        self._began_s = time.monotonic()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return dataclasses.replace(plan, storage_data=self._attempt)
@@ -177,9 +182,10 @@ class DcpWriter(_AtPath, StorageWriter):
                 if not pieces:
                     continue
                 names.append(f"{section}/rank-{_rank():05d}-{attempt}.safetensors")
-                metadata = {"format": "pt", "lightning_shard.attempt": attempt, "lightning_shard.section": section}
                 options = {"digests": self.digests, "durable": self.fsync}
-                part.account.add(section, write_pieces(self._store, names[-1], pieces, metadata, **options))
+                part.account.add(
+                    section, write_pieces(self._store, names[-1], pieces, file_metadata(attempt, section), **options)
+                )
             if self.fsync and names:
                 self._store.sync(names)
             check_own_files(self._store, part.account.files())
@@ -216,6 +222,7 @@ class DcpWriter(_AtPath, StorageWriter):
             merged = Merged(list(accounts.values()))
             manifest = merged.manifest(attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests)
             manifest.world_size = len(results)
+            check_files(self._store, files_by_host(accounts.values()), own.host, self._began_s)
             committing = True
             commit(self._store, manifest, self._earlier, durable=self.fsync)
         except BaseException as error:
@@ -289,7 +296,8 @@ class DcpReader(_AtPath, StorageReader):
         """Fill what the plan asks for.
 
         Raises:
-            CorruptCheckpointError: As :func:`~.reader.read`; then some of the tensors have been written.
+            CorruptCheckpointError: As :func:`read`; then some of the tensors have been written, and are refused by a
+                save until a load into them succeeds.
             StateMismatchError: A tensor of the state isn't what the plan says of it.
         """
         assert self._checkpoint is not None
@@ -309,7 +317,10 @@ class DcpReader(_AtPath, StorageReader):
             box = Box(tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True)), tuple(item.lengths))
             reads.append(Read(name, self._tensors[name], box, target))
             targets.append((item, target))
+        changing = [locate(read.name, read.target).local for read in reads]
+        half_loaded.mark(changing)
         self._checkpoint.fetch(reads)
+        half_loaded.clear(changing)
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
@@ -358,6 +369,7 @@ def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:
     shape, offsets, sizes = tuple(planned.size), tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)
     tensor: Any = planner.resolve_data(item)
     check_storable(name, tensor)
+    half_loaded.refuse({name: locate(name, tensor).local})
     if 0 in shape:
         return None if any(offsets) else Piece(name, shape, Box.whole(shape), tensor.new_empty(shape))
     if 0 in sizes:

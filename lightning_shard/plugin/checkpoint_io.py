@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
-from lightning_shard.checkpoint.optimizers import flatten_optimizer_states, merge_stages
+from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError

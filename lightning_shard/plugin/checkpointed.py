@@ -18,14 +18,8 @@ from lightning_shard.checkpoint import Pair, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.names import prefix_of
-from lightning_shard.checkpoint.optimizers import (
-    Plan,
-    merge_stages,
-    name_numbered,
-    named_optimizer_state,
-    plan_optimizers,
-    renamed,
-)
+from lightning_shard.checkpoint.optimizers.named import merge_stages, name_numbered, named_optimizer_state
+from lightning_shard.checkpoint.optimizers.restored import Plan, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError

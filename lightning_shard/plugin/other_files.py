@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_shard.checkpoint import Checkpoint
-from lightning_shard.checkpoint.optimizers import stored_states
+from lightning_shard.checkpoint.optimizers.restored import stored_states
 
 WEIGHTS_ALONE = "lightning_shard_weights_alone"
 """A key of what is loaded: where it has no optimizer's state, none is missing."""

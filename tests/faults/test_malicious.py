@@ -26,7 +26,6 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint.format.blocks import digest
 from tests.manifests import edit, edit_text
 
-pytestmark = pytest.mark.long
 GROUP = "Malicious checkpoints"
 MOST_GROWTH_BYTES = 700 * 2**20
 """Of the process, most of it for JSON and reports of long manifests; each of the attacks asked for far more."""

@@ -381,8 +381,9 @@ def test_one_rank_of_two_meets_the_faults(
 # -- WebDAV ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["half sent", "reset", "lost", 500, "cut"])
+@pytest.mark.parametrize(
+    "fault", [500, "lost", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("half sent", "reset", "cut"))]
+)
 def test_webdav_at_every_request(fault: Fault, tmp_path: Path, ledger: Ledger) -> None:
     """A server may write a put in place, and keep its half: so nothing is put under a name that is in use."""
     lost = []

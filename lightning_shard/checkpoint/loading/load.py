@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wante
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow
 from lightning_shard.checkpoint.names import Rename, new_names
-from lightning_shard.checkpoint.optimizers import Restored
+from lightning_shard.checkpoint.optimizers.restored import Restored
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.store import as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate

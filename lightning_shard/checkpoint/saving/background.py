@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.memory import byte_view, is_plain
-from lightning_shard.checkpoint.optimizers import take_apart
+from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part

@@ -142,6 +142,11 @@ def _position(piece: Outline) -> tuple[Any, ...]:
     return -piece.dtype.itemsize, nbytes % ALIGNMENT_BYTES != 0, piece.name, piece.box.offsets
 
 
+def file_metadata(attempt: str, section: str) -> dict[str, str]:
+    """What a file says of itself, for people and for salvage."""
+    return {"format": "pt", "lightning_shard.attempt": attempt, "lightning_shard.section": section}
+
+
 def write_pieces(
     store: Store, path: str, pieces: Sequence[Piece], metadata: dict[str, str], *, digests: bool, durable: bool
 ) -> Written:

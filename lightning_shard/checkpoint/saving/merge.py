@@ -48,6 +48,14 @@ class Account:
             yield from (one.file for one in written)
 
 
+def files_by_host(accounts: Iterable[Account]) -> dict[str, list[FileEntry]]:
+    """What the ranks of each machine have written."""
+    files: dict[str, list[FileEntry]] = {}
+    for account in accounts:
+        files.setdefault(account.host, []).extend(account.files())
+    return files
+
+
 @dataclass
 class _Held:
     """A tensor as the ranks of one mesh hold it, and its chunks with the indices of their files."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.folder import Earlier, remove_files
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
-from lightning_shard.checkpoint.optimizers import take_apart
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
@@ -27,8 +27,8 @@ from lightning_shard.checkpoint.saving.commit import (
     may_be_committed,
     new_attempt,
 )
-from lightning_shard.checkpoint.saving.files import write_file, write_json
-from lightning_shard.checkpoint.saving.merge import Account, Merged, Name, Sums
+from lightning_shard.checkpoint.saving.files import file_metadata, write_file, write_json
+from lightning_shard.checkpoint.saving.merge import Account, Merged, Name, Sums, files_by_host
 from lightning_shard.checkpoint.saving.part import RankPart, plan_part
 from lightning_shard.checkpoint.store import Store, open_store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError, UnsupportedStateError
@@ -222,10 +222,7 @@ class _Saving:
         assert self._merged is not None
         attempt, digests = self._part.attempt, self._order.digests
         manifest = self._merged.manifest(attempt=attempt, layout=self._layout, writer=WRITER, digests=digests)
-        by_host: dict[str, list[FileEntry]] = {}
-        for account in self._accounts:
-            by_host.setdefault(account.host, []).extend(account.files())
-        check_files(self._store, by_host, self._accounts[0].host, self._began_s)
+        check_files(self._store, files_by_host(self._accounts), self._accounts[0].host, self._began_s)
         try:
             commit(self._store, manifest, self._earlier, durable=self._order.fsync)
         except BaseException as error:
@@ -253,11 +250,11 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
-        metadata = {"format": "pt", "lightning_shard.attempt": part.attempt, "lightning_shard.section": file.section}
-        account.add(
-            file.section,
-            write_file(store, file.path, file.plan, file.data, metadata, digests=order.digests, durable=order.fsync),
+        metadata, options = (
+            file_metadata(part.attempt, file.section),
+            {"digests": order.digests, "durable": order.fsync},
         )
+        account.add(file.section, write_file(store, file.path, file.plan, file.data, metadata, **options))
     if order.fsync:
         store.sync(part.paths())
     check_own_files(store, account.files())

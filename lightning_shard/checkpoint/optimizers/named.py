@@ -1,0 +1,157 @@
+"""Torch optimizers to a checkpoint and back: their state by parameter's name, so that it comes back on any layout.
+
+Tensors are in the checkpoint's ``optimizer`` section, named ``"{optimizer}/{parameter}/{key}"``. What isn't a tensor,
+and the groups, are in the trainer state under ``optimizer_states``, an entry for each optimizer: ``values`` by
+parameter and key, ``shared`` (state that is of no parameter), ``param_groups`` with parameters' names. Trainers write
+the same, so each reads the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.loading.stored import StoredTensor
+from lightning_shard.checkpoint.sharded_values import lift
+from lightning_shard.checkpoint.tensors import is_dtensor
+from lightning_shard.errors import StateMismatchError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    pass
+
+OPTIMIZER_STATES = "optimizer_states"
+"""Where the trainer state has what isn't a tensor of the ``optimizer`` section."""
+NAMES_OF_NOTHING_ELSE = {"params", "param_names"}
+"""The keys of a parameter group that name its parameters; all others are hyperparameters."""
+
+State = Mapping[str, Any] | torch.nn.Module
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state dict with parameters' names in place of its numbers.
+
+    Args:
+        optimizer: Over this rank's parameters.
+        names: ``id(parameter)`` to name.
+
+    Returns:
+        ``"state"`` by parameter's name, ``"shared"`` with what is the state of none, ``"param_groups"``, and the
+        ``"parameters"`` by name.
+
+    Raises:
+        UnsupportedStateError: The optimizer's own state dict has more than torch's.
+    """
+    more = optimizer.state_dict().keys() - {"state", "param_groups"}
+    if more:
+        raise UnsupportedStateError(
+            f"{type(optimizer).__name__} keeps {', '.join(map(repr, sorted(more)))} beside 'state' and 'param_groups',"
+            " which no layout knows how to divide: have it keep that in its state, or save it in the trainer state"
+            " (LightningModule.on_save_checkpoint) and leave it out of the optimizer's state_dict."
+        )
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    return {
+        "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)},
+        "shared": {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
+        "param_groups": groups,
+        "parameters": parameters,
+    }
+
+
+def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups, and values that aren't tensors.
+
+    A DTensor inside a list or dict, or of another shape than its parameter, is among both: the rest refers to it.
+
+    Args:
+        states: As :func:`named_optimizer_state` gives them; ``"parameters"`` may lack those that aren't known.
+
+    Raises:
+        UnsupportedStateError: A parameter's name has a ``/``, which parts the names of the optimizer's tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    rest: list[dict[str, Any]] = []
+    for index, state in enumerate(states):
+        values: dict[str, dict[str, Any]] = {}
+        for name, entries in state["state"].items():
+            if "/" in name:
+                raise UnsupportedStateError(f"{name!r}: an optimizer's parameter can't have a '/' in its name: rename.")
+            parameter = state["parameters"].get(name)
+            for key, value in entries.items():
+                label = f"{index}/{name}/{key}"
+                whole = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+                if isinstance(value, Tensor) and (whole or not is_dtensor(value)):
+                    tensors[label] = value
+                else:
+                    values.setdefault(name, {})[key], lifted = lift(value, label)
+                    tensors.update(lifted)
+        flags = {flag: True for flag in ("numbered", "flattened") if state.get(flag)}
+        rest.append({**flags, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
+    return tensors, rest
+
+
+def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]) -> list[dict[str, Any]]:
+    """One description of the optimizers for all stages, each of which has the same groups of its own names.
+
+    Args:
+        order: Each parameter's place in the whole module. Groups that go through it in that order on every stage do so
+            in the result, so that they are those of one process.
+    """
+    merged: list[dict[str, Any]] = []
+    in_order: dict[tuple[int, int], bool] = {}
+    for rest in rests:
+        for index, own in enumerate(rest):
+            if index == len(merged):
+                groups = [{**group, "params": []} for group in own["param_groups"]]
+                merged.append({**own, "values": {}, "param_groups": groups})
+            merged[index]["values"].update(own["values"])
+            for number, (group, own_group) in enumerate(zip(merged[index]["param_groups"], own["param_groups"])):
+                places = [order[name] for name in own_group["params"]]
+                in_order[index, number] = in_order.get((index, number), True) and places == sorted(places)
+                group["params"] = group["params"] + own_group["params"]
+    for (index, number), kept in in_order.items():
+        if kept:
+            merged[index]["param_groups"][number]["params"].sort(key=order.__getitem__)
+    return merged
+
+
+def name_numbered(
+    tensors: Mapping[str, StoredTensor], states: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]]
+) -> tuple[dict[str, StoredTensor], list[dict[str, Any]]]:
+    """Optimizers' state that plain torch numbered by parameter, named by it; what has names already is left as it is.
+
+    Args:
+        tensors: By ``"{optimizer}/{number}/{key}"``, or parameter in place of the number where that is known.
+        states: Each optimizer's values that aren't tensors, and its groups.
+        names: Of all stages' parameters, for each optimizer and group, in the order of the optimizer's groups.
+
+    Raises:
+        StateMismatchError: Other groups, or others' sizes.
+    """
+    named: list[dict[str, Any]] = []
+    by_number: dict[str, dict[str, str]] = {}
+    for index, (state, groups) in enumerate(zip(states, names, strict=True)):
+        if not state.get("numbered"):
+            named.append(state)
+            continue
+        saved = [group["params"] for group in state["param_groups"]]
+        if [len(numbers) for numbers in saved] != [len(group) for group in groups]:
+            raise StateMismatchError(
+                f"The checkpoint's optimizer {index} has groups of {[len(numbers) for numbers in saved]} parameters,"
+                f" and the one here has groups of {[len(group) for group in groups]}: make the same groups."
+            )
+        find = {number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)}
+        by_number[str(index)] = find
+        described = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], groups)]
+        values = {find[number]: entries for number, entries in state["values"].items()}
+        named.append({**state, "numbered": False, "values": values, "param_groups": described})
+
+    def new(path: str) -> str:
+        owner, _, rest = path.partition("/")
+        number, _, key = rest.partition("/")
+        return f"{owner}/{by_number[owner][number]}/{key}" if owner in by_number else path
+
+    return {new(path): stored for path, stored in tensors.items()}, named

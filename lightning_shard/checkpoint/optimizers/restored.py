@@ -1,0 +1,308 @@
+"""What ``load`` is given of optimizers, filled from a state by name, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
+from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.optimizers.named import (
+    NAMES_OF_NOTHING_ELSE,
+    OPTIMIZER_STATES,
+    State,
+    name_numbered,
+)
+from lightning_shard.checkpoint.optimizers.taken import (
+    is_by_name,
+    is_state_dict,
+    named_state_dict,
+    parameter_names,
+    several,
+)
+from lightning_shard.checkpoint.sharded_values import rebuilt
+from lightning_shard.checkpoint.tensors import is_dtensor, locate
+from lightning_shard.errors import StateMismatchError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Restored:
+    """Optimizers that are to be filled from a checkpoint, with the parameters of a state.
+
+    Attributes:
+        asked: The parameters, as ``optimizer:0/name``, that are to have a place in the checkpoint's groups.
+    """
+
+    def __init__(self, optimizer: Any, into: State) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = several(optimizer)
+        for item in self._optimizers:
+            if not isinstance(item, torch.optim.Optimizer):
+                raise UnsupportedStateError(
+                    f"optimizer holds a {type(item).__name__}: to load into, pass the torch.optim.Optimizer itself, a"
+                    " list of them, or one mapping of names to tensors."
+                )
+        self._names = parameter_names(self._optimizers, into)
+        self.asked = [
+            f"optimizer:{index}/{self._names[id(parameter)]}"
+            for index, item in enumerate(self._optimizers)
+            for group in item.param_groups
+            for parameter in group["params"]
+        ]
+        self._plans: list[Plan] = []
+
+    @classmethod
+    def of(cls, optimizer: Any, into: State) -> list[Restored]:
+        """None for no optimizer, and for tensors by name."""
+        return [] if optimizer is None or is_by_name(optimizer) else [cls(optimizer, into)]
+
+    def find(self, checkpoint: Checkpoint, strip_prefix: str | None, rename: Rename | None) -> set[str]:
+        """Look everything up; returns the checkpoint's parameters, named as :attr:`asked`.
+
+        Raises:
+            StateMismatchError: Other optimizers, or other groups.
+        """
+        states = stored_states(checkpoint)
+        if states is None:
+            if len(checkpoint.optimizer):
+                raise StateMismatchError(
+                    f"{checkpoint.path} holds an optimizer's tensors by names that the program gave them, without its"
+                    " groups: load them by these names, with optimizer= a mapping."
+                )
+            return set()
+        if len(states) != len(self._optimizers):
+            raise StateMismatchError(
+                f"{checkpoint.path} holds the states of {len(states)} optimizers, and {len(self._optimizers)} are to be"
+                " loaded: pass the same ones."
+            )
+        tensors: Mapping[str, Any] = checkpoint.optimizer
+        if strip_prefix or rename:
+            tensors, states = renamed(tensors, states, strip_prefix, rename)
+        if any(state.get("numbered") for state in states):
+            names = [
+                [[self._names[id(parameter)] for parameter in group["params"]] for group in item.param_groups]
+                for item in self._optimizers
+            ]
+            tensors, states = name_numbered(tensors, states, names)
+        self._plans = plan_optimizers(self._optimizers, self._names, tensors, states)
+        return {
+            f"optimizer:{index}/{name}"
+            for index, state in enumerate(states)
+            for group in state["param_groups"]
+            for name in group["params"]
+        }
+
+    def pairs(self) -> list[tuple[StoredTensor, Tensor]]:
+        """What is to be read into new tensors."""
+        return [pair for plan in self._plans for pair in plan.pairs]
+
+    def finish(self) -> None:
+        """Give the optimizers what has been read."""
+        for plan in self._plans:
+            plan.finish()
+
+
+def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
+    """What the trainer state says of the optimizers; None if nothing. Its own tensors are read, sharded ones aren't."""
+    tree = checkpoint.state_json()
+    if not isinstance(tree, dict):
+        return None
+    tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
+    raw = tree if "$" in tree else {OPTIMIZER_STATES: tree.get(OPTIMIZER_STATES)}
+    state = codec.decode(raw, lambda name: tensors[name].full(), checkpoint.optimizer.__getitem__)
+    states = state.get(OPTIMIZER_STATES) if isinstance(state, Mapping) else None
+    return None if states is None else [_described(index, item) for index, item in enumerate(states)]
+
+
+def _described(index: int, state: Any) -> dict[str, Any]:
+    """As it is, or a plain ``state_dict()``, which Trainers on one process keep whole in the trainer state."""
+    if isinstance(state, Mapping) and "values" in state and "param_groups" in state:
+        return dict(state)
+    if not isinstance(state, Mapping) or not is_state_dict(state):
+        raise StateMismatchError(f"The trainer state's {OPTIMIZER_STATES} ({index}) aren't of an optimizer of torch.")
+    named = named_state_dict(state, {})  # its numbers as names
+    return {**named, "values": named["state"]}
+
+
+def renamed(
+    tensors: Mapping[str, Any], states: Sequence[dict[str, Any]], strip_prefix: str | None, rename: Rename | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """With the names that the model's tensors of the checkpoint have for the state that is loaded; numbers stay."""
+    named, found = [], {}
+    for index, state in enumerate(states):
+        if state.get("numbered"):
+            named.append(state)
+            found.update({path: stored for path, stored in tensors.items() if path.partition("/")[0] == str(index)})
+            continue
+        listed = [name for group in state["param_groups"] for name in group["params"]]
+        new = {old: name for name, old in new_names(listed, strip_prefix, rename).items()}
+        groups = [{**g, "params": [new[name] for name in g["params"] if name in new]} for g in state["param_groups"]]
+        values = {new[name]: entries for name, entries in state["values"].items() if name in new}
+        named.append({**state, "values": values, "param_groups": groups})
+        for path in tensors:
+            owner, _, rest = path.partition("/")
+            name, _, key = rest.partition("/")
+            if owner == str(index) and name in new:
+                found[f"{index}/{new[name]}/{key}"] = tensors[path]
+    return found, named
+
+
+class Plan:
+    """What fills one optimizer: ``pairs`` are read into new tensors, which :meth:`finish` makes its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], shared: Mapping[Any, Any]):
+        self._optimizer = optimizer
+        self._groups = groups
+        self._shared = shared
+        self.pairs: list[tuple[StoredTensor, Tensor]] = []
+        self.states: dict[Tensor, dict[str, Any]] = {}
+
+    def finish(self) -> None:
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in NAMES_OF_NOTHING_ELSE})
+        for parameter, state in self.states.items():
+            self._optimizer.state.pop(parameter, None)
+            if state:
+                self._optimizer.state[parameter] = state
+        self._optimizer.state.update(self._shared)
+
+
+def plan_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, str],
+    stored: Mapping[str, Any],
+    states: Sequence[dict[str, Any]],
+) -> list[Plan]:
+    """What fills optimizers, their tensors sharded like their parameters; they are left as they are until then.
+
+    Args:
+        optimizers: Over this rank's parameters.
+        names: ``id(parameter)`` to name.
+        stored: The checkpoint's optimizer tensors by ``"{optimizer}/{parameter}/{key}"``.
+        states: What :func:`flatten_optimizer_states` kept beside them.
+
+    Raises:
+        StateMismatchError: Other parameter groups.
+    """
+    by_parameter: dict[tuple[str, str], dict[str, Any]] = {}
+    for path, value in stored.items():
+        owner, _, rest = path.partition("/")
+        name, _, key = rest.partition("/")
+        by_parameter.setdefault((owner, name), {})[key] = value
+    plans = []
+    for index, (optimizer, rest_of) in enumerate(zip(optimizers, states, strict=True)):
+        plan = Plan(optimizer, _groups_of(index, optimizer, names, rest_of), rest_of.get("shared", {}))
+        known = {name for group in rest_of["param_groups"] for name in group["params"]}
+        for group, saved in zip(optimizer.param_groups, plan._groups):
+            # torch keeps step counts on the CPU, unless the step itself runs on the device
+            hyperparameters = {**group, **saved}
+            step_on_device = bool(hyperparameters.get("capturable") or hyperparameters.get("fused"))
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                values = rest_of["values"].get(name, {})
+                referred = _stored_in(values)
+                state: dict[str, Any] = {}
+                for key, value in {**by_parameter.get((str(index), name), {}), **values}.items():
+                    if key in values or value.name not in referred:
+                        device = torch.device("cpu") if key == "step" and not step_on_device else parameter.device
+                        state[key] = _placed(value, parameter, device, key in values, plan.pairs)
+                if state or name in known:
+                    plan.states[parameter] = state
+        plans.append(plan)
+    return plans
+
+
+def _groups_of(
+    index: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str], rest: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """For each of the optimizer's groups the saved one: of the same place, or where that isn't told, of its parameters.
+
+    A pipeline stage has a part of each group's parameters, maybe none; parameters that weren't optimized may be in any.
+    A group of these alone keeps its settings.
+    """
+    saved = rest["param_groups"]
+    flattened = bool(rest.get("flattened"))
+    if len(saved) != len(optimizer.param_groups) and not flattened:
+        raise StateMismatchError(
+            f"The checkpoint's optimizer {index} has {len(saved)} parameter groups, and the one here has"
+            f" {len(optimizer.param_groups)}: make the same groups."
+        )
+    places = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        own = [names[id(parameter)] for parameter in group["params"]]
+        theirs = {places[name] for name in own if name in places}
+        if flattened:
+            if len(theirs) > 1:
+                raise StateMismatchError(
+                    f"Group {number} of optimizer {index} holds parameters that had different hyperparameters when they"
+                    f" were saved: make the groups anew as they were."
+                )
+            found.append(saved[theirs.pop()] if theirs else {})
+        elif theirs - {number}:
+            other = next(name for name in own if places.get(name, number) != number)
+            raise StateMismatchError(
+                f"{other!r} is in group {number} of optimizer {index}, and was in group {places[other]} when it was"
+                " saved: make the same groups, in the same order."
+            )
+        else:
+            found.append(saved[number] if theirs or not own else {})
+    return found
+
+
+def _stored_in(value: Any) -> set[str]:
+    """The names of the stored tensors anywhere in a value."""
+    if isinstance(value, StoredTensor):
+        return {value.name}
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return {name for item in items for name in _stored_in(item)}
+
+
+def _placed(
+    value: Any, parameter: Tensor, device: torch.device, referred: bool, pairs: list[tuple[StoredTensor, Tensor]]
+) -> Any:
+    """A parameter's state with empty tensors for the stored ones, which are added to ``pairs``.
+
+    Args:
+        device: For what is no DTensor.
+        referred: The state refers to the stored tensors, which were DTensors then.
+    """
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, StoredTensor):
+            target = _target(leaf, parameter, device, referred)
+            pairs.append((leaf, target))
+            return target
+        if isinstance(leaf, Tensor):
+            if is_dtensor(parameter) and leaf.ndim and leaf.shape == parameter.shape:
+                return _part_of(leaf, parameter)
+            return leaf.to(device)
+        return rebuilt(leaf, lambda _, item: place(item))
+
+    return place(value)
+
+
+def _target(leaf: StoredTensor, parameter: Tensor, device: torch.device, referred: bool) -> Tensor:
+    if leaf.shape and leaf.shape == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=leaf.dtype)
+    target = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    if referred and is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh: DeviceMesh = parameter.device_mesh  # type: ignore[attr-defined]
+        return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return target
+
+
+def _part_of(full: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, laid out like the parameter."""
+    from lightning_shard.sharding import local_part
+
+    target = torch.empty_like(parameter.detach(), dtype=full.dtype)
+    locate("", target).local.copy_(local_part(full, target))  # type: ignore[arg-type]
+    return target

@@ -1,0 +1,217 @@
+"""What ``save`` is given of optimizers, in any of torch's forms, as tensors and a state by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.optimizers.named import (
+    NAMES_OF_NOTHING_ELSE,
+    OPTIMIZER_STATES,
+    State,
+    flatten_optimizer_states,
+    merge_stages,
+    named_optimizer_state,
+)
+from lightning_shard.checkpoint.ranks import Ranks, together
+from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
+from lightning_shard.errors import UnsupportedStateError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def take_apart(
+    optimizer: Any, state: State, trainer_state: Any, mesh: DeviceMesh | None, ranks: Ranks
+) -> tuple[Mapping[str, Tensor] | None, Any]:
+    """The tensors by name of what ``save`` was given as ``optimizer``, and the trainer state with the rest of it.
+
+    A collective call, but for tensors by name, which are taken as they are.
+
+    Raises:
+        UnsupportedStateError: Parameters that aren't in ``state``; a trainer state that has no place for the rest.
+    """
+    if optimizer is None or is_by_name(optimizer):
+        return optimizer, trainer_state
+    tensors: dict[str, Tensor] = {}
+
+    def describe() -> tuple[tuple[int, ...], list[dict[str, Any]]]:
+        found, described = flatten_optimizer_states(_named(item, state) for item in several(optimizer))
+        tensors.update(found)
+        holders = () if mesh is None else tuple(int(rank) for rank in mesh.mesh.flatten())
+        # where all ranks hold the same, the first one's description is that of all
+        return holders, described if mesh is not None or ranks.first else []
+
+    def complete(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> None:
+        nonlocal trainer_state
+        trainer_state = _with_states(trainer_state, _merged(everyone))
+
+    together(ranks, describe, complete)
+    return tensors, trainer_state
+
+
+def is_by_name(optimizer: Any) -> bool:
+    return isinstance(optimizer, Mapping) and not is_state_dict(optimizer) and not _is_flattened(optimizer)
+
+
+def is_state_dict(value: Mapping[str, Any]) -> bool:
+    """Of an optimizer itself, or as ``torch.distributed.checkpoint.state_dict`` names it."""
+    return isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
+
+
+def _is_flattened(value: Mapping[str, Any]) -> bool:
+    """As ``get_optimizer_state_dict`` gives it with ``flatten_optimizer_state_dict=True``."""
+    return any(str(key).startswith("param_groups.") and not isinstance(item, Mapping) for key, item in value.items())
+
+
+def several(optimizer: Any) -> list[Any]:
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def _named(optimizer: Any, state: State) -> dict[str, Any]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return named_optimizer_state(optimizer, parameter_names([optimizer], state))
+    if isinstance(optimizer, Mapping) and is_state_dict(optimizer):
+        return named_state_dict(optimizer, flatten(state))
+    if isinstance(optimizer, Mapping) and _is_flattened(optimizer):
+        return _unflattened(optimizer, flatten(state))
+    raise UnsupportedStateError(
+        f"optimizer holds a {type(optimizer).__name__}: pass a torch.optim.Optimizer, its state_dict(), what"
+        " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives, or a list of these; or one mapping of"
+        " names to tensors."
+    )
+
+
+def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """By name, if it is known which they are; else the numbers are the names, and ``"numbered"`` says so."""
+    groups: list[dict[str, Any]] = [dict(group) for group in content["param_groups"]]
+    listed = [key for group in groups for key in group["params"]]
+    # torch knows the names of an optimizer that was made from named_parameters()
+    names = [name for group in groups for name in group.get("param_names", group["params"])]
+    numbered = not all(name in parameters for name in names)
+    if numbered and not all(isinstance(key, int) for key in listed):
+        lost = [name for name in names if name not in parameters]
+        raise UnsupportedStateError(
+            f"The optimizer's state is of {lost[0]!r}, which isn't in state: pass the module that it optimizes."
+        )
+    find = {key: str(key) if numbered else name for key, name in zip(listed, names, strict=True)}
+    for group in groups:
+        group["params"] = [find[key] for key in group["params"]]
+    return {
+        "numbered": numbered,
+        "state": {find[key]: dict(entries) for key, entries in content["state"].items() if key in find},
+        "shared": {key: value for key, value in content["state"].items() if key not in find},
+        "param_groups": groups,
+        "parameters": {} if numbered else {name: parameters[name] for name in find.values()},
+    }
+
+
+def _unflattened(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Its groups aren't told: parameters of the same hyperparameters make up one, and ``"flattened"`` says so."""
+    entries: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
+    for key, value in content.items():
+        section, _, rest = key.partition(".")
+        # a key may have a dot, and so may a name: the longest name that fits is meant
+        cuts = [rest[:at] for at in range(len(rest), 0, -1) if rest[at : at + 1] == "."]
+        name = next((name for name in cuts if name in parameters), None)
+        if section not in entries or name is None:
+            raise UnsupportedStateError(
+                f"The optimizer's {key!r} is of no parameter that is in state: pass the module that it optimizes."
+            )
+        entries[section].setdefault(name, {})[rest[len(name) + 1 :]] = value
+    groups: list[dict[str, Any]] = []
+    for name, values in entries["param_groups"].items():
+        found = next((group for group in groups if _same_values(group, values)), None)
+        if found is None:
+            groups.append(found := {**values, "params": []})
+        found["params"].append(name)
+    known = {name: parameters[name] for name in entries["param_groups"] | entries["state"]}
+    return {"flattened": True, "state": entries["state"], "shared": {}, "param_groups": groups, "parameters": known}
+
+
+def _same_values(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two groups have the same hyperparameters, which may be tensors (``lr`` is, where steps are captured)."""
+    keys = group.keys() - NAMES_OF_NOTHING_ELSE
+    return keys == other.keys() - NAMES_OF_NOTHING_ELSE and all(_equal(group[key], other[key]) for key in keys)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _merged(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """One description of the optimizers, of those of every mesh's first rank."""
+    by_mesh: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for holders, described in everyone:
+        by_mesh.setdefault(holders, described)
+    stages = list(by_mesh.values())
+    if len(stages) > 1 and any(optimizer.get("numbered") for stage in stages for optimizer in stage):
+        raise UnsupportedStateError(
+            "An optimizer's state_dict() numbers its parameters, and each pipeline stage numbers from 0: pass the"
+            " optimizer itself, whose parameters have names."
+        )
+    order: dict[str, int] = {}
+    for stage in stages:
+        for optimizer in stage:
+            for group in optimizer["param_groups"]:
+                for name in group["params"]:
+                    order.setdefault(name, len(order))
+    return merge_stages(stages, order)
+
+
+def _with_states(trainer_state: Any, described: list[dict[str, Any]]) -> dict[Any, Any]:
+    if trainer_state is not None and (not isinstance(trainer_state, Mapping) or OPTIMIZER_STATES in trainer_state):
+        raise UnsupportedStateError(
+            f"trainer_state must be a dict without the key {OPTIMIZER_STATES!r} where an optimizer is saved: its"
+            " parameter groups are kept there."
+        )
+    return {**(trainer_state or {}), OPTIMIZER_STATES: described}
+
+
+def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -> dict[int, str]:
+    """``id(parameter)`` to name, of the optimizers' parameters: those of a module, or tensors of one memory with them.
+
+    Raises:
+        UnsupportedStateError: One isn't there.
+    """
+    if isinstance(state, torch.nn.Module):
+        tensors: Iterable[tuple[str, Tensor]] = state.named_parameters(remove_duplicate=False)
+    else:
+        tensors = flatten(state).items()
+    by_id: dict[int, str] = {}
+    by_memory: dict[Any, str] = {}
+    without_memory: list[Located] = []
+    for name, tensor in tensors:
+        by_id.setdefault(id(tensor), name)
+        located = locate(name, tensor)
+        memory = identity(located)
+        if memory is not None:
+            by_memory.setdefault(memory, name)
+        elif located.local.layout is torch.strided and not located.local.is_meta:
+            without_memory.append(located)
+    found = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
+                own = _of_one_storage(parameter, without_memory) if known is None else [known]
+                if len(own) != 1:
+                    why = f"whose empty part here may be of any of {own}" if own else "that isn't in the state"
+                    raise UnsupportedStateError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} {why}: pass"
+                        " the module that it optimizes, and make the optimizer after the module was sharded."
+                    )
+                (found[id(parameter)],) = own
+    return found
+
+
+def _of_one_storage(parameter: Tensor, empty: Sequence[Located]) -> list[str]:
+    """The names of the tensors whose part on this rank is empty that are views of the parameter's storage."""
+    _, local, spread = locate("", parameter)
+    alike = [other for other in empty if other.spread is spread and other.local.device == local.device]
+    return [other.name for other in alike if local.layout is torch.strided and other.local.is_set_to(local)]
