@@ -11,9 +11,11 @@ import os
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from lightning_shard.checkpoint.content import content_of_stored
 from lightning_shard.checkpoint.loading.open import read
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
 Record = Mapping[str, Any]
@@ -25,7 +27,7 @@ def excluded_of(trainer_state: Any, stored: Container[str]) -> Record | None:
     record = own.get("excluded") if isinstance(own, Mapping) else None
     if record is None:
         return None
-    # a file that was gathered is whole again, and says so still
+    # a hook may have put some there
     tensors = {name: told for name, told in record["tensors"].items() if name not in stored}
     return {**record, "tensors": tensors} if tensors else None
 
@@ -34,9 +36,7 @@ class Completed(Checkpoint):
     """A checkpoint with tensors of another among those of its model."""
 
     def __init__(self, checkpoint: Checkpoint, others: Mapping[str, StoredTensor]) -> None:
-        super().__init__(
-            checkpoint.path, checkpoint.store, checkpoint.manifest, checkpoint.verify, checkpoint.state_json()
-        )
+        super().__init__(checkpoint.path, checkpoint.store, checkpoint.manifest, checkpoint.verify, checkpoint._state)
         self._others = others
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -54,6 +54,16 @@ class Completed(Checkpoint):
 
     def alias_of(self, name: str) -> str | None:
         return None if name in self._others else super().alias_of(name)
+
+    def full(self) -> dict[str, Tensor]:
+        own = StoredTensors(self.manifest.model, self).full()
+        return {**own, **{name: stored.full() for name, stored in self._others.items()}}
+
+    def state_json(self) -> Any:
+        """Without what it said of tensors that were left out: the names may be others where it is written anew."""
+        state = super().state_json()
+        own = {key: value for key, value in state["lightning_shard"].items() if key != "excluded"}
+        return {**state, "lightning_shard": own}
 
 
 def complete(

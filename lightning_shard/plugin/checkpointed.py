@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
-from lightning_shard.checkpoint import Pair, load_together
+from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.names import prefix_of
@@ -159,7 +159,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
         excluded = excluded_of(checkpoint, stored)
         if excluded is not None:
             stored = self._frozen().complete(stored, excluded)
-        load_module(
+        missing, _ = load_module(
             self.lightning_module,
             stored,
             names,
@@ -170,7 +170,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
         if excluded is not None:
             self._frozen().check(excluded)
         elif checkpoint.get(WEIGHTS_ALONE) and self.checkpoint_io.exclude_frozen:
-            self._frozen().begin_with(self._loaded_from)
+            of_hooks = {name for name, value in stored.items() if not isinstance(value, StoredTensor)}
+            self._frozen().begin_with(self._loaded_from, without={*missing, *of_hooks})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,7 +29,20 @@ from lightning_shard.errors import StateMismatchError
 from lightning_shard.sharding import local_tensor
 
 _BEGINNING = "_lightning_shard_frozen"
-"""The attribute of a module that keeps what its frozen parameters were when it was first laid out."""
+"""The attribute of a module that keeps its :class:`_Beginning`, for each fit of it."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What the parameters of this rank's part were when the module was first laid out, or filled.
+
+    Attributes:
+        digests: By name; a parameter without one is saved.
+        base: The checkpoint that holds them all; None: they are what the module was built with.
+    """
+
+    digests: dict[str, str]
+    base: str | None
 
 
 class Frozen:
@@ -35,7 +50,7 @@ class Frozen:
 
     Args:
         mesh: The ranks that hold this same part.
-        base: The checkpoint that holds them; None: they are what the module was built with.
+        base: The checkpoint that the user says holds them.
     """
 
     def __init__(
@@ -46,20 +61,31 @@ class Frozen:
         self._base = base
         self._options = storage_options
         self._base_checked = base is None
+        self._loaded_base: str | None = None
         self._told: dict[str, dict[str, Any]] = {}
         if _BEGINNING not in module.__dict__:
-            module.__dict__[_BEGINNING] = self._digests(dict(module.named_parameters(remove_duplicate=False)))
+            self._begin(self._parameters(), None)
 
-    def begin_with(self, path: str) -> None:
-        """The module has been filled from a checkpoint of weights, which holds the frozen ones too."""
-        self._base = self._base or path
-        self._module.__dict__[_BEGINNING] = self._digests(dict(self._module.named_parameters(remove_duplicate=False)))
+    @property
+    def _beginning(self) -> _Beginning:
+        return self._module.__dict__[_BEGINNING]
+
+    def _begin(self, parameters: Mapping[str, Tensor], base: str | None) -> None:
+        self._module.__dict__[_BEGINNING] = _Beginning(self._digests(parameters), base)
+        self._told = {}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._module.named_parameters(remove_duplicate=False))
+
+    def begin_with(self, path: str, without: Collection[str]) -> None:
+        """The module has been filled from a checkpoint of weights, but for the names that this is ``without``."""
+        self._begin({name: p for name, p in self._parameters().items() if name not in without}, path)
 
     def leave_out(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Record | None]:
         """A state dict without what is left out, and what is said of that; a collective call over all ranks."""
-        frozen = {name for name, p in self._module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen = {name for name, p in self._parameters().items() if not p.requires_grad}
         own = {name: state[name] for name in state if name in frozen and isinstance(state[name], Tensor)}
-        beginning = self._module.__dict__[_BEGINNING]
+        beginning = self._beginning.digests
         changed = [name for name, value in self._digests(own).items() if value != beginning.get(name)]
         everyone = _everywhere((list(own), changed))
         anywhere = {name for names, _ in everyone for name in names}
@@ -67,19 +93,22 @@ class Frozen:
         if not anywhere:
             return dict(state), None
         out = {name: value for name, value in own.items() if name in anywhere}
-        if not self._base_checked:
-            self._check_base(out)
+        first = not self._told
         if anywhere - self._told.keys():
             self._told = self._tell(out)
         told = {name: entry for name, entry in self._told.items() if name in anywhere}
-        record = {"tensors": told, "base": self._base, "origins": _origins(self._module)}
+        if not self._base_checked:
+            self._check_base(out, told)
+        record = {"tensors": told, "base": self._base or self._beginning.base, "origins": _origins(self._module)}
+        if first:
+            _warn_of_unknown_source(record)
         return {name: value for name, value in state.items() if name not in out}, record
 
     def _tell(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         contents = content_of_all(tensors, self._mesh)
         first: dict[int, str] = {}
         told: dict[str, dict[str, Any]] = {}
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        parameters = self._parameters()
         for name, tensor in tensors.items():
             told[name] = {"dtype": dtype_name(tensor.dtype, name), "shape": list(tensor.shape)}
             told[name]["content"] = contents[name]
@@ -88,21 +117,15 @@ class Frozen:
                 told[name]["same_as"] = other
         return {name: value for part in _everywhere(told) for name, value in part.items()}
 
-    def _check_base(self, tensors: Mapping[str, Tensor]) -> None:
+    def _check_base(self, tensors: Mapping[str, Tensor], told: Mapping[str, dict[str, Any]]) -> None:
         """The base has what is left out, byte for byte: read once, a parameter at a time."""
         with ckpt.all_or_none():
             assert self._base is not None
             base = ckpt.read(self._base, storage_options=self._options)
-            record = {
-                "tensors": {
-                    name: {"dtype": dtype_name(tensor.dtype, name), "shape": list(tensor.shape)}
-                    for name, tensor in tensors.items()
-                }
-            }
-            for name, stored in of_base(base, record).items() if tensors else ():
+            for name, stored in of_base(base, {"tensors": {name: told[name] for name in tensors}}).items():
                 target = torch.empty_like(tensors[name])
                 ckpt.load_tensors([(stored, target)])
-                if not torch.equal(local_tensor(target), local_tensor(tensors[name])):
+                if self._digests({name: target}) != self._digests({name: tensors[name]}):
                     raise StateMismatchError(
                         f"base ({self._base}) has another {name!r} than the module, whose frozen parameters would be"
                         " lost: pass the base that the module was made from, or leave it out."
@@ -117,20 +140,21 @@ class Frozen:
         Raises:
             StateMismatchError: The module has other frozen weights, and there is no base to take them from.
         """
+        self._loaded_base = record["base"]
         wrong = self.differing(record)
         if not wrong:
             return dict(stored)
         path = self._base or record["base"]
         if path is None:
             raise StateMismatchError(_other_weights(wrong, record))
+        self._loaded_base = path
         with ckpt.all_or_none():
             others = of_base(ckpt.read(path, storage_options=self._options), record)
         return {**stored, **others}
 
     def differing(self, record: Record) -> list[str]:
         """The names of those left out that this module, over all ranks, hasn't with the content they had."""
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        own = {name: p.detach() for name, p in parameters.items() if name in record["tensors"]}
+        own = {name: p.detach() for name, p in self._parameters().items() if name in record["tensors"]}
         contents = content_of_all(own, self._mesh)
         told = record["tensors"]
         shapes = {name: [dtype_name(p.dtype, name), list(p.shape)] for name, p in own.items()}
@@ -142,9 +166,13 @@ class Frozen:
         ]
 
     def check(self, record: Record) -> None:
-        """After loading: the module has what was left out; a collective call over all ranks."""
+        """After loading: the module has what was left out, and begins with it; a collective call over all ranks."""
         if wrong := self.differing(record):
             raise StateMismatchError(_other_weights(wrong, record))
+        if self._loaded_base is not None:
+            # what isn't in the record may not be in the base either
+            held = {name: p for name, p in self._parameters().items() if name in record["tensors"]}
+            self._begin(held, self._loaded_base)
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Of this rank's part of frozen and other tensors."""
@@ -162,6 +190,19 @@ def _everywhere(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def _warn_of_unknown_source(record: Record) -> None:
+    """Where only the run's own program can make what is left out."""
+    known = tuple(record["origins"])
+    names = [name for name in record["tensors"] if not name.startswith(known)]
+    if names and record["base"] is None:
+        rank_zero_warn(
+            f"exclude_frozen leaves {len(names)} frozen parameters ({names[0]} …) out of the checkpoint, and nothing"
+            " says where they came from: it can be restored only where the module is built with the very same ones. If"
+            " they are random, save the module once, by checkpoint.save(module, path), and pass"
+            " ShardedCheckpointIO(base=path)."
+        )
 
 
 def _other_weights(names: list[str], record: Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.content import content_of_all, content_of_stored
+from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, layout, loader
@@ -151,34 +153,87 @@ def test_a_run_without_its_frozen_weights_goes_on_and_only_with_the_same_ones(
         assert torch.equal(gathered[key], whole[key]), key
     for key in whole.keys() - FROZEN:
         assert torch.equal(gathered[key], stored[key].full()), key
-    # Lightning's own file is whole again
+    # Lightning's own file is whole again, and says so
     checkpoint.gather(path, tmp_path / "plain.ckpt", base=tmp_path / "base")
     assert Adapted(seed=2).load_state_dict(checkpoint.read(tmp_path / "plain.ckpt").full())
+    checkpoint.gather(path, tmp_path / "renamed.ckpt", base=tmp_path / "base", strip_prefix="model.")
+    assert checkpoint.read(tmp_path / "renamed.ckpt").state_json()["lightning_shard"].keys() == {"seed"}
+    completed = complete(stored, tmp_path / "base").full()
+    assert completed.keys() == whole.keys()
+    assert all(torch.equal(completed[key], gathered[key]) for key in whole)
 
 
-def with_bases(folder: str) -> list[float]:
+def with_bases(folder: str) -> tuple[list[float], list[str]]:
     with pytest.raises(StateMismatchError, match="another 'model"):
         fit("dp2", 1, Adapted(), save=f"{folder}/never.ckpt", exclude_frozen=True, base=f"{folder}/wrong")
     fit("dp2", SAVED, Adapted(), save=f"{folder}/named.ckpt", exclude_frozen=True, base=f"{folder}/base")
     fit("dp2", SAVED, Adapted(seed=2), resume=f"{folder}/base", save=f"{folder}/begun.ckpt", exclude_frozen=True)
-    fit("dp2", SAVED, Adapted(freeze_late=True), save=f"{folder}/late.ckpt", exclude_frozen=True)
-    # the base that the checkpoint names is found again
-    return fit("dp2", TRAINED, Adapted(seed=2), resume=f"{folder}/named.ckpt", exclude_frozen=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit("dp2", SAVED, Adapted(freeze_late=True), save=f"{folder}/late.ckpt", exclude_frozen=True)
+        # the base that the checkpoint names is found again, and named again
+        again: dict[str, Any] = {"resume": f"{folder}/named.ckpt", "save": f"{folder}/again.ckpt"}
+        losses = fit("dp2", TRAINED, Adapted(seed=2), exclude_frozen=True, **again)
+    return losses, [text for each in said if "nothing says where" in (text := str(each.message))]
 
 
 def test_the_base_is_compared_named_and_found_again(tmp_path: Path, uninterrupted: list[float]) -> None:
     checkpoint.save(Adapted().model, tmp_path / "base")
     checkpoint.save(Adapted(seed=2).model, tmp_path / "wrong")
-    for losses in run_ranks(with_bases, 2, str(tmp_path), elastic=True):
+    seen = run_ranks(with_bases, 2, str(tmp_path), elastic=True)
+    for losses, _ in seen:
         assert losses == pytest.approx(uninterrupted[SAVED:], rel=1e-5)
+    (said,) = seen[0][1]  # of the one without a base
+    assert "leaves 10 frozen parameters" in said
     assert not checkpoint.exists(tmp_path / "never.ckpt")
-    for path in ("named", "begun"):
+    for path in ("named", "begun", "again"):
         assert not FROZEN & set(checkpoint.read(tmp_path / f"{path}.ckpt"))
         checkpoint.gather(tmp_path / f"{path}.ckpt", tmp_path / f"{path}.safetensors")
         gathered = checkpoint.read(tmp_path / f"{path}.safetensors")
         assert torch.equal(gathered["model.head.weight"].full(), Adapted().model.head.weight)
     late = checkpoint.read(tmp_path / "late.ckpt")
     assert FROZEN & set(late) == {"model.blocks.0.layer.bias"}  # frozen, but not what it was
+
+
+class Tied(Adapted):
+    """With two names of one frozen weight, and a frozen NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.weight = self.model.embed.weight
+        self.unused = nn.Parameter(torch.tensor([float("nan"), -0.0]), requires_grad=False)
+
+
+def begin_with_files(folder: str) -> None:
+    module = Adapted(seed=2)
+    fit("dp2", 1, module, resume=f"{folder}/whole.safetensors", exclude_frozen=True)
+    fit("dp2", 1, module, save=f"{folder}/second.ckpt", exclude_frozen=True)
+    module = Adapted(seed=2)
+    module.strict_loading = False
+    paths: dict[str, Any] = {"resume": f"{folder}/part.safetensors", "save": f"{folder}/part.ckpt"}
+    fit("dp2", 1, module, exclude_frozen=True, **paths)
+    fit("dp2", 1, Tied(), save=f"{folder}/tied.ckpt", base=f"{folder}/tied", exclude_frozen=True)
+
+
+def test_each_base_holds_what_is_left_out(tmp_path: Path) -> None:
+    def without_head(module: Adapted) -> dict[str, Tensor]:
+        return {name: value for name, value in module.state_dict().items() if name != "model.head.weight"}
+
+    for name, state in (("whole", Adapted().state_dict()), ("part", without_head(Adapted()))):
+        checkpoint.save(state, tmp_path / name)
+        checkpoint.gather(tmp_path / name, tmp_path / f"{name}.safetensors")
+    checkpoint.save(without_head(Tied()), tmp_path / "tied")
+    run_ranks(begin_with_files, 2, str(tmp_path), elastic=True)
+    for name, saved in (("second", set()), ("part", {"model.head.weight"}), ("tied", set())):
+        assert FROZEN & set(checkpoint.read(tmp_path / f"{name}.ckpt")) == saved, name
+        out = tmp_path / f"{name}.out.safetensors"
+        checkpoint.gather(tmp_path / f"{name}.ckpt", out)
+        gathered, began = checkpoint.read(out), Tied() if name == "tied" else Adapted()
+        for key in FROZEN - saved:
+            assert torch.equal(gathered[key].full(), began.state_dict()[key]), (name, key)
+    assert torch.equal(
+        checkpoint.read(tmp_path / "part.ckpt")["model.head.weight"].full(), Adapted(2).model.head.weight
+    )
 
 
 def test_other_strategies_refuse_it(tmp_path: Path) -> None:
