@@ -192,10 +192,15 @@ class RemoteStore:
             return
         data = b"".join(bytes(buffer) for buffer in buffers)
         assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
+        # Looks before and after: many stores have no conditions, and some servers ignore them and don't say so.
         if self.stamp(name) not in (None, replaces):
             raise conflict(self.root, name)
-        self._put(name, [memoryview(data)], size_bytes, durable=durable)
-        self._look_after(name, digest(data))
+        self._look_after(name, self._put_over(name, data, replaces))
+
+    def _put_over(self, name: str, data: bytes, replaces: Stamp | None) -> Stamp:
+        """Put a file in the place of another, on that condition where the store knows any; returns its stamp."""
+        self._put(name, [memoryview(data)], len(data), durable=True)
+        return digest(data)
 
     def _put(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         if self._is_object_store and (size_bytes <= self._put_bytes or self._puts_streams_whole):

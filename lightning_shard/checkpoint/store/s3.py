@@ -79,27 +79,11 @@ class S3Store(RemoteStore):
         except FileNotFoundError:
             return None
 
-    def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
-    ) -> None:
-        if replaces == ANYTHING:
-            super().publish(name, buffers, size_bytes, durable=durable)
-            return
-        data = b"".join(bytes(buffer) for buffer in buffers)
-        assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
-        # Some servers put in spite of the condition, and don't say so: hence the looks before and after.
-        if self.stamp(name) not in (None, replaces):
-            raise conflict(self.root, name)
-        stamp = self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), size_bytes)
+    def _put_over(self, name: str, data: bytes, replaces: Stamp | None) -> Stamp:
+        stamp = self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), len(data))
         if stamp is None:
             raise OSError(errno.EIO, f"{self.root}/{name} was put, and then couldn't be looked at")
-        self._look_after(name, stamp)
+        return stamp
 
     def _put_if(self, name: str, data: bytes, replaces: Stamp | None, limit_s: float) -> Stamp | None:
         """Returns the stamp of what was put."""
