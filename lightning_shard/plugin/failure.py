@@ -85,6 +85,8 @@ class FailureWatch:
     def stop(self) -> None:
         """Watch no longer: the job ended well."""
         self._stopped.set()
+        # at the interpreter's exit, a thread in a call of the store ends the process with SIGABRT
+        self._thread.join(2 * _CONNECT_S)
 
     @property
     def _first_key(self) -> str:
@@ -120,7 +122,8 @@ class FailureWatch:
             self._store.set(self._beat_key(self._rank), beat)
             return self._store.get(self._first_key).decode() if self._store.check([self._first_key]) else None
         except (RuntimeError, dist.DistError):
-            pass
+            if self._stopped.is_set():
+                return None
         try:
             self._store = self._connect()
             return None

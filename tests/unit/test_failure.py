@@ -99,3 +99,10 @@ def test_a_later_fit_isnt_stopped_by_a_failure_that_was_survived(watches: list[F
     later = FailureWatch(watches[0]._meeting)
     assert later._look() is None
     later.stop()
+
+
+def test_a_process_that_ended_well_is_not_aborted_at_its_exit_for_a_thread_in_a_call(
+    watches: list[FailureWatch],
+) -> None:
+    watches[0].stop()
+    assert not watches[0]._thread.is_alive()
