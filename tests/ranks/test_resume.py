@@ -77,24 +77,26 @@ def curve() -> list[float]:
     return combine(seen, sizes).losses
 
 
-SOURCES = {
-    "unstaged": ["dp4", "tp2", "dp2×tp2"],
-    "stages": ["pp2", "pp4"],
-    "shards of stages": ["pp2×dp2", "pp2×tp2"],
-    "all axes": ["pp2×dp2×tp2"],
-}
-"""In several, so that a run of eight ranks is far from its limit of a minute on a slow machine."""
+NAMES = list(LAYOUTS)
+NEAR = {name: [NAMES[(number + step) % len(NAMES)] for step in (1, 3)] for number, name in enumerate(NAMES)}
+"""Two others for each, and each for two others: the whole table is long. In several runs, so that one of eight ranks is
+far from its limit of a minute on a slow machine."""
+REST = {name: [other for other in NAMES if other not in NEAR[name]] for name in NAMES}
+PAIRS = [
+    *((name, NEAR[name]) for name in NAMES),
+    *(pytest.param(name, part, marks=pytest.mark.long) for name in NAMES for part in (REST[name][:3], REST[name][3:])),
+]
 
 
-@pytest.mark.parametrize("sources", SOURCES)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_any_layout_goes_on_from_any_other(name: str, sources: str, saved: dict[str, str], curve: list[float]) -> None:
-    assert {source for names in SOURCES.values() for source in names} == set(LAYOUTS)
-    folders = {source: saved[source] for source in SOURCES[sources]}
-    per_rank = run_ranks(load_all, world(LAYOUTS[name]), name, list(folders.values()), elastic=True)
-    for i, (source, folder) in enumerate(folders.items()):
-        assert checkpoint.verify(Path(folder, "last.ckpt")).ok
-        stored = checkpoint.read(Path(folder, "last.ckpt"))
+@pytest.mark.parametrize(("name", "sources"), PAIRS)
+def test_any_layout_goes_on_from_any_other(
+    name: str, sources: list[str], saved: dict[str, str], curve: list[float]
+) -> None:
+    per_rank = run_ranks(load_all, world(LAYOUTS[name]), name, [saved[source] for source in sources], elastic=True)
+    for i, source in enumerate(sources):
+        path = Path(saved[source], "last.ckpt")
+        assert checkpoint.verify(path).ok
+        stored = checkpoint.read(path)
         expected = {key: _bytes(value.full()) for part in (stored, stored.optimizer) for key, value in part.items()}
         whole: dict[str, bytes] = {}
         for loaded in per_rank:
