@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.loading import load as loading
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
 
@@ -143,3 +144,52 @@ def test_a_load_reports_what_it_did(tmp_path):
     assert report.nbytes == 24
     assert report.seconds > 0
     assert report.attempt == checkpoint.read(tmp_path).manifest.attempt
+
+
+def fails_in_its_middle(damaged, into, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(CorruptCheckpointError, match="have changed in part"):
+        patch.setattr(loading, "CHECKED_FIRST_BYTES", 8)
+        checkpoint.load(damaged, into)
+
+
+def test_what_was_filled_by_other_means_is_saved_once_it_is_said(damaged, tmp_path_factory, monkeypatch):
+    module = nn.Module()
+    module.a, module.b = (nn.Parameter(tensor) for tensor in zeros().values())
+    fails_in_its_middle(damaged, module, monkeypatch)
+    module.load_state_dict(SAVED)
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.raises(CheckpointError, match=r"say so by checkpoint\.declare_filled"):
+        checkpoint.save(module, folder)
+    checkpoint.declare_filled(module)
+    checkpoint.save(module, folder)
+    assert all(torch.equal(found, SAVED[name]) for name, found in checkpoint.read(folder).full().items())
+
+
+def test_views_of_one_storage_are_told_apart(damaged, tmp_path_factory, monkeypatch):
+    flat = torch.zeros(15)
+    into = {"a": flat[:6], "b": flat[6:10]}
+    fails_in_its_middle(damaged, into, monkeypatch)
+    folder = tmp_path_factory.mktemp("saved")
+    checkpoint.save({"beside": flat[10:]}, folder / "beside")
+    checkpoint.save(SAVED, folder / "good")
+    checkpoint.load(folder / "good", {"a": flat[:6]}, strict=False)
+    checkpoint.save({"a": flat[:6]}, folder / "a")
+    for name, tensor in (("b", flat[6:10]), ("all", flat), ("columns", flat.view(5, 3)[:, :1])):
+        with pytest.raises(CheckpointError, match=f"'{name}' was being loaded"):
+            checkpoint.save({name: tensor}, folder / "never")
+    checkpoint.declare_filled({"first": flat[6:8], "inner": {"last": flat[8:10]}})
+    checkpoint.save({"all": flat}, folder / "all")
+
+
+def test_of_views_with_gaps_none_is_saved_that_was_not_filled(tmp_path):
+    table = torch.zeros(4, 6)
+    columns = {name: table[:, at : at + 2] for name, at in (("a", 0), ("b", 2), ("c", 4))}
+    half_loaded.mark(columns.values())
+    half_loaded.clear([columns["a"], columns["c"]])
+    with pytest.raises(CheckpointError, match="'b' was being loaded"):
+        checkpoint.save({"b": columns["b"]}, tmp_path)
+    half_loaded.clear([columns["b"][:2], columns["b"][2:]])  # not the view that was marked: it isn't believed
+    with pytest.raises(CheckpointError, match="'b' was being loaded"):
+        checkpoint.save({"b": columns["b"]}, tmp_path)
+    half_loaded.clear([table])
+    checkpoint.save(columns, tmp_path)

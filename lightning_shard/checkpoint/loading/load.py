@@ -121,7 +121,7 @@ def load(
 
     A damaged checkpoint is refused. Of a rank's part up to 64 MiB, nothing has been written then. A larger one is read
     in place: its tensors have changed, the error says so, and :func:`save` refuses them until a load into them
-    succeeds.
+    succeeds, or :func:`declare_filled` says that they were filled otherwise.
     """
     start = time.perf_counter()
     ranks = Ranks.of(group)
