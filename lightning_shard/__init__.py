@@ -7,7 +7,7 @@ isn't installed they work all the same.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -54,13 +54,16 @@ def _register() -> None:
 
 
 class _RegisterWithLightning(MetaPathFinder):
-    """Registers the strategy as soon as Lightning has made its registry. Finds nothing itself."""
+    """Registers the strategy as soon as Lightning has made its registry. Finds nothing itself.
+
+    It stays where it is: an import that failed may be tried again.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != _REGISTRY:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         loader: Any = spec.loader if spec is not None else None
         if loader is not None:
             execute = loader.exec_module

@@ -77,8 +77,9 @@ def commits(
 def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[str]:
     """What is in a folder, files and folders, without what is in these; nothing if it isn't there."""
     fs, base = open_filesystem(folder, storage_options)
+    calls = Calls(fs, as_path(folder), storage_options, (storage_options or {}).get("stall_s"))
     try:
-        paths = Calls(fs, as_path(folder), storage_options)("ls", base, detail=False)
+        paths = calls("ls", base, detail=False)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted({posixpath.basename(path.rstrip("/")) for path in paths} - {""})

@@ -73,8 +73,8 @@ class Merged:
     pipeline have tied embeddings. Of these the first mesh's are the checkpoint's, and the others must be equal to it.
 
     Raises:
-        CheckpointError: Chunks of a tensor overlap or leave a gap: not all ranks that hold it wrote, or several did; or
-            meshes hold different tensors by one name.
+        CheckpointError: Chunks of a tensor overlap or leave a gap: not all ranks that hold it wrote, or several did;
+            meshes hold different tensors by one name; or ranks tie tensors in different ways.
     """
 
     def __init__(self, accounts: list[Account]) -> None:
@@ -133,7 +133,12 @@ class Merged:
             tensors = self._tensors.setdefault(section, {})
             for name, target in aliases.items():
                 own = self._again.get((section, target, mesh), tensors.get(target))
-                assert own is not None, f"{name!r} is an alias of no tensor"
+                if own is None:
+                    raise CheckpointError(
+                        f"{name!r} shares its memory with {target!r} on rank {account.rank}, and no rank has written"
+                        f" {target!r}: tensors that share memory must do so on all ranks that hold them, and be listed"
+                        " in the same order there."
+                    )
                 plain = tensors.get(name)
                 known = self._aliases.setdefault(section, {}).get(name)
                 if plain is not None:

@@ -241,7 +241,8 @@ def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[t
         (section, number, tensor.name)
         for section, tensors, _ in sections
         for number, tensor in enumerate(tensors)
-        if len(frame.ranks) > 1 and frame.holders_of(tensor.name, tensor.spread) == frame.ranks
+        # by their number: a mesh may have the ranks in any order
+        if len(frame.ranks) > 1 and len(frame.holders_of(tensor.name, tensor.spread)) == len(frame.ranks)
     ]
     names = "\n".join(name for *_, name in shared).encode(errors="surrogatepass")
     plan = _Plan(_fingerprint(sections), names, [(section, number) for section, number, _ in shared])

@@ -1,7 +1,8 @@
 """Tensors that all ranks of a mesh hold alike, each of which writes a part: do they hold the same?
 
-A fingerprint of the contents is compared: of small tensors all bytes, of others a sample, so that a save takes no
-longer. Replicas that have come apart differ nearly everywhere.
+A fingerprint of the contents is compared: of small tensors all elements, of others a sample, so that a save takes no
+longer. Replicas that have come apart differ nearly everywhere. It depends on the elements alone, and not on how or on
+what device a rank holds them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from lightning_shard.checkpoint.memory import byte_view, is_plain
 WHOLE_BYTES = 2**14
 """Tensors up to this are compared whole."""
 WINDOWS, WINDOW_BYTES = 16, 2**10
-"""Of a larger one, evenly from its first byte to its last."""
-PER_DIM = 8
-"""Of one that isn't plain in the CPU's memory, such as on a device: so many places along each dim."""
+"""Of a larger one, evenly from its first element to its last."""
 FINGERPRINT_BYTES = 8
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> bytes:
     """One after another, of :data:`FINGERPRINT_BYTES` each."""
     sampled = iter(_sampled([tensor for tensor in tensors if not is_plain(tensor)]))
-    return b"".join(_digest(_windows(byte_view(tensor)) if is_plain(tensor) else [next(sampled)]) for tensor in tensors)
+    return b"".join(_digest(_parts(tensor) if is_plain(tensor) else [next(sampled)]) for tensor in tensors)
 
 
 def _digest(parts: Iterable[memoryview]) -> bytes:
@@ -36,16 +35,21 @@ def _digest(parts: Iterable[memoryview]) -> bytes:
     return hasher.digest()
 
 
-def _windows(memory: memoryview) -> list[memoryview]:
-    if memory.nbytes <= WHOLE_BYTES:
-        return [memory]
-    last = memory.nbytes - WINDOW_BYTES
-    starts = (last * number // (WINDOWS - 1) for number in range(WINDOWS))
-    return [memory[start : start + WINDOW_BYTES] for start in starts]
+def _windows(tensor: Tensor) -> list[tuple[int, int]]:
+    """Begin and end of what is compared, in elements of the row-major order."""
+    elements, each = tensor.numel(), WINDOW_BYTES // tensor.element_size()
+    if tensor.nbytes <= WHOLE_BYTES:
+        return [(0, elements)]
+    return [(start, start + each) for start in ((elements - each) * n // (WINDOWS - 1) for n in range(WINDOWS))]
+
+
+def _parts(tensor: Tensor) -> list[memoryview]:
+    memory, size = byte_view(tensor), tensor.element_size()
+    return [memory[begin * size : end * size] for begin, end in _windows(tensor)]
 
 
 def _sampled(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """Some elements of each; from a device they come in one copy."""
+    """The same of tensors that aren't plain in the CPU's memory; from a device they come in one copy."""
     samples = [_sample(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for number, sample in enumerate(samples):
@@ -60,8 +64,12 @@ def _sampled(tensors: Sequence[Tensor]) -> list[memoryview]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    for dim, size in enumerate(tensor.shape):
-        if size > PER_DIM:
-            places = [(size - 1) * number // (PER_DIM - 1) for number in range(PER_DIM)]
-            tensor = tensor.index_select(dim, torch.tensor(places, dtype=torch.int64, device=tensor.device))
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    tensor = tensor.resolve_conj().resolve_neg()
+    windows = _windows(tensor)
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        chosen = torch.cat([flat[begin:end] for begin, end in windows])
+    else:
+        places = torch.cat([torch.arange(begin, end, device=tensor.device) for begin, end in windows])
+        chosen = tensor[torch.unravel_index(places, tensor.shape)]
+    return chosen.view(torch.uint8)

@@ -34,6 +34,9 @@ MAX_WAIT_S = 10.0
 LAST_S = 10.0
 """After a call was given up, the next ones, which are there to clean up, get one attempt of so long each."""
 
+_LOOKS = {"ls", "find", "info", "modified"}
+"""What file systems may answer from listings that they keep. Other ranks and programs write too: none is believed."""
+
 _FINAL = (
     FileNotFoundError,
     PermissionError,
@@ -173,6 +176,8 @@ class Calls:
         Raises:
             TimeoutError: It took longer. What runs on a loop has been cancelled then; another thread may still hang.
         """
+        if method in _LOOKS:
+            self.fs.invalidate_cache()
         native = getattr(self.fs, f"_{method}", None)
         try:
             if self.fs.async_impl and asyncio.iscoroutinefunction(native):
