@@ -8,7 +8,9 @@ that holds them, or None; and by the beginnings of names where transformers mode
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +18,12 @@ from torch import Tensor
 from lightning_shard.checkpoint.content import content_of_stored
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
 Record = Mapping[str, Any]
+_WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|base_layer|original_module)\.")
+"""What peft puts into the names of the model and of the layers that it wraps."""
 
 
 def excluded_of(trainer_state: Any, stored: Container[str]) -> Record | None:
@@ -30,6 +35,23 @@ def excluded_of(trainer_state: Any, stored: Container[str]) -> Record | None:
     # a hook may have put some there
     tensors = {name: told for name, told in record["tensors"].items() if name not in stored}
     return {**record, "tensors": tensors} if tensors else None
+
+
+def told_of(checkpoint: Checkpoint) -> str:
+    """A sentence for who asks for more tensors than the checkpoint has; empty where it left none out."""
+    record = excluded_of(checkpoint.state_json(), checkpoint)
+    if record is None:
+        return ""
+    names = list(record["tensors"])
+    return (
+        f" It leaves out {len(names)} frozen tensors ({names[0]!r} …), which the module had {_source(record)}: fill"
+        " them from there, and then load this with strict=False; or load what gather(path, out, base=) makes of both."
+    )
+
+
+def _source(record: Record) -> str:
+    known = [record["base"]] if record["base"] else [*dict.fromkeys(record["origins"].values())]
+    return f"from {', '.join(known)}" if known else "when it was made"
 
 
 class Completed(Checkpoint):
@@ -71,10 +93,12 @@ def complete(
     base: str | os.PathLike[str] | None = None,
     *,
     storage_options: dict[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> Checkpoint:
     """The checkpoint with what it left out, of ``base`` or where it says that this came from; itself if it is whole.
 
-    Reads what was left out once, to see that it is the same.
+    Reads what was left out once, to see that it is the same. Of several ranks each reads its share: what one finds
+    wrong it alone raises.
 
     Raises:
         CheckpointError: It can't be told where they are.
@@ -87,11 +111,9 @@ def complete(
     origins = [path for path in record["origins"].values() if os.path.isdir(path)]
     source = base or record["base"] or (origins[0] if len(origins) == 1 else None)
     if source is None:
-        known = ", ".join(dict.fromkeys(record["origins"].values()))
         raise CheckpointError(
             f"{checkpoint.path} leaves out {len(names)} frozen tensors ({names[0]!r} …), which the module had"
-            f"{f' from {known}' if known else ' when it was made'}: pass base=, a checkpoint, safetensors file or"
-            " transformers folder that holds them."
+            f" {_source(record)}: pass base=, a checkpoint, safetensors file or transformers folder that holds them."
         )
     try:
         stored = read(source, storage_options=storage_options, verify=checkpoint.verify)
@@ -101,8 +123,9 @@ def complete(
             " Pass base=, the place of what holds them."
         ) from error
     others = of_base(stored, record)
-    for name, tensor in others.items():
-        if content_of_stored(tensor) != record["tensors"][name]["content"]:
+    ranks = ranks or Ranks()
+    for name in names[ranks.members.index(ranks.rank) :: len(ranks.members)]:
+        if content_of_stored(others[name]) != record["tensors"][name]["content"]:
             raise StateMismatchError(
                 f"{stored.path} holds another {name!r} than the frozen one that {checkpoint.path} was trained with:"
                 " pass as base= what the run began with."
@@ -111,23 +134,25 @@ def complete(
 
 
 def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
-    """A base's tensors by the names of those that were left out; their beginnings may be missing in it.
+    """A base's tensors by the names of those that were left out.
+
+    It may lack a beginning of all names, and what peft adds to them.
 
     Raises:
         StateMismatchError: One isn't there, or is of another dtype or shape.
     """
     tensors = record["tensors"]
-    prefix = _missing_prefix(base, [name for name, told in tensors.items() if "same_as" not in told])
+    name_in_base = _naming(base, [name for name, told in tensors.items() if "same_as" not in told])
     found = {}
     for name, told in tensors.items():
-        inner = name if name in base else name.removeprefix(prefix)
-        same = told.get("same_as")
-        if inner not in base and same is not None:  # transformers' files have one of tied tensors
-            inner = same if same in base else same.removeprefix(prefix)
+        inner = name_in_base(name)
+        if inner not in base and "same_as" in told:  # transformers' files have one of tied tensors
+            inner = name_in_base(told["same_as"])
         if inner not in base:
             raise StateMismatchError(
                 f"{base.path} has no {name!r}, which was left out as frozen. Its names must be the module's, or all"
-                " lack one beginning: save the whole module once, by checkpoint.save(module, path), and pass that."
+                " lack one beginning, or also what peft adds (base_model.model, base_layer), if no two are the same"
+                " without it: save the whole module once, by checkpoint.save(module, path), and pass that."
             )
         stored = base[inner]
         if (stored.entry.dtype, list(stored.shape)) != (told["dtype"], list(told["shape"])):
@@ -139,10 +164,23 @@ def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
     return found
 
 
-def _missing_prefix(base: Checkpoint, names: list[str]) -> str:
-    """What all names begin with and the base's lack: ``"model."`` where a module holds a transformers model so."""
-    if all(name in base for name in names):
-        return ""
-    first = names[0]
-    beginnings = (first[: at + 1] for at, letter in enumerate(first) if letter == ".")
-    return next((p for p in beginnings if all(name.removeprefix(p) in base for name in names)), "")
+def _naming(base: Checkpoint, names: Sequence[str]) -> Callable[[str], str]:
+    """From a module's names to a base's, by which all of ``names`` are there and no two are the same; else none."""
+    for spelling in (str, _unwrapped):
+        for first in map(spelling, names[:1]):
+            # such as "model.", where a module holds a transformers model so
+            for beginning in (first[:at] for at in range(len(first)) if at == 0 or first[at - 1] == "."):
+                naming = partial(_name_in_base, base, spelling, beginning)
+                found = {naming(name) for name in names}
+                if len(found) == len(names) and all(name in base for name in found):
+                    return naming
+    return str
+
+
+def _name_in_base(base: Checkpoint, spelling: Callable[[str], str], beginning: str, name: str) -> str:
+    inner = spelling(name)
+    return inner if inner in base else inner.removeprefix(beginning)
+
+
+def _unwrapped(name: str) -> str:
+    return _WRAPPERS.sub("", name)

@@ -80,14 +80,15 @@ class Frame:
     def __init__(self, grid: Tensor, rank: int) -> None:
         self.grid = grid
         self.rank = rank
-        self.ranks: tuple[int, ...] = tuple(grid.flatten().tolist())
+        members = grid.flatten().tolist()
+        self.ranks: tuple[int, ...] = tuple(sorted(members))  # a mesh may have them in any order
         if len(set(self.ranks)) != len(self.ranks) or rank not in self.ranks:
             raise CheckpointError(
                 f"mesh holds the ranks {_short(self.ranks)}, and this is rank {rank}: pass the mesh of the ranks that"
                 " hold the same tensors as this one."
             )
         self._coordinates = {
-            int(r): tuple(index) for r, index in zip(self.ranks, itertools.product(*(range(n) for n in grid.shape)))
+            int(r): tuple(index) for r, index in zip(members, itertools.product(*(range(n) for n in grid.shape)))
         }
         self._holders: dict[tuple[int, tuple[int, ...]], tuple[Tensor, tuple[int, ...]]] = {}
 

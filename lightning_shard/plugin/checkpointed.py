@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.names import prefix_of
 from lightning_shard.checkpoint.optimizers.named import merge_stages, name_numbered, named_optimizer_state
-from lightning_shard.checkpoint.optimizers.restored import Plan, plan_optimizers, renamed
+from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
@@ -188,12 +188,14 @@ class CheckpointedStrategy(ModelParallelStrategy):
             listed = [name for state in named for group in state["param_groups"] for name in group["params"]]
             if prefix := prefix_of(listed, set(self._assembly.places)):
                 tensors, states = renamed(tensors, states, None, {"": prefix})
+        everywhere = self._parameter_groups()
         if any(state.get("numbered") for state in states):
-            tensors, states = name_numbered(tensors, states, self._parameter_groups())
+            tensors, states = name_numbered(tensors, states, everywhere)
+        asked = {asked_as(i, name) for i, groups in enumerate(everywhere) for group in groups for name in group}
         plans: list[Plan] = []
 
         def pairs() -> list[Pair]:
-            plans.extend(plan_optimizers(self.optimizers, self._names, tensors, states))
+            plans.extend(plan_optimizers(self.optimizers, self._names, tensors, states, asked))
             return [pair for plan in plans for pair in plan.pairs]
 
         load_together(pairs)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,9 +24,11 @@ from lightning_shard.checkpoint.excluded import Record, of_base
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.memory import byte_view
+from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.errors import StateMismatchError
 from lightning_shard.sharding import local_tensor
 
+Result = TypeVar("Result")
 _BEGINNING = "_lightning_shard_frozen"
 """The attribute of a module that keeps its :class:`_Beginning`, for each fit of it."""
 
@@ -86,8 +87,11 @@ class Frozen:
         frozen = {name for name, p in self._parameters().items() if not p.requires_grad}
         own = {name: state[name] for name in state if name in frozen and isinstance(state[name], Tensor)}
         beginning = self._beginning.digests
-        changed = [name for name, value in self._digests(own).items() if value != beginning.get(name)]
-        everyone = _everywhere((list(own), changed))
+
+        def look() -> tuple[list[str], list[str]]:
+            return list(own), [name for name, value in self._digests(own).items() if value != beginning.get(name)]
+
+        everyone = _everywhere(look)
         anywhere = {name for names, _ in everyone for name in names}
         anywhere -= {name for _, names in everyone for name in names}
         if not anywhere:
@@ -106,16 +110,20 @@ class Frozen:
 
     def _tell(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         contents = content_of_all(tensors, self._mesh)
-        first: dict[int, str] = {}
-        told: dict[str, dict[str, Any]] = {}
-        parameters = self._parameters()
-        for name, tensor in tensors.items():
-            told[name] = {"dtype": dtype_name(tensor.dtype, name), "shape": list(tensor.shape)}
-            told[name]["content"] = contents[name]
-            other = first.setdefault(id(parameters[name]), name)
-            if other != name:
-                told[name]["same_as"] = other
-        return {name: value for part in _everywhere(told) for name, value in part.items()}
+
+        def tell() -> dict[str, dict[str, Any]]:
+            first: dict[int, str] = {}
+            told: dict[str, dict[str, Any]] = {}
+            parameters = self._parameters()
+            for name, tensor in tensors.items():
+                told[name] = {"dtype": dtype_name(tensor.dtype, name), "shape": list(tensor.shape)}
+                told[name]["content"] = contents[name]
+                other = first.setdefault(id(parameters[name]), name)
+                if other != name:
+                    told[name]["same_as"] = other
+            return told
+
+        return {name: value for part in _everywhere(tell) for name, value in part.items()}
 
     def _check_base(self, tensors: Mapping[str, Tensor], told: Mapping[str, dict[str, Any]]) -> None:
         """The base has what is left out, byte for byte: read once, a parameter at a time."""
@@ -157,8 +165,8 @@ class Frozen:
         own = {name: p.detach() for name, p in self._parameters().items() if name in record["tensors"]}
         contents = content_of_all(own, self._mesh)
         told = record["tensors"]
-        shapes = {name: [dtype_name(p.dtype, name), list(p.shape)] for name, p in own.items()}
-        everyone = {name: value for part in _everywhere(shapes) for name, value in part.items()}
+        parts = _everywhere(lambda: {name: [dtype_name(p.dtype, name), list(p.shape)] for name, p in own.items()})
+        everyone = {name: value for part in parts for name, value in part.items()}
         return [
             name
             for name, tensor in told.items()
@@ -183,13 +191,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def _everywhere(value: Any) -> list[Any]:
-    """Every rank's."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _everywhere(work: Callable[[], Result]) -> list[Result]:
+    """What it gives on every rank; a collective call that raises on all ranks where it fails on one."""
+    return together(Ranks.of(), work, list)
 
 
 def _warn_of_unknown_source(record: Record) -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_shard import checkpoint
@@ -54,6 +54,35 @@ def _save_all(folder):
 
 def test_a_tensor_that_ranks_hold_alike_and_that_differs_is_refused_by_name(tmp_path):
     run_ranks(_save_all, 2, str(tmp_path))
+
+
+def _held_in_many_ways(folder):
+    """One content, and on each rank other memory; meshes with the ranks in another order; and what differs there."""
+    rank = dist.get_rank()
+    reversed_mesh = DeviceMesh("cpu", [1, 0])
+
+    def replicated(local):
+        return DTensor.from_local(local, reversed_mesh, [Replicate()], run_check=False)
+
+    for name, values in {"small": torch.arange(64.0), "large": torch.arange(float(LARGE))}.items():
+        square = values.view(8, -1)
+        strided = square.t().contiguous().t()
+        same = {name: strided if rank else square, "d": replicated(square.clone()), "mixed": square.clone()}
+        if rank:
+            same["mixed"] = replicated(strided.clone())
+            same = dict(reversed(same.items()))
+        checkpoint.save(same, f"{folder}/{name}", fsync=False)
+        assert all(torch.equal(found, square) for found in checkpoint.read(f"{folder}/{name}").full().values())
+        with pytest.raises(CheckpointError, match="'d' isn't sharded, and differs between rank 0 and rank 1"):
+            checkpoint.save({"d": replicated(square + rank)}, f"{folder}/never")
+    tied = torch.ones(4)
+    with pytest.raises(CheckpointError, match="'a' shares its memory with 'b' on rank 1, and no rank has written 'b'"):
+        checkpoint.save(dict.fromkeys(("b", "a") if rank else ("a", "b"), tied), f"{folder}/never")
+    assert not checkpoint.exists(f"{folder}/never")
+
+
+def test_what_is_compared_is_the_content_whoever_holds_it_how(tmp_path):
+    run_ranks(_held_in_many_ways, 2, str(tmp_path))
 
 
 def _a_failed_load_on_one_rank(folder):

@@ -39,6 +39,28 @@ def test_lightning_knows_the_strategy_in_any_order_of_imports(imports):
     run(imports + MAKE_A_TRAINER)
 
 
+def test_an_import_of_lightning_that_failed_may_be_tried_again(tmp_path):
+    strategies = tmp_path / "lightning" / "pytorch" / "strategies.py"  # ours, which takes no time
+    strategies.parent.mkdir(parents=True)
+    for package in strategies.parents[:2]:
+        (package / "__init__.py").touch()
+    strategies.write_text("import not_there_at_first\nStrategyRegistry = not_there_at_first.Registry()\n")
+    code = f"""
+import sys, types; sys.path.insert(0, {str(tmp_path)!r})
+import lightning_shard
+try:
+    import lightning.pytorch.strategies
+except ImportError:
+    pass
+class Registry(dict):
+    def register(self, name, strategy, description): self[name] = strategy
+sys.modules["not_there_at_first"] = types.SimpleNamespace(Registry=Registry)
+from lightning.pytorch.strategies import StrategyRegistry
+print(*StrategyRegistry)
+"""
+    assert run(code).split() == ["hybrid_shard"]
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error():
     import lightning_shard
 

@@ -352,3 +352,21 @@ def test_trainers_and_plain_loops_go_on_from_each_others_checkpoints(tmp_path: P
     for name in plain:
         assert torch.equal(from_trainer[name], plain[name]), name
         assert torch.equal(in_trainer[name], plain[name]), name
+
+
+def _stages_with_a_new_parameter(folder: str) -> list[float]:
+    """As of a pipeline: the first stage has what was saved, the second has new parameters only."""
+    stage = dist.get_rank()
+    names = ("a", "b") if stage == 0 else ("new",)
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in names})
+    groups = [{"params": list(module.values())}, {"params": [], "lr": 0.3}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    checkpoint.load(folder, module, optimizer=optimizer, strict=False)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_a_group_has_the_same_settings_on_all_stages(tmp_path: Path) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in ("a", "b")})
+    optimizer = torch.optim.SGD([{"params": list(module.values())}, {"params": [], "lr": 0.4}], lr=0.2)
+    checkpoint.save(module, tmp_path, optimizer=optimizer)
+    assert run_ranks(_stages_with_a_new_parameter, 2, str(tmp_path)) == [[0.2, 0.4]] * 2

@@ -104,7 +104,7 @@ def gather(
         # what takes the trainer state is found by the first rank, and said to the others
         plan: Any = None
         with all_or_none(group):
-            checkpoint = complete(checkpoint, base, storage_options=storage_options)
+            checkpoint = complete(checkpoint, base, storage_options=storage_options, ranks=ranks)
             if format == "transformers" and optimizer:
                 raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
             naming = export.Naming(dtype, strip_prefix, rename)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.excluded import told_of
 from lightning_shard.checkpoint.loading.open import Found, find, open_found, starting_over
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
@@ -161,11 +162,12 @@ def load(
         missing.extend(prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix]))
         unexpected.extend(prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any)
         for each in restored:
-            there = each.find(checkpoint, strip_prefix, rename)
+            there = each.find(checkpoint, strip_prefix, rename, asked_by_any)
             missing.extend(name for name in each.asked if name not in there)
             unexpected.extend(sorted(there - asked_by_any))
         if strict and (missing or unexpected):
-            raise StateMismatchError(_differences(checkpoint.path, missing, unexpected))
+            told = told_of(checkpoint) if missing else ""
+            raise StateMismatchError(_differences(checkpoint.path, missing, unexpected) + told)
         return [
             (stored[prefix][name], tensor)
             for prefix, names in wanted.items()

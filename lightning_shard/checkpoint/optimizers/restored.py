@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ class Restored:
                 )
         self._names = parameter_names(self._optimizers, into)
         self.asked = [
-            f"optimizer:{index}/{self._names[id(parameter)]}"
+            asked_as(index, self._names[id(parameter)])
             for index, item in enumerate(self._optimizers)
             for group in item.param_groups
             for parameter in group["params"]
@@ -61,8 +61,13 @@ class Restored:
         """None for no optimizer, and for tensors by name."""
         return [] if optimizer is None or is_by_name(optimizer) else [cls(optimizer, into)]
 
-    def find(self, checkpoint: Checkpoint, strip_prefix: str | None, rename: Rename | None) -> set[str]:
+    def find(
+        self, checkpoint: Checkpoint, strip_prefix: str | None, rename: Rename | None, asked_by_any: Collection[str]
+    ) -> set[str]:
         """Look everything up; returns the checkpoint's parameters, named as :attr:`asked`.
+
+        Args:
+            asked_by_any: All ranks' :attr:`asked`.
 
         Raises:
             StateMismatchError: Other optimizers, or other groups.
@@ -89,9 +94,9 @@ class Restored:
                 for item in self._optimizers
             ]
             tensors, states = name_numbered(tensors, states, names)
-        self._plans = plan_optimizers(self._optimizers, self._names, tensors, states)
+        self._plans = plan_optimizers(self._optimizers, self._names, tensors, states, asked_by_any)
         return {
-            f"optimizer:{index}/{name}"
+            asked_as(index, name)
             for index, state in enumerate(states)
             for group in state["param_groups"]
             for name in group["params"]
@@ -105,6 +110,11 @@ class Restored:
         """Give the optimizers what has been read."""
         for plan in self._plans:
             plan.finish()
+
+
+def asked_as(index: int, name: str) -> str:
+    """A parameter of one of several optimizers."""
+    return f"optimizer:{index}/{name}"
 
 
 def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
@@ -177,6 +187,7 @@ def plan_optimizers(
     names: Mapping[int, str],
     stored: Mapping[str, Any],
     states: Sequence[dict[str, Any]],
+    asked_by_any: Collection[str],
 ) -> list[Plan]:
     """What fills optimizers, their tensors sharded like their parameters; they are left as they are until then.
 
@@ -185,6 +196,7 @@ def plan_optimizers(
         names: ``id(parameter)`` to name.
         stored: The checkpoint's optimizer tensors by ``"{optimizer}/{parameter}/{key}"``.
         states: What :func:`flatten_optimizer_states` kept beside them.
+        asked_by_any: The parameters of all ranks' optimizers, by :func:`asked_as`.
 
     Raises:
         StateMismatchError: Other parameter groups.
@@ -196,7 +208,8 @@ def plan_optimizers(
         by_parameter.setdefault((owner, name), {})[key] = value
     plans = []
     for index, (optimizer, rest_of) in enumerate(zip(optimizers, states, strict=True)):
-        plan = Plan(optimizer, _groups_of(index, optimizer, names, rest_of), rest_of.get("shared", {}))
+        groups = _groups_of(index, optimizer, names, rest_of, asked_by_any)
+        plan = Plan(optimizer, groups, rest_of.get("shared", {}))
         known = {name for group in rest_of["param_groups"] for name in group["params"]}
         for group, saved in zip(optimizer.param_groups, plan._groups):
             # torch keeps step counts on the CPU, unless the step itself runs on the device
@@ -218,12 +231,16 @@ def plan_optimizers(
 
 
 def _groups_of(
-    index: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str], rest: Mapping[str, Any]
+    index: int,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    rest: Mapping[str, Any],
+    asked_by_any: Collection[str],
 ) -> list[dict[str, Any]]:
     """For each of the optimizer's groups the saved one: of the same place, or where that isn't told, of its parameters.
 
     A pipeline stage has a part of each group's parameters, maybe none; parameters that weren't optimized may be in any.
-    A group of these alone keeps its settings.
+    A group that holds these alone, on all stages, keeps its settings; where the place isn't told, on this one.
     """
     saved = rest["param_groups"]
     flattened = bool(rest.get("flattened"))
@@ -251,7 +268,9 @@ def _groups_of(
                 " saved: make the same groups, in the same order."
             )
         else:
-            found.append(saved[number] if theirs or not own else {})
+            before = saved[number]["params"]
+            known = theirs or any(asked_as(index, name) in asked_by_any for name in before) or not (own or before)
+            found.append(saved[number] if known else {})
     return found
 
 

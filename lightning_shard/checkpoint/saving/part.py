@@ -237,15 +237,14 @@ class _Plan:
 @lru_cache(maxsize=KEPT_PLANS)
 def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[tuple[str, str], ...]], ...]) -> _Plan:
     """From titles, tensors and aliases of the sections."""
-    shared = [
-        (section, number, tensor.name)
+    shared = sorted(  # ranks may list them in any order
+        (section, tensor.name, number)
         for section, tensors, _ in sections
         for number, tensor in enumerate(tensors)
-        # by their number: a mesh may have the ranks in any order
-        if len(frame.ranks) > 1 and len(frame.holders_of(tensor.name, tensor.spread)) == len(frame.ranks)
-    ]
-    names = "\n".join(name for *_, name in shared).encode(errors="surrogatepass")
-    plan = _Plan(_fingerprint(sections), names, [(section, number) for section, number, _ in shared])
+        if len(frame.ranks) > 1 and frame.holders_of(tensor.name, tensor.spread) == frame.ranks
+    )
+    names = "\n".join(name for _, name, _ in shared).encode(errors="surrogatepass")
+    plan = _Plan(_fingerprint(sections), names, [(section, number) for section, _, number in shared])
     for section, tensors, aliases in sections:
         for tensor in tensors:
             _check_name(tensor.name)

@@ -1,0 +1,78 @@
+"""Frozen tensors that a checkpoint leaves out: found in a base, or told of where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.content import content_of_all
+from lightning_shard.checkpoint.excluded import complete
+from lightning_shard.errors import StateMismatchError
+
+BASE = {
+    "embed.weight": torch.arange(12.0).view(4, 3),
+    "layers.0.q.weight": torch.arange(9.0).view(3, 3),
+    "layers.0.q.bias": torch.arange(3.0),
+}
+PEFT = "model.base_model.model."
+WRAPPED = {
+    f"{PEFT}embed.original_module.weight": "embed.weight",
+    f"{PEFT}layers.0.q.base_layer.weight": "layers.0.q.weight",
+    f"{PEFT}layers.0.q.base_layer.bias": "layers.0.q.bias",
+}
+"""As peft names the base's tensors in a module that holds the model as ``self.model``."""
+ADAPTER = f"{PEFT}layers.0.q.lora_A.default.weight"
+
+
+def save_without(path: Path, frozen: Mapping[str, Tensor], origins: Mapping[str, str] | None = None) -> None:
+    contents = content_of_all(frozen)
+    told: dict[str, Any] = {
+        name: {"dtype": "F32", "shape": list(tensor.shape), "content": contents[name]}
+        for name, tensor in frozen.items()
+    }
+    record = {"tensors": told, "base": None, "origins": dict(origins or {})}
+    state = {"lightning_shard": {"excluded": record}}
+    checkpoint.save({ADAPTER: torch.ones(2, 3)}, path, trainer_state=state)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_base_is_found_without_what_peft_adds_to_names(tmp_path: Path, prefix: str) -> None:
+    checkpoint.save({prefix + name: tensor for name, tensor in BASE.items()}, tmp_path / "base")
+    save_without(tmp_path / "c", {name: BASE[inner] for name, inner in WRAPPED.items()})
+    whole = complete(checkpoint.read(tmp_path / "c"), tmp_path / "base").full()
+    assert whole.keys() == {*WRAPPED, ADAPTER}
+    assert all(torch.equal(whole[name], BASE[inner]) for name, inner in WRAPPED.items())
+
+
+def test_a_base_that_leaves_doubt_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(BASE, tmp_path / "base")
+    two = {f"{PEFT}layers.0.q.{wrapper}weight": torch.zeros(3, 3) for wrapper in ("", "base_layer.")}
+    save_without(tmp_path / "two of one name", two)
+    with pytest.raises(StateMismatchError, match="if no two are the same without it: save the whole module once"):
+        complete(checkpoint.read(tmp_path / "two of one name"), tmp_path / "base")
+    for title, other, error in (
+        ("shape", torch.zeros(3, 2), "pass a base of the same dtypes"),
+        ("content", torch.zeros(3, 3), "holds another"),
+    ):
+        save_without(tmp_path / title, {f"{PEFT}layers.0.q.base_layer.weight": other})
+        with pytest.raises(StateMismatchError, match=error):
+            complete(checkpoint.read(tmp_path / title), tmp_path / "base")
+
+
+def test_who_asks_for_what_was_left_out_is_told_where_it_is(tmp_path: Path) -> None:
+    frozen = {name: BASE[inner] for name, inner in WRAPPED.items()}
+    into = {ADAPTER: torch.zeros(2, 3), **{name: torch.zeros_like(tensor) for name, tensor in frozen.items()}}
+    for title, origins, source in (("known", {PEFT: "some/model"}, "from some/model"), ("built", {}, "when it was")):
+        save_without(tmp_path / title, frozen, origins)
+        with pytest.raises(StateMismatchError, match=f"3 asked for .* leaves out 3 frozen tensors .* had {source}"):
+            checkpoint.load(tmp_path / title, into)
+        assert checkpoint.load(tmp_path / title, into, strict=False).missing == list(frozen)
+    with pytest.raises(StateMismatchError) as refused:
+        checkpoint.load(tmp_path / "known", {})
+    assert "leaves out" not in str(refused.value)
