@@ -35,10 +35,10 @@ class _Span(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Span:
         size = tensor.element_size()
-        begin = tensor.storage_offset() * size
+        begin = int(tensor.storage_offset()) * size
         if not tensor.numel():
             return cls(begin, begin, None)
-        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
+        reach = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride()))
         end = begin + (reach + 1) * size
         return cls(begin, end, None if end - begin == tensor.nbytes else (tuple(tensor.shape), tensor.stride()))
 

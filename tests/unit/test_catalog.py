@@ -130,14 +130,14 @@ class Keeping(MemoryFileSystem):
     """What is in memory://, by listings that it keeps, as file systems of object stores do."""
 
     protocol = "keeping"
-    open = threading.Event()
+    answers = threading.Event()
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return super()._strip_protocol(path.replace("keeping://", "memory://"))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        self.open.wait(20)
+        self.answers.wait(20)
         path = self._strip_protocol(path)
         if path not in self.dircache:
             self.dircache[path] = super().ls(path, detail=True, **options)
@@ -154,9 +154,9 @@ class Keeping(MemoryFileSystem):
 @pytest.fixture
 def keeping() -> Iterator[type[Keeping]]:
     fsspec.register_implementation("keeping", Keeping, clobber=True)
-    Keeping.open.set()
+    Keeping.answers.set()
     yield Keeping
-    Keeping.open.set()
+    Keeping.answers.set()
     fsspec.filesystem("memory").store.clear()
 
 
@@ -170,7 +170,7 @@ def test_what_others_have_saved_since_the_last_look_is_found(keeping: type[Keepi
 
 
 def test_a_folder_that_cannot_be_listed_in_time_is_given_up(keeping: type[Keeping]) -> None:
-    keeping.open.clear()
+    keeping.answers.clear()
     start = time.monotonic()
     with pytest.raises(OSError, match="doesn't answer: ls"):
         checkpoint.latest("keeping://run", storage_options={"stall_s": 0.1})
