@@ -227,9 +227,9 @@ def test_a_group_of_new_parameters_keeps_its_settings(tmp_path: Path) -> None:
     some_new = pulled([module.weight], [module.new, module.bias], lr=0.003)
     checkpoint.load(tmp_path / "c", module, optimizer=some_new, strict=False)
     assert [group["lr"] for group in some_new.param_groups] == [0.9, 0.9]
-    none_here = pulled([module.weight], [], lr=0.003)  # as on a pipeline stage that has no parameter of a group
-    checkpoint.load(tmp_path / "c", module, optimizer=none_here, strict=False)
-    assert [group["lr"] for group in none_here.param_groups] == [0.9, 0.9]
+    none_anywhere = pulled([module.weight], [], lr=0.003)
+    checkpoint.load(tmp_path / "c", module, optimizer=none_anywhere, strict=False)
+    assert [group["lr"] for group in none_anywhere.param_groups] == [0.9, 0.003]
 
 
 def save_with_empty_parts(folder: str) -> None:
@@ -355,18 +355,17 @@ def test_trainers_and_plain_loops_go_on_from_each_others_checkpoints(tmp_path: P
 
 
 def _stages_with_a_new_parameter(folder: str) -> list[float]:
-    """As of a pipeline: the first stage has what was saved, the second has new parameters only."""
-    stage = dist.get_rank()
-    names = ("a", "b") if stage == 0 else ("new",)
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in names})
-    groups = [{"params": list(module.values())}, {"params": [], "lr": 0.3}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
+    """As of a pipeline: the first stage has none of the second group, the second has new ones only of the first."""
+    names = [["a", "b"], [], []] if dist.get_rank() == 0 else [["new"], ["c"], []]
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for group in names for name in group})
+    optimizer = torch.optim.SGD([{"params": [module[name] for name in group]} for group in names], lr=0.1)
     checkpoint.load(folder, module, optimizer=optimizer, strict=False)
     return [group["lr"] for group in optimizer.param_groups]
 
 
 def test_a_group_has_the_same_settings_on_all_stages(tmp_path: Path) -> None:
-    module = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in ("a", "b")})
-    optimizer = torch.optim.SGD([{"params": list(module.values())}, {"params": [], "lr": 0.4}], lr=0.2)
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in ("a", "b", "c")})
+    lrs = {0.2: [module["a"], module["b"]], 0.3: [module["c"]], 0.4: []}
+    optimizer = torch.optim.SGD([{"params": parameters, "lr": lr} for lr, parameters in lrs.items()])
     checkpoint.save(module, tmp_path, optimizer=optimizer)
-    assert run_ranks(_stages_with_a_new_parameter, 2, str(tmp_path)) == [[0.2, 0.4]] * 2
+    assert run_ranks(_stages_with_a_new_parameter, 2, str(tmp_path)) == [list(lrs)] * 2
