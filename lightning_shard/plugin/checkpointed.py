@@ -219,10 +219,10 @@ class CheckpointedStrategy(ModelParallelStrategy):
 
     def _parameter_groups(self) -> list[list[list[str]]]:
         """Names of all stages' parameters, by optimizer and group, in the order of ``configure_optimizers``."""
-        own = [
-            {"values": {}, "shared": {}, "param_groups": named_optimizer_state(optimizer, self._names)["param_groups"]}
-            for optimizer in self.optimizers
-        ]
+        own: list[dict[str, Any]] = []
+        for optimizer in self.optimizers:
+            groups = [{"params": [self._names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+            own.append({"values": {}, "param_groups": groups})
         assert self._assembly is not None
         merged = merge_stages(self.groups.gather_over_stages(own), self._assembly.places)
         return [[group["params"] for group in optimizer["param_groups"]] for optimizer in merged]
