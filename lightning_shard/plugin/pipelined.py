@@ -17,6 +17,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import expect_backward
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
+from lightning_shard.pipeline.outputs import merge, scalar_losses
 from lightning_shard.pipeline.schedule import order
 from lightning_shard.pipeline.stage import Stage, StageEnd
 from lightning_shard.pipeline.step import PipelinedStep
@@ -80,7 +81,7 @@ class PipelinedSteps:
             )
             if not accumulating:
                 self._ties.add()
-        result = self._share(results, tree.batch_size(parts[0]))
+        result = self._share([*scalar_losses(results)], tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -131,7 +132,7 @@ class PipelinedSteps:
         """The last stage's merged result and logs, on every stage."""
         said = None
         if self._stage.is_last:
-            merged = tree.map_leaves(_to_host, tree.merge(results, size))
+            merged = tree.map_leaves(_to_host, merge(results, size))
             said = (merged, self._logs.combined())
         result, logs = self._groups.broadcast_from_last_stage(said, self._device)
         self._logs.say(logs)
