@@ -13,6 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.sharding import local_tensor
 
+_ELSEWHERE = "_lightning_shard_counted_elsewhere"
+
+
+def count_elsewhere(parameter: Tensor) -> None:
+    """Have norms leave out a parameter that another stage holds too, and counts."""
+    setattr(parameter, _ELSEWHERE, True)
+
 
 def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
     """Whether this rank is the one that counts its local part of ``tensor``.
@@ -43,7 +50,7 @@ def gradient_norm(
         device: Where the norm is wanted.
         norm_type: ``p`` of the p-norm; ``inf`` for the largest absolute value.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None and not hasattr(p, _ELSEWHERE)]
     local = [local_tensor(g) for g in gradients if counts_here(g, stage_mesh)]
     parts = [torch.linalg.vector_norm(gradient, norm_type) for gradient in local if gradient.numel()]
     largest = math.isinf(norm_type)

@@ -71,11 +71,12 @@ def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, see
         ConfigurationError: A module on meta that nothing initialises; names it.
     """
     done = []
+    real: dict[int, tuple[Tensor, Tensor]] = {}
     for name, part in list(_parts(root, set(parts))):
         modules = [part] if name not in parts else list(part.modules())
         if not any(t.is_meta for module in modules for t in _own(module).values()):
             continue
-        with _whole(modules, device) as originals, _seeded(seed, name, device), torch.no_grad():
+        with _whole(modules, device, real) as originals, _seeded(seed, name, device), torch.no_grad():
             for module_name, module in reversed(list(_named(part, name, alone=name not in parts))):
                 _initialize(root, module_name, module)
             _check_initialized(name, modules, originals)
@@ -104,10 +105,17 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _whole(modules: list[nn.Module], device: torch.device) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """Put full-sized real tensors in place of those on meta; on leaving, keep this rank's part of each."""
+def _whole(
+    modules: list[nn.Module], device: torch.device, real: dict[int, tuple[Tensor, Tensor]]
+) -> Iterator[dict[int, dict[str, Tensor]]]:
+    """Put full-sized real tensors in place of those on meta; on leaving, keep this rank's part of each.
+
+    Args:
+        real: What was kept so far, with what it replaced, by the id of that: tied tensors stay tied, and have the
+            values of the part that comes first.
+    """
     originals: dict[int, dict[str, Tensor]] = {}
-    whole: dict[int, Tensor] = {}  # id of the original, so that tied ones stay tied
+    whole: dict[int, Tensor] = {}
     for module in modules:
         for key, tensor in _own(module).items():
             if not tensor.is_meta:
@@ -121,13 +129,12 @@ def _whole(modules: list[nn.Module], device: torch.device) -> Iterator[dict[int,
             slot = module._parameters if key in module._parameters else module._buffers
             slot[key] = whole[id(tensor)]  # type: ignore[assignment]
     yield originals
-    real: dict[int, Tensor] = {}
     for module in modules:
         for key, tensor in originals.get(id(module), {}).items():
             if id(tensor) not in real:
-                real[id(tensor)] = _keep(whole[id(tensor)], tensor)
+                real[id(tensor)] = tensor, _keep(whole[id(tensor)], tensor)
             slot = module._parameters if key in module._parameters else module._buffers
-            slot[key] = real[id(tensor)]  # type: ignore[assignment]
+            slot[key] = real[id(tensor)][1]  # type: ignore[assignment]
 
 
 def _keep(full: Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ that, and parameters used on the wrong side of the blocks, raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.errors import PlacementError, StepError
+from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 
 
@@ -157,6 +157,7 @@ def cut(
     count: int,
     before: Iterable[str],
     after: Iterable[str],
+    kept: Collection[str],
     device: torch.device,
 ) -> Stage:
     """Keep stage ``index`` of ``count`` of ``root``, in place.
@@ -168,6 +169,7 @@ def cut(
         network: The name of the module that a step calls; ``""`` where it is ``root`` itself.
         before: Names of modules and parameters that run before the blocks: the first stage's.
         after: Names of those that run after them: the last stage's.
+        kept: Names of tied parameters that this stage holds, on both sides of the blocks.
         device: Where stand-ins live.
     """
     names = list(blocks)
@@ -183,38 +185,26 @@ def cut(
     for foreign, side, holder in ((before, "before", 0), (after, "after", count - 1)):
         if index != holder:
             for name in foreign:
-                _hollow(root, name, side, holder, stage, device)
+                _hollow(root, name, side, holder, stage, kept, device)
     _join(root.get_submodule(stage.owned[0]), root.get_submodule(stage.owned[-1]), stage)
     # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
     _count_calls(root.get_submodule(network), stage.passage, allowed=1 if network else 2)
     return stage
 
 
-def check_ties(ties: Iterable[tuple[str, ...]], stage_of: Callable[[str], int]) -> None:
-    """Refuse a parameter that two stages would hold.
-
-    Raises:
-        PlacementError: Names the parameters.
-    """
-    for group in ties:
-        stages = sorted({stage_of(name) for name in group})
-        if len(stages) > 1:
-            raise PlacementError(
-                f"{' and '.join(group)} are one tied parameter on stages {stages}: untie them (transformers:"
-                " tie_word_embeddings=False), or use pipeline_parallel_size=1."
-            )
-
-
-def _hollow(root: nn.Module, name: str, side: str, holder: int, stage: Stage, device: torch.device) -> None:
+def _hollow(
+    root: nn.Module, name: str, side: str, holder: int, stage: Stage, kept: Collection[str], device: torch.device
+) -> None:
     """Take a foreign part's parameters out of the model, leaving hollow tensors in their places."""
     parent, _, key = name.rpartition(".")
     owner = root.get_submodule(parent)
     if key in owner._parameters:
-        _hollow_parameter(owner, key, name, side, holder, stage, device)
+        if name not in kept:
+            _hollow_parameter(owner, key, name, side, holder, stage, device)
         return
     for inner, module in owner.get_submodule(key).named_modules():
         path = f"{name}.{inner}" if inner else name
-        for parameter in [k for k, p in module._parameters.items() if p is not None]:
+        for parameter in [k for k, p in module._parameters.items() if p is not None and f"{path}.{k}" not in kept]:
             _hollow_parameter(module, parameter, f"{path}.{parameter}", side, holder, stage, device)
         for buffer in [k for k, b in module._buffers.items() if b is not None]:
             if buffer not in module._non_persistent_buffers_set:
@@ -233,9 +223,9 @@ def _hollow_parameter(
         wrong = "after" if side == "before" else "before"
         return (
             f"{name} is held by stage {holder}, because it seems to run {side} the blocks, but stage {stage.index}"
-            f" uses it {wrong} them. A part that runs on both sides (tied or shared weights) can't be split over"
-            f" stages: untie it or use pipeline_parallel_size=1. If it only runs {wrong} the blocks, register it"
-            f" {wrong} them in __init__."
+            f" uses it {wrong} them. A part that runs on both sides can't be split over stages: use two that share"
+            f" their weights (tied weights can be), or pipeline_parallel_size=1. If it only runs {wrong} the blocks,"
+            f" register it {wrong} them in __init__."
         )
 
     parameter = module._parameters.pop(key)

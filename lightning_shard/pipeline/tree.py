@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,9 @@ class Leaf:
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every leaf with its path."""
-    for key, child in _children(tree):
+    for key, child in children(tree):
         yield from walk(child, (*path, str(key)))
-    if not _is_node(tree):
+    if not is_node(tree):
         yield path, tree
 
 
@@ -38,9 +38,47 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same nesting with ``function(leaf)`` for every leaf."""
-    if not _is_node(tree):
+    if not is_node(tree):
         return function(tree)
-    return _rebuild(tree, [map_leaves(function, child) for _, child in _children(tree)])
+    return rebuild(tree, [map_leaves(function, child) for _, child in children(tree)])
+
+
+def is_node(tree: Any) -> bool:
+    """Whether it has children; :class:`torch.Size` is a leaf."""
+    if isinstance(tree, torch.Size):
+        return False
+    if isinstance(tree, (Mapping, list, tuple)):
+        return True
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Leaf))
+
+
+def children(tree: Any) -> list[tuple[Any, Any]]:
+    """Keys and children of a node, in order; of a leaf none."""
+    if not is_node(tree):
+        return []
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)):
+        return list(enumerate(tree))
+    return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+
+
+def rebuild(tree: Any, children: list[Any]) -> Any:
+    """A node of the same type and keys with other children."""
+    if isinstance(tree, Mapping):
+        items = dict(zip(tree, children))
+        try:
+            return type(tree)(items)  # type: ignore[call-arg]
+        except TypeError:
+            return items
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*children)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(children)
+    rebuilt = copy.copy(tree)
+    for field, child in zip(dataclasses.fields(tree), children):
+        object.__setattr__(rebuilt, field.name, child)
+    return rebuilt
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -83,29 +121,6 @@ def batch_size(batch: Any) -> int:
     )
 
 
-def merge(parts: Sequence[Any], size: int) -> Any:
-    """One result of those of the microbatches: the inverse of :func:`split`.
-
-    Tensors with ``size`` rows (the microbatch's) are concatenated, others of equal shape averaged if they are floating
-    point; anything that can't be merged is a list with an entry per microbatch.
-    """
-    first = parts[0]
-    if _is_node(first) and all(type(part) is type(first) for part in parts):
-        children = [[child for _, child in _children(part)] for part in parts]
-        if len({len(row) for row in children}) == 1:
-            return _rebuild(first, [merge(column, size) for column in zip(*children)])
-    if all(isinstance(part, Tensor) for part in parts):
-        if all(part.ndim and part.size(0) == size for part in parts):
-            return torch.cat(list(parts))
-        if len({part.shape for part in parts}) == 1 and first.is_floating_point():
-            return torch.stack(list(parts)).mean(0)
-    if all(part is None for part in parts):
-        return None
-    if all(isinstance(part, float) for part in parts):
-        return sum(parts) / len(parts)
-    return list(parts)
-
-
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim else tree
@@ -113,9 +128,9 @@ def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
         return tree[start:stop] if tree.ndim and len(tree) == size else tree
     if _is_a_column(tree, size):
         return tree[start:stop]
-    if not _is_node(tree):
+    if not is_node(tree):
         return tree
-    return _rebuild(tree, [_slice(child, size, start, stop) for _, child in _children(tree)])
+    return rebuild(tree, [_slice(child, size, start, stop) for _, child in children(tree)])
 
 
 def _is_a_column(tree: Any, size: int) -> bool:
@@ -123,36 +138,3 @@ def _is_a_column(tree: Any, size: int) -> bool:
     if not isinstance(tree, (list, tuple)) or len(tree) != size or tensors(tree):
         return False
     return isinstance(tree, list) or (type(tree) is tuple and all(isinstance(entry, str) for entry in tree))
-
-
-def _is_node(tree: Any) -> bool:
-    if isinstance(tree, (Mapping, list, tuple)):
-        return True
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Leaf))
-
-
-def _children(tree: Any) -> list[tuple[Any, Any]]:
-    if isinstance(tree, Mapping):
-        return list(tree.items())
-    if isinstance(tree, (list, tuple)):
-        return list(enumerate(tree))
-    if _is_node(tree):
-        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    return []
-
-
-def _rebuild(tree: Any, children: list[Any]) -> Any:
-    if isinstance(tree, Mapping):
-        items = dict(zip(tree, children))
-        try:
-            return type(tree)(items)  # type: ignore[call-arg]
-        except TypeError:
-            return items
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*children)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(children)
-    rebuilt = copy.copy(tree)
-    for field, child in zip(dataclasses.fields(tree), children):
-        object.__setattr__(rebuilt, field.name, child)
-    return rebuilt

@@ -15,12 +15,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shard.errors import LayoutError, PlacementError
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
+from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.stage import Hollow, Stage, check_ties, cut
+from lightning_shard.pipeline.stage import Hollow, Stage, cut
+from lightning_shard.pipeline.ties import Tie, find_ties
 
 _EXAMPLE_TOKENS = 16
 
@@ -43,7 +45,9 @@ class Assembly:
         settings: What else the user chose then.
         stage: This rank's stage; ``None`` with a single one.
         placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
-        shared_names: State-dict names that every stage holds, such as a frozen module outside the network.
+        shared_names: State-dict names that this stage holds and the first one saves: tied parameters, and what every
+            stage holds, such as a frozen module outside the network.
+        ties: The parameters that this stage and another one hold.
         places: Each parameter's place in the whole module.
     """
 
@@ -52,6 +56,7 @@ class Assembly:
     stage: Stage | None
     placement: Placement | None
     shared_names: frozenset[str]
+    ties: tuple[Tie, ...]
     places: Mapping[str, int]
 
 
@@ -79,7 +84,7 @@ def assemble(
             )
         materialize(module, (), device, seed)
         module.to(device)
-        return Assembly(layout, settings, None, None, frozenset(), places)
+        return Assembly(layout, settings, None, None, frozenset(), (), places)
 
     blocks = _blocks(module, layout, settings)
     units = [name for names in block_lists(module).values() for name in names]
@@ -91,11 +96,15 @@ def assemble(
 
     stage = None
     shared: frozenset[str] = frozenset()
+    ties: tuple[Tie, ...] = ()
     if layout.pipeline_parallel_size > 1:
         assert blocks is not None
         assert placement is not None
         shared = frozenset(n for n in module.state_dict(keep_vars=True) if not n.startswith(_prefix(blocks.network)))
-        stage = _cut(module, blocks, placement, layout, device)
+        all_ties = _ties(module, blocks, placement, layout)
+        ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
+        shared |= {name for tie in ties for name in tie.names}
+        stage = _cut(module, blocks, placement, layout, ties, device)
         held = {name for name, part in module.named_modules() if _is_held(part)}
         units = [*stage.owned, *(n for n in units if not n.startswith(_prefix(blocks.network)))]
         styles = {name: style for name, style in styles.items() if name in held}
@@ -110,7 +119,10 @@ def assemble(
     )
     materialize(module, units, device, seed)
     module.to(device)
-    return Assembly(layout, settings, stage, placement, shared, places)
+    for tie in ties:
+        if layout.pipeline_rank != tie.stages[0]:
+            count_elsewhere(module.get_parameter(tie.names[0]))
+    return Assembly(layout, settings, stage, placement, shared, ties, places)
 
 
 def _prefix(network: str) -> str:
@@ -186,8 +198,28 @@ def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
     return part
 
 
+def _ties(module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout) -> list[Tie]:
+    last = layout.pipeline_parallel_size - 1
+
+    def block_of(name: str) -> int | None:
+        return next((i for i, block in enumerate(blocks.names) if name.startswith(f"{block}.")), None)
+
+    def stage_of(name: str) -> int:
+        block = block_of(name)
+        if block is not None:
+            return placement.stage_of(block)
+        return last if any(name == part or name.startswith(f"{part}.") for part in blocks.after) else 0
+
+    return find_ties(tied_parameters(module), stage_of, lambda name: block_of(name) is not None)
+
+
 def _cut(
-    module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout, device: torch.device
+    module: pl.LightningModule,
+    blocks: Blocks,
+    placement: Placement,
+    layout: Layout,
+    ties: Sequence[Tie],
+    device: torch.device,
 ) -> Stage:
     outside = [n for n, p in module.named_parameters() if p.requires_grad and not n.startswith(_prefix(blocks.network))]
     if outside:
@@ -196,15 +228,6 @@ def _cut(
             f" ({', '.join(outside[:4])}{', …' if len(outside) > 4 else ''}): move them into the network, freeze them,"
             " or use pipeline_parallel_size=1."
         )
-    last = layout.pipeline_parallel_size - 1
-
-    def stage_of(name: str) -> int:
-        for i, block in enumerate(blocks.names):
-            if name.startswith(f"{block}."):
-                return placement.stage_of(i)
-        return last if any(name == part or name.startswith(f"{part}.") for part in blocks.after) else 0
-
-    check_ties(tied_parameters(module), stage_of)
     index = layout.pipeline_rank
     owned = placement.stages[index].blocks
     return cut(
@@ -216,6 +239,7 @@ def _cut(
         count=layout.pipeline_parallel_size,
         before=blocks.before,
         after=blocks.after,
+        kept={name for tie in ties for name in tie.names},
         device=device,
     )
 

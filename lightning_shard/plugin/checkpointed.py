@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -97,14 +97,19 @@ class CheckpointedStrategy(ModelParallelStrategy):
             # save.
             self.on_exception(failing)
         state = self.lightning_module.state_dict()
-        if self.layout.pipeline_rank == 0 or self._assembly is None:
-            return state
-        return {name: value for name, value in state.items() if name not in self._assembly.shared_names}
+        others = self._saved_by_the_first_stage()
+        return {name: value for name, value in state.items() if name not in others}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return named_optimizer_state(optimizer, self._names)
+        state = named_optimizer_state(optimizer, self._names)
+        others = self._saved_by_the_first_stage()
+        for group in state["param_groups"]:
+            group["params"] = [name for name in group["params"] if name not in others]
+        for part in ("state", "parameters"):
+            state[part] = {name: value for name, value in state[part].items() if name not in others}
+        return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
@@ -208,6 +213,10 @@ class CheckpointedStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
+    def _saved_by_the_first_stage(self) -> Collection[str]:
+        """Names that are here too."""
+        return () if self.layout.pipeline_rank == 0 or self._assembly is None else self._assembly.shared_names
+
     def _frozen(self) -> Frozen:
         """The module's frozen parameters; what they are at the first call is what they began as."""
         if self._left_out is None:
@@ -220,8 +229,10 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def _parameter_groups(self) -> list[list[list[str]]]:
         """Names of all stages' parameters, by optimizer and group, in the order of ``configure_optimizers``."""
         own: list[dict[str, Any]] = []
+        others = self._saved_by_the_first_stage()
         for optimizer in self.optimizers:
-            groups = [{"params": [self._names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+            named = [[self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+            groups = [{"params": [name for name in names if name not in others]} for names in named]
             own.append({"values": {}, "param_groups": groups})
         assert self._assembly is not None
         merged = merge_stages(self.groups.gather_over_stages(own), self._assembly.places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -17,9 +17,11 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import expect_backward
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
+from lightning_shard.pipeline.outputs import merge, scalar_losses
 from lightning_shard.pipeline.schedule import order
 from lightning_shard.pipeline.stage import Stage, StageEnd
 from lightning_shard.pipeline.step import PipelinedStep
+from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops, randomness
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.logs import HeldLogs
@@ -38,6 +40,7 @@ class PipelinedSteps:
         device: torch.device,
         microbatches: int,
         schedule: str,
+        ties: Iterable[Tie],
     ) -> None:
         self._module = module
         self._stage = stage
@@ -48,6 +51,7 @@ class PipelinedSteps:
         self._schedule = schedule
         self._whole_batch: int | None = None
         self._step = PipelinedStep(stage, Channel(groups.pipeline, groups.backward, stage.index, device))
+        self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +79,9 @@ class PipelinedSteps:
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
-        result = self._share(results, tree.batch_size(parts[0]))
+            if not accumulating:
+                self._ties.add()
+        result = self._share([*scalar_losses(results)], tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -126,7 +132,7 @@ class PipelinedSteps:
         """The last stage's merged result and logs, on every stage."""
         said = None
         if self._stage.is_last:
-            merged = tree.map_leaves(_to_host, tree.merge(results, size))
+            merged = tree.map_leaves(_to_host, merge(results, size))
             said = (merged, self._logs.combined())
         result, logs = self._groups.broadcast_from_last_stage(said, self._device)
         self._logs.say(logs)

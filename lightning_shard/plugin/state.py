@@ -34,6 +34,37 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Mapping
                 )
 
 
+def groups_of(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], tied: Collection[str]
+) -> dict[str, str]:
+    """For each of this rank's ``tied`` parameters by name, which optimizers step it, and how."""
+    found: dict[str, str] = dict.fromkeys((name for name in names.values() if name in tied), "")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            for name in (names[id(parameter)] for parameter in group["params"]):
+                if name in found:
+                    found[name] += f"{type(optimizer).__name__} with {settings}"
+    return found
+
+
+def check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
+    """Compare what the stages' :func:`groups_of` gave: copies that are stepped in two ways would part.
+
+    Raises:
+        ConfigurationError: On all stages alike.
+    """
+    first: dict[str, str] = {}
+    for groups in stages:
+        for name, settings in groups.items():
+            if first.setdefault(name, settings) != settings:
+                raise ConfigurationError(
+                    f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
+                    f" {first[name] or 'no optimizer'} on one and {settings or 'none'} on the other: choose groups by"
+                    " parameters' names or shapes, which are the same on both."
+                )
+
+
 def load_module(
     module: nn.Module,
     stored: Mapping[str, Any],

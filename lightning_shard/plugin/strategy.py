@@ -47,6 +47,8 @@ from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
 from lightning_shard.plugin.state import (
     check_optimizers,
+    check_same_groups,
+    groups_of,
 )
 from lightning_shard.sharding import local_tensor
 
@@ -331,8 +333,16 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.model = module
         self._connect_checkpoint_io(trainer)
         if known.stage is not None:
+            reshard(module)
             self._steps = PipelinedSteps(
-                module, known.stage, self.groups, self.layout, self.root_device, self._microbatches, self._schedule
+                module,
+                known.stage,
+                self.groups,
+                self.layout,
+                self.root_device,
+                self._microbatches,
+                self._schedule,
+                known.ties,
             )
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
@@ -356,6 +366,9 @@ class HybridShardStrategy(CheckpointedStrategy):
             )
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self._names)
+        assert self._assembly is not None
+        tied = {name for tie in self._assembly.ties for name in tie.names}
+        check_same_groups(self.groups.gather_over_stages(groups_of(self.optimizers, self._names, tied)))
         refuse_optimizers(self.optimizers, self.layout)
 
     def setup_precision_plugin(self) -> None:

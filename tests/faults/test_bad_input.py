@@ -158,12 +158,12 @@ def test_parameters_outside_the_network() -> None:
     on_every_rank(PIPELINE, Outside, PlacementError, r"trains parameters outside the network 'model'.*temperature")
 
 
-def test_tied_weights_over_stages() -> None:
+def test_a_block_that_shares_its_weights_with_another_stage() -> None:
     on_every_rank(
         PIPELINE,
         Tied,
         PlacementError,
-        r"model\.embed\.weight and model\.head\.weight are one tied parameter on stages \[0, 1\]",
+        r"model\.blocks\.0\.mlp\.up\.weight and model\.blocks\.3\.mlp\.up\.weight are one tied .*\[0, 1\]",
     )
 
 
@@ -442,10 +442,11 @@ class Outside(Plain):
         self.temperature = nn.Parameter(torch.ones(()))
 
 
-class Tied(Plain):
+class Tied(Model):
     def __init__(self) -> None:
-        super().__init__()
-        self.model.head.weight = self.model.embed.weight  # type: ignore[union-attr]
+        super().__init__("gpt")
+        first, *_, last = self.model.blocks  # type: ignore[union-attr, misc]
+        last.mlp.up.weight = first.mlp.up.weight  # type: ignore[union-attr, has-type]
 
 
 class CallsTwice(Plain):

@@ -63,18 +63,6 @@ def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
         tree.split(batch, parts)
 
 
-def test_results_are_merged_by_kind() -> None:
-    parts = [
-        {"loss": torch.tensor(float(i)), "logits": torch.full((2, 3), i), "who": f"part {i}", "none": None}
-        for i in range(2)
-    ]
-    merged = tree.merge(parts, 2)
-    assert merged["loss"] == 0.5
-    assert merged["logits"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
-    assert merged["who"] == ["part 0", "part 1"]
-    assert merged["none"] is None
-
-
 def test_leaves_are_mapped_and_listed_in_order() -> None:
     nested = [torch.tensor(1), {"a": (torch.tensor(2), "text")}]
     doubled = tree.map_leaves(lambda leaf: leaf * 2, nested)

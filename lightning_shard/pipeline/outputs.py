@@ -1,0 +1,136 @@
+"""What a step returned for each microbatch, as what it would have returned for the batch: the inverse of the split.
+
+- Tensors and arrays of at least one dimension are joined along the first, in order.
+- Floats, and tensors of floats without dimensions, are means over the batch: averaged.
+- Lists have an entry per sample, or are of any length, as of what was found: joined. One that holds a part of each
+  kind, such as ``[logits, features]``, is merged part by part, as tuples, dicts and dataclasses always are.
+- What is equal for all, and counts nothing, is kept.
+
+Anything else can't be known: it is refused by its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from numbers import Number
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline import tree
+
+_KEPT = (str, bytes, bool, np.bool_, torch.dtype, torch.device, type(None))
+
+
+def merge(parts: Sequence[Any], size: int) -> Any:
+    """One result of those of the microbatches.
+
+    Args:
+        size: How many samples a microbatch holds.
+
+    Raises:
+        StepError: A value that can't be merged; names its key.
+    """
+    return parts[0] if len(parts) == 1 else _merge(parts, size, ())
+
+
+def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        _refuse(path, "it is of another type for each", "return the same type for every batch")
+    if isinstance(first, (Tensor, np.ndarray)):
+        return _merge_arrays(parts, path)
+    if isinstance(first, list) and _has_entries(parts, size, path):
+        return type(first)(chain.from_iterable(parts))
+    if type(first) is tuple and all(len(part) == size and _holds_texts(part) for part in parts):
+        return tuple(chain.from_iterable(parts))  # a column, as the split takes it for one
+    if tree.is_node(first):
+        keys = [[key for key, _ in tree.children(part)] for part in parts]
+        if any(own != keys[0] for own in keys):
+            _refuse(path, "it has other keys, or another length, for each", "return the same for every batch")
+        columns = zip(*([child for _, child in tree.children(part)] for part in parts))
+        return tree.rebuild(first, [_merge(c, size, (*path, str(k))) for k, c in zip(keys[0], columns)])
+    if isinstance(first, (float, np.floating)):
+        return type(first)(sum(parts) / len(parts))
+    if isinstance(first, _KEPT) or not isinstance(first, (Number, torch.Size)):
+        if all(part is first or _equal(part, first) for part in parts):
+            return first
+        _refuse(path, f"it is a {type(first).__name__} that differs", "return tensors, or lists with an entry each")
+    _refuse(
+        path,
+        f"it is {first!r}, of which isn't known whether it counts samples",
+        "return a float for a mean, or a tensor or list with an entry for each sample",
+    )
+
+
+def _merge_arrays(parts: Sequence[Any], path: tree.Path) -> Any:
+    first = parts[0]
+    is_tensor = isinstance(first, Tensor)
+    if any(part.ndim != first.ndim or part.shape[1:] != first.shape[1:] for part in parts):
+        _refuse(
+            path,
+            f"it has shapes {[tuple(part.shape) for part in parts]}",
+            "pad all to one length, or return a list with an entry for each sample",
+        )
+    if first.ndim:
+        return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
+    if is_tensor and first.is_floating_point():
+        return torch.stack(list(parts)).mean(0)
+    if not is_tensor and np.issubdtype(first.dtype, np.floating):
+        return np.mean(parts, dtype=first.dtype)
+    _refuse(
+        path,
+        f"it is {first}, of which isn't known whether it counts samples",
+        "return a floating-point tensor for a mean, or one with an entry for each sample",
+    )
+
+
+def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool:
+    """Whether lists hold entries to be joined, and not a part of the result in each place.
+
+    A list of parts has tensors only, each of the whole batch or without dimensions, and one length.
+    """
+    lengths = {len(part) for part in parts}
+    tensors = [entry for part in parts for entry in part]
+    if len(lengths) > 1 or not tensors or not all(isinstance(entry, (Tensor, np.ndarray)) for entry in tensors):
+        return True
+    whole = all(not entry.ndim or len(entry) == size for entry in tensors)
+    if whole and lengths == {size}:
+        _refuse(
+            path,
+            f"it is a list of {size} tensors, which may be one for each sample or parts of the result",
+            "return a tuple or a dict of parts, or one tensor with an entry for each sample",
+        )
+    return not whole
+
+
+def _holds_texts(part: tuple[Any, ...]) -> bool:
+    return all(isinstance(entry, str) for entry in part)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def _refuse(path: tree.Path, what: str, remedy: str) -> NoReturn:
+    where = f"[{']['.join(map(repr, path))}]" if path else ""
+    raise StepError(
+        f"What the step returned{where} can't be put together from several microbatches: {what}. Instead,"
+        f" {remedy}; or use microbatches=1, or pipeline_parallel_size=1."
+    )
+
+
+def scalar_losses(results: Sequence[Any]) -> Iterator[Any]:
+    """Results of training steps, each loss without dimensions."""
+    for result in results:
+        if isinstance(result, Mapping) and isinstance(loss := result.get("loss"), Tensor):
+            yield {**result, "loss": loss.reshape(())}
+        else:
+            yield result.reshape(()) if isinstance(result, Tensor) else result

@@ -1,0 +1,99 @@
+"""One parameter of the model on two stages: an embedding that is also the head's weight.
+
+Each of the two stages holds it under all of its names, so tying stays what it was for the user's code: on the first
+stage the embedding uses it, on the last the head. Their gradients are added before anything looks at them, so both
+copies take the same steps and stay equal. A norm counts it once, and the first of the two saves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.errors import PlacementError
+from lightning_shard.sharding import local_tensor
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter by all of its names, and the two stages that hold it."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, int]
+
+    def partner(self, stage: int) -> int:
+        first, last = self.stages
+        return last if stage == first else first
+
+
+def find_ties(
+    groups: Iterable[tuple[str, ...]], stage_of: Callable[[str], int], is_in_block: Callable[[str], bool]
+) -> list[Tie]:
+    """The tied parameters that two stages hold.
+
+    Args:
+        groups: Names that are one parameter.
+
+    Raises:
+        PlacementError: A block on another stage uses one; names the parameters.
+    """
+    ties = []
+    for names in groups:
+        stages = sorted({stage_of(name) for name in names})
+        if len(stages) == 1:
+            continue
+        if any(map(is_in_block, names)):
+            raise PlacementError(
+                f"{' and '.join(names)} are one tied parameter on stages {stages}, and a block uses it: only what runs"
+                " before the blocks and what runs after them may share parameters over stages. Untie them, place the"
+                " blocks that share on one stage (placement=[…]), or use pipeline_parallel_size=1."
+            )
+        ties.append(Tie(names, (stages[0], stages[-1])))
+    return ties
+
+
+class TiedGradients:
+    """Adds up the gradients of the tied parameters of this stage.
+
+    Args:
+        module: Cut and sharded.
+        ties: Those that ``stage`` holds, in the same order on both of their stages.
+        group: The ranks of this pipeline in stage order.
+        device: Where tensors are received.
+    """
+
+    def __init__(
+        self, module: nn.Module, ties: Iterable[Tie], stage: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._tied = [(module.get_parameter(tie.names[0]), tie.partner(stage)) for tie in ties]
+        self._group = group
+        self._device = device
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """After the last backward before an optimizer step; a collective call of the stages that hold the ties."""
+        for parameter, partner in self._tied:
+            if not parameter.requires_grad:
+                continue
+            own = parameter.grad
+            there = self._exchange(torch.tensor(float(own is not None), device=self._device), partner)
+            if own is None and not there:
+                continue  # unused on both, as it would be on one process
+            if own is None:
+                own = parameter.grad = torch.zeros_like(parameter)
+            gradient = local_tensor(own)
+            gradient += self._exchange(gradient, partner)  # a + b is b + a: the copies stay equal bit by bit
+
+    def _exchange(self, tensor: Tensor, partner: int) -> Tensor:
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        operations = [
+            dist.P2POp(dist.isend, tensor.contiguous(), group=self._group, group_peer=partner),
+            dist.P2POp(dist.irecv, received, group=self._group, group_peer=partner),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received

@@ -1,0 +1,153 @@
+"""An embedding that is also the head's weight, on two stages: one parameter, as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.testing import run_ranks
+from tests.parity import (
+    GLOBAL_BATCH,
+    QUIET,
+    Model,
+    Seen,
+    combine,
+    largest_difference,
+    layout,
+    like_llama,
+    loader,
+    train,
+    world,
+)
+
+TIED = {
+    "gpt2": ("model.transformer.wte.weight", "model.lm_head.weight"),
+    "llama": ("model.model.embed_tokens.weight", "model.lm_head.weight"),
+}
+CLIPPED = {"gradient_clip_val": 0.3}
+"""Below the norm, so that one that counted the parameter twice would change every parameter."""
+
+
+class Tied(Model):
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        embedding, head = TIED[network]
+        self.get_submodule(head.rpartition(".")[0]).weight = self.get_parameter(embedding)
+
+
+class OnMeta(L.LightningModule):
+    """Tied by the network itself."""
+
+    training_step, loss, configure_optimizers = Model.training_step, Model.loss, Model.configure_optimizers
+    validation_step = Model.validation_step
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            import transformers
+
+            with torch.device("meta"):
+                settings = {**like_llama(), "tie_word_embeddings": True}
+                self.model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+                self.kind = "llama"
+
+
+def fit(network: str, sizes: dict[str, int] | None = None, **options: Any) -> Seen:
+    trainer = {**CLIPPED, **options.pop("trainer", {})}
+    return train(network, sizes, module=lambda: Tied(network), trainer=trainer, **options)
+
+
+@pytest.mark.parametrize(
+    ("network", "sizes", "options"),
+    [
+        ("gpt2", layout(pipeline=2), {}),
+        ("llama", layout(pipeline=2, data=2), {"schedule": "GPipe"}),
+        ("gpt2", layout(pipeline=3), {"placement": [1, 2, 1], "microbatches": 4}),
+        ("llama", layout(pipeline=2), {"trainer": {"accumulate_grad_batches": 2}}),
+    ],
+    ids=["pp2", "pp2×dp2", "pp3", "accumulation"],
+)
+def test_a_tied_embedding_over_stages_is_that_of_one_process(
+    network: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    plain = fit(network, trainer=options.get("trainer", {}))
+    per_rank = run_ranks(fit, world(sizes), network, sizes, elastic=True, **options)
+    embedding, head = TIED[network]
+    first, last = per_rank[0], per_rank[-1]
+    assert embedding in first.parameters
+    assert torch.equal(first.parameters[embedding], last.parameters[embedding])
+    ours = combine(per_rank, sizes)
+    assert head not in ours.parameters  # one parameter, by its first name
+    assert plain.norm > CLIPPED["gradient_clip_val"]
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+def saving(sizes: dict[str, int], folder: str, resume: str | None) -> Seen:
+    keep = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    settings = {"enable_checkpointing": True}
+    return fit("llama", sizes, steps=4, shuffle=True, callbacks=[keep], trainer=settings, resume=resume)
+
+
+def test_it_is_saved_once_and_goes_on_on_any_layout(tmp_path: Path) -> None:
+    staged, whole = layout(pipeline=2), layout(data=2)
+    curves = {}
+    for name, sizes in {"staged": staged, "whole": whole}.items():
+        curves[name] = combine(run_ranks(saving, 2, sizes, str(tmp_path / name), None, elastic=True), sizes).losses
+    assert curves["staged"] == pytest.approx(curves["whole"], rel=2e-6)
+    embedding, head = TIED["llama"]
+    found = {name: checkpoint.read(tmp_path / name / "step=2.ckpt") for name in curves}
+    for stored in found.values():
+        assert checkpoint.verify(stored.path).ok
+        assert stored.alias_of(head) == embedding
+    assert found["staged"].optimizer.keys() == found["whole"].optimizer.keys()
+    assert sum(f.bytes - f.header_bytes for f in found["staged"].manifest.files if f.path.startswith("model/")) == sum(
+        stored.nbytes for name, stored in found["staged"].items() if name != head
+    )
+    for name, other in (("staged", whole), ("whole", staged)):
+        path = str(tmp_path / name / "step=2.ckpt")
+        losses = combine(run_ranks(saving, 2, other, str(tmp_path / f"after-{name}"), path, elastic=True), other).losses
+        assert losses == pytest.approx(curves["whole"][2:], rel=2e-6), name
+
+
+class Grouped(Tied):
+    """By modules of the last stage: what of the tied weight is another group's on the first."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        rank = self.trainer.strategy.layout.pipeline_rank
+        return torch.optim.AdamW([{"params": list(self.parameters()), "lr": 1e-3 if rank else 1e-4}])
+
+
+def fit_grouped() -> None:
+    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=1, **QUIET)
+    with pytest.raises(
+        ConfigurationError, match=r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001"
+    ):
+        trainer.fit(Grouped("llama"), loader(GLOBAL_BATCH))
+
+
+def test_copies_that_would_be_stepped_in_two_ways_are_refused() -> None:
+    run_ranks(fit_grouped, 2, elastic=True)
+
+
+def initial(sizes: dict[str, int]) -> Seen:
+    return train("llama", sizes, steps=1, module=OnMeta)
+
+
+def test_a_network_that_was_tied_on_meta_stays_so_and_begins_alike_on_every_layout() -> None:
+    embedding, head = TIED["llama"]
+    seen = {}
+    for name, sizes in {"dp2": layout(data=2), "pp2": layout(pipeline=2)}.items():
+        seen[name] = combine(run_ranks(initial, 2, sizes, elastic=True), sizes).initial
+        assert embedding in seen[name]
+        assert head not in seen[name]
+    assert seen["dp2"].keys() == seen["pp2"].keys()
+    assert all(torch.equal(seen["dp2"][name], seen["pp2"][name]) for name in seen["dp2"])

@@ -1,0 +1,92 @@
+"""What steps return for microbatches is put together as for the batch, or refused."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.outputs import merge, scalar_losses
+
+Pair = namedtuple("Pair", "x y")
+X = torch.arange(24.0).reshape(8, 3)
+NAMES = [f"s{i}" for i in range(8)]
+
+
+@dataclass
+class Found:
+    logits: Tensor
+    names: list[str]
+
+
+STEPS: dict[str, Any] = {
+    "a tensor": lambda x, names: x * 2,
+    "a flat one": lambda x, names: x.flatten(),
+    "one of another length": lambda x, names: x.repeat_interleave(2, 0)[:, :1],
+    "an array": lambda x, names: x.numpy() + 1,
+    "floats": lambda x, names: [float(v) for v in x[:, 0]],
+    "texts": lambda x, names: [name.upper() for name in names],
+    "a tuple of texts": lambda x, names: tuple(names),
+    "dicts": lambda x, names: [{"name": n, "row": row} for n, row in zip(names, x)],
+    "tensors of any length": lambda x, names: [row[: 1 + int(row[0]) % 3] for row in x],
+    "as many as there are": lambda x, names: [n for n in names if n in ("s0", "s1", "s5")],
+    "parts in a list": lambda x, names: [x, x + 1, x.mean()],
+    "parts in a tuple": lambda x, names: (x, [*names]),
+    "parts by name": lambda x, names: {"pair": Pair(x, x[:, 0]), "found": Found(x, list(names)), "none": None},
+    "means": lambda x, names: {"loss": x.mean(), "plain": float(x.mean()), "numpy": x.numpy().mean()},
+    "what doesn't differ": lambda x, names: {"split": "train", "ok": True, "dtype": x.dtype},
+}
+
+
+def same(ours: Any, whole: Any) -> bool:
+    if isinstance(whole, (Tensor, np.ndarray)):
+        return type(ours) is type(whole) and ours.shape == whole.shape and bool((ours == whole).all())
+    if tree.is_node(whole):
+        pairs = zip(tree.children(ours), tree.children(whole), strict=True)
+        return type(ours) is type(whole) and all(key == other and same(a, b) for (key, a), (other, b) in pairs)
+    return type(ours) is type(whole) and ours == whole
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("step", STEPS)
+def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
+    batches = tree.split({"x": X, "names": NAMES}, parts)
+    merged = merge([STEPS[step](**batch) for batch in batches], 8 // parts)
+    assert same(merged, STEPS[step](X, NAMES))
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (
+            lambda x: {"a": {"n": len(x)}},
+            r"returned\['a'\]\['n'\] can't be .*: it is 2, .*counts samples.*return a float",
+        ),
+        (lambda x: {"n": torch.tensor(len(x))}, r"\['n'\].*it is 2, .*counts samples"),
+        (lambda x: {"n": np.int64(len(x))}, r"\['n'\].*counts samples"),
+        (lambda x: x.shape, r"returned can't be .*it is torch\.Size\(\[2, 3\]\)"),
+        (lambda x: {"who": str(float(x[0, 0]))}, r"\['who'\].*a str that differs"),
+        (lambda x: [x, x + 1], r"a list of 2 tensors, which may be one for each sample"),
+        (lambda x: {"x": x[:, : 1 + int(x[0, 0]) % 4]}, r"\['x'\].*shapes \[\(2, 1\), \(2, 3\), .*pad all"),
+        (lambda x: {"k" + str(int(x[0, 0])): x}, r"other keys"),
+        (lambda x: x if float(x[0, 0]) else [], r"another type"),
+        (lambda x: {"cache": object()}, r"\['cache'\].*an? object that differs"),
+    ],
+)
+def test_what_cant_be_known_is_refused_by_its_key(step: Any, says: str) -> None:
+    with pytest.raises(StepError, match=says):
+        merge([step(batch) for batch in tree.split(X, 4)], 2)
+
+
+def test_a_loss_may_have_a_dimension() -> None:
+    merged = merge([*scalar_losses([{"loss": torch.full((1,), float(i)), "x": X[:1]} for i in range(2)])], 1)
+    assert merged["loss"] == 0.5
+    assert merged["x"].shape == (2, 3)
+    assert merge([*scalar_losses([torch.ones(1), torch.zeros(1)])], 1) == 0.5
