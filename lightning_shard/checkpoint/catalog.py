@@ -66,7 +66,7 @@ def commits(
     names = [name for name in names_in(root, storage_options) if which(name)]
 
     def look(name: str) -> datetime | None:
-        return _committed(open_store(posixpath.join(root, name), storage_options))
+        return committed_at(open_store(posixpath.join(root, name), storage_options))
 
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
         times = list(pool.map(look, names))
@@ -85,7 +85,7 @@ def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | N
     return sorted({posixpath.basename(path.rstrip("/")) for path in paths} - {""})
 
 
-def _committed(store: Store) -> datetime | None:
+def committed_at(store: Store) -> datetime | None:
     """When a checkpoint's manifest was written; None where there is none."""
     try:
         seconds = store.modified(MANIFEST_NAME)
@@ -131,13 +131,14 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
         except CheckpointError as error:
             return Entry(path, name, committed, fault=str(error))
         size = sum(file.bytes for file in checkpoint.manifest.files)
-        return Entry(path, name, committed, checkpoint.manifest.attempt, _step(tree), size)
+        return Entry(path, name, committed, checkpoint.manifest.attempt, step_of(tree), size)
 
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
         return list(pool.map(look, found))
 
 
-def _step(tree: Any) -> int | None:
+def step_of(tree: Any) -> int | None:
+    """Which step a trainer state is of, if it says so."""
     values = [tree.get(key) for key in STEP_KEYS] if isinstance(tree, dict) else []
     return next((value for value in values if type(value) is int), None)
 

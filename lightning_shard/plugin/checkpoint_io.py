@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,8 +21,10 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
 from lightning_shard.checkpoint.store import as_path
+from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import randomness
@@ -61,6 +64,11 @@ class ShardedCheckpointIO(CheckpointIO):
         asynchronous: Let training go on once the tensors have been copied to the CPU, and write them in the background;
             takes memory for one copy of a rank's part. A save waits for the one before it; what goes wrong is raised
             by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.
+        local: A folder of a fast disk: one for all ranks, or each machine's own. A save is committed there first, then
+            carried to its path, in the background where saves are ``asynchronous``; the next save waits for that. The
+            two newest stay there. What can't be carried is raised as a failed save. A resume takes the local copy where
+            it is whole, and newer or the same, else what is at the path, and says which. One that lies on several
+            machines' disks is carried to its path first. Who begins a run anew in a folder that was used removes both.
         fsync: Sync files and folders to disk before the checkpoint counts; ``False`` for scratch.
         digests: Write a digest of every block, checked on load.
         share_reads: What several ranks need alike when a checkpoint is loaded, one of them reads and passes on to the
@@ -78,6 +86,7 @@ class ShardedCheckpointIO(CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
         *,
+        local: str | os.PathLike[str] | None = None,
         fsync: bool = True,
         digests: bool = True,
         share_reads: bool | None = None,
@@ -88,6 +97,8 @@ class ShardedCheckpointIO(CheckpointIO):
         self.base = None if base is None else as_path(base)
         self._asynchronous = asynchronous
         self._storage_options = dict(storage_options or {})
+        self.local = None if local is None else LocalTier.at(local, self._storage_options)
+        """Where the copies are that lie nearer than the checkpoints' own paths."""
         self._fsync = fsync
         self._digests = digests
         self._share_reads = share_reads
@@ -145,12 +156,18 @@ class ShardedCheckpointIO(CheckpointIO):
             "fsync": self._fsync,
             "digests": self._digests,
         }
+        first, carry = str(path), None
+        if self.local is not None:
+            tier = LocalTier(self.local.root, arguments.pop("storage_options"))
+            first, carry = tier.copy_of(str(path)), partial(tier.carry, str(path), fsync=self._fsync)
         if self._asynchronous and self._fitting:
             if self._saver is None:
                 self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
-            self._saver.save(tensors, str(path), **arguments)
+            self._saver.save(tensors, first, afterwards=carry, **arguments)
         else:
-            ckpt.save(tensors, str(path), **arguments)
+            ckpt.save(tensors, first, **arguments)
+            if carry is not None:
+                carry(Ranks.of())
 
     def wait(self) -> None:
         """Until a save that is being written in the background is committed; a collective call.
@@ -178,8 +195,14 @@ class ShardedCheckpointIO(CheckpointIO):
         on_all_ranks = ckpt.all_or_none if together else contextlib.nullcontext
         with on_all_ranks():
             self.drain()
+        source, options = str(path), self._storage_options
+        if self.local is not None:
+            found = self.local.source(source, Ranks.of() if together else Ranks(), fsync=self._fsync)
+            say = rank_zero_warn if found.worse else rank_zero_info
+            say(f"Reading the checkpoint {found.path}: {found.why}.")
+            source, options = found.path, {} if found.local else options
         read = ckpt.read_together if together else ckpt.read
-        stored = read(str(path), storage_options=self._storage_options)
+        stored = read(source, storage_options=options)
         if self._share_reads is not None:
             stored.share_reads = self._share_reads
         with on_all_ranks():
@@ -218,7 +241,12 @@ class ShardedCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it."""
-        remove = partial(ckpt.remove, str(path), storage_options=self._storage_options)
+
+        def remove() -> None:
+            if self.local is not None:
+                self.local.remove(str(path))
+            ckpt.remove(str(path), storage_options=self._storage_options)
+
         if self._saver is not None:
             self._saver.then(remove)
         else:

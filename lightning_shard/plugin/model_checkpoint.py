@@ -35,7 +35,9 @@ from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.catalog import commits, names_in
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import as_path, open_filesystem
+from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
@@ -70,6 +72,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self.dirpath = _normalised(dirpath) if dirpath else None
         self._resumed_from: str | None = None
         self._last_is_resumed_from = False
+        self._finds_last = False
         self._refuse_remote_link()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -82,6 +85,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             raise ConfigurationError(SEVERAL_RANKS)  # here on every rank, and not only on the one that saves
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
         self._refuse_remote_link()
+        if io.local is not None and self._last_is_resumed_from:
+            self._check_that_all_found_last(io.local)
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
         if stage == TrainerFn.FITTING:
             _on_first_rank(trainer, lambda: self.__warn_if_dir_not_empty(dirpath))
@@ -124,12 +129,28 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                 versions[name] = int(last[1] or 0)
             return last is not None
 
-        found = commits(dirpath, io.storage_options, is_last)
-        if not found:
+        def order(commit: tuple[datetime, str]) -> tuple[datetime, int]:
+            # stores tell the time in seconds: of two in the same one, the higher version is the later
+            return commit[0], versions[commit[1]]
+
+        found = max(commits(dirpath, io.storage_options, is_last), key=order, default=None)
+        if io.local is not None:
+            found = io.local.newest(dirpath, found[1] if found else None, is_last, order) or found
+        self._finds_last = found is not None
+        if found is None:
             return set()
-        # stores tell the time in seconds: of two in the same one, the higher version is the later
-        committed, name = max(found, key=lambda commit: (commit[0], versions[commit[1]]))
+        committed, name = found
         return {_FoundPath(posixpath.join(dirpath, name), committed)}
+
+    def _check_that_all_found_last(self, local: LocalTier) -> None:
+        """Machines have local disks of their own: what only one of them knows of, the others wouldn't wait for."""
+        found, missed = Ranks.of().any(self._finds_last, not self._finds_last)
+        if found and missed:
+            raise ConfigurationError(
+                f'ckpt_path="last" finds a checkpoint on the local disks of some machines only ({local.root}), and none'
+                f" in {self.dirpath}: the run ended before its first one was carried there, and a machine has gone"
+                " since. To begin anew, remove that folder on all machines."
+            )
 
     @property
     def last_is_resumed_from(self) -> bool:

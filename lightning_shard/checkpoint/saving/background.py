@@ -81,11 +81,16 @@ class AsyncSaver:
         storage_options: dict[str, Any] | None = None,
         fsync: bool = True,
         digests: bool = True,
+        afterwards: Callable[[Ranks], None] | None = None,
     ) -> None:
         """Copy the tensors, and write them in the background; what is changed after this returns isn't saved.
 
         Waits for the last save, if it is still being written. See :func:`lightning_shard.checkpoint.save` for the
-        arguments.
+        other arguments.
+
+        Args:
+            afterwards: Called in the background on every rank when the checkpoint is committed, with the ranks, which
+                it may talk to. It belongs to the save, which fails if it does.
 
         Raises:
             UnsupportedStateError: As ``save``: nothing has been written then.
@@ -111,7 +116,7 @@ class AsyncSaver:
             )
             part.files = self._copies.of(part.files)
         self._path = order.path
-        self._saving = self._thread.submit(_write, order, ranks, part)
+        self._saving = self._thread.submit(_write, order, ranks, part, afterwards)
         _unheard[self._saving] = order.path
 
     def then(self, action: Callable[[], None]) -> None:
@@ -208,8 +213,11 @@ class AsyncSaver:
         )
 
 
-def _write(order: Order, ranks: Ranks, part: RankPart) -> SaveReport:
-    return write_together(order, ranks, lambda: part)
+def _write(order: Order, ranks: Ranks, part: RankPart, afterwards: Callable[[Ranks], None] | None) -> SaveReport:
+    report = write_together(order, ranks, lambda: part)
+    if afterwards is not None:
+        afterwards(ranks)
+    return report
 
 
 _unheard: dict[Future[SaveReport], str] = {}

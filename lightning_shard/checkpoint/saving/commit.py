@@ -8,6 +8,7 @@ lock while data is written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from functools import partial
 
 from lightning_shard.checkpoint.folder import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from lightning_shard.checkpoint.ranks import Failure
 from lightning_shard.checkpoint.store import LocalStore, Store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
@@ -120,6 +122,12 @@ def _conflict(store: Store, attempt: str) -> str:
         f" {attempt}) began: it stays, and what this one wrote is discarded. Two jobs save to one path, such as a"
         " requeued one and one that didn't end: stop one of them, or give each a path of its own."
     )
+
+
+def failed_commit(store: Store, attempt: str, rank: int, error: BaseException) -> Failure:
+    """The failure of a commit, as the other ranks are to know it: their files stay if it may have been one."""
+    stay = not isinstance(error, CheckpointConflictError) and may_be_committed(store, attempt)
+    return dataclasses.replace(Failure.of(rank, error), files_stay=stay)
 
 
 def may_be_committed(store: Store, attempt: str) -> bool:

@@ -23,15 +23,15 @@ from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
     commit,
+    failed_commit,
     look_before_saving,
-    may_be_committed,
     new_attempt,
 )
 from lightning_shard.checkpoint.saving.files import file_metadata, write_file, write_json
 from lightning_shard.checkpoint.saving.merge import Account, Merged, Name, Sums, files_by_host
 from lightning_shard.checkpoint.saving.part import RankPart, plan_part
 from lightning_shard.checkpoint.store import Store, open_store
-from lightning_shard.errors import CheckpointConflictError, CheckpointError, UnsupportedStateError
+from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -180,7 +180,9 @@ class _Saving:
             own, outcome = exchange(self._ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
             assert isinstance(outcome, Failure)
-            self._fail(own, outcome)
+            if self._store is not None and self._part is not None and not outcome.files_stay:
+                abandon(self._store, self._part.paths())
+            raise_cause(own or self._fault, outcome, self._ranks.rank, self._order.path)
         seconds = time.monotonic() - self._began_s
         return SaveReport(self._order.path, outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
 
@@ -227,20 +229,8 @@ class _Saving:
             commit(self._store, manifest, self._earlier, durable=self._order.fsync)
         except BaseException as error:
             self._fault = error
-            stay = not isinstance(error, CheckpointConflictError) and may_be_committed(self._store, attempt)
-            return dataclasses.replace(Failure.of(self._ranks.rank, error), files_stay=stay)
+            return failed_commit(self._store, attempt, self._ranks.rank, error)
         return _Committed(attempt, sum(file.bytes for file in manifest.files))
-
-    def _fail(self, own: BaseException | None, outcome: Failure) -> NoReturn:
-        if self._store is not None and self._part is not None and not outcome.files_stay:
-            abandon(self._store, self._part.paths())
-        error = own or self._fault
-        if error is None:
-            outcome.raise_here(self._ranks.rank)
-        assert error is not None
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"The checkpoint {self._order.path} could not be written: {error}.") from error
-        raise error
 
 
 def write_part(part: RankPart, store: Store, order: Order) -> Account:
@@ -268,6 +258,16 @@ def plain(layout: Any) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UnsupportedStateError(f"layout ({layout!r}) must be a dataclass or JSON: {error}.") from error
+
+
+def raise_cause(own: BaseException | None, outcome: Failure, rank: int, path: str) -> NoReturn:
+    """Raise why nothing was committed at a path: this rank's own error, or else that of the first that failed."""
+    if own is None:
+        outcome.raise_here(rank)
+    assert own is not None
+    if isinstance(own, OSError) and not isinstance(own, CheckpointError):
+        raise CheckpointError(f"The checkpoint {path} could not be written: {own}.") from own
+    raise own
 
 
 def abandon(store: Store, names: Iterable[str]) -> None:

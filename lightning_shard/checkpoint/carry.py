@@ -1,0 +1,191 @@
+"""Carry a committed checkpoint from one store to another, file by file, the manifest last.
+
+What arrives is the same checkpoint, of one attempt. Each block is compared with its digest on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest, digest
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, Manifest
+from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange, together
+from lightning_shard.checkpoint.saving.commit import (
+    check_files,
+    check_own_files,
+    commit,
+    failed_commit,
+    look_before_saving,
+)
+from lightning_shard.checkpoint.saving.save import abandon, raise_cause
+from lightning_shard.checkpoint.store import Buffer, Store, open_store
+from lightning_shard.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
+
+
+def carry(
+    checkpoint: Checkpoint,
+    path: str,
+    own_files: list[FileEntry],
+    ranks: Ranks,
+    *,
+    storage_options: dict[str, Any],
+    fsync: bool,
+    again: bool = False,
+) -> None:
+    """Bring a checkpoint to a path; a collective call.
+
+    If any rank fails, every rank raises, and nothing is committed. Nothing is done where it is there already.
+
+    Args:
+        own_files: What this rank carries; it needs no others. Every file must be some rank's.
+        again: An earlier process may have carried some of the files, and may even still be at it: whatever happens,
+            no whole file is removed.
+
+    Raises:
+        CheckpointConflictError: Another save has put its checkpoint there meanwhile. That one stays.
+        CorruptCheckpointError: A file is damaged where it is read.
+        CheckpointError: A rank couldn't write.
+    """
+    manifest, began_s = checkpoint.manifest, time.monotonic()
+    store = open_store(path, storage_options)
+
+    def look() -> Earlier | None:
+        return None if attempt_at(store) == manifest.attempt else look_before_saving(store)
+
+    earlier = together(ranks, lambda: None, lambda _: look())
+    if earlier is None:
+        return
+    fault: list[BaseException] = []
+
+    def carry_own() -> None:
+        missing = _cut_off_or_missing(Checkpoint(path, store, manifest, True), own_files) if again else own_files
+        for file, blocks in _with_blocks(checkpoint, missing):
+            store.write(file.path, blocks, file.bytes, durable=fsync)
+        if fsync:
+            store.sync(file.path for file in own_files)
+        check_own_files(store, own_files)
+
+    def conclude(_: list[None]) -> Failure | None:
+        check_files(store, {"": manifest.files}, "", began_s)
+        try:
+            commit(store, manifest, earlier, durable=fsync)
+        except BaseException as error:
+            if isinstance(error, CheckpointConflictError) and attempt_at(store) == manifest.attempt:
+                return None  # who has carried it at the same time came first
+            fault.append(error)
+            return failed_commit(store, manifest.attempt, ranks.rank, error)
+        return None
+
+    own, outcome = exchange(ranks, carry_own, conclude)
+    if isinstance(outcome, Failure):
+        if not (again or outcome.files_stay or _may_be_at(store, manifest.attempt)):
+            abandon(store, [file.path for file in own_files])
+        raise_cause(own or next(iter(fault), None), outcome, ranks.rank, path)
+
+
+def check(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> None:
+    """Read files, and compare each block with its digest.
+
+    Raises:
+        CorruptCheckpointError: One is damaged, or can't be read.
+    """
+    for _, blocks in _with_blocks(checkpoint, files):
+        for _ in blocks:
+            pass
+
+
+def _cut_off_or_missing(carried: Checkpoint, files: Iterable[FileEntry]) -> list[FileEntry]:
+    """Of files that may have been carried before, those that aren't there; what is there and damaged is removed."""
+    missing = []
+    for file in files:
+        try:
+            if carried.store.size(file.path) == file.bytes:
+                check(carried, [file])
+                continue
+        except (FileNotFoundError, NotADirectoryError, CorruptCheckpointError):
+            pass
+        carried.store.remove(file.path)
+        missing.append(file)
+    return missing
+
+
+def attempt_at(store: Store) -> str:
+    """The attempt of the checkpoint that is in a store; empty where there is none, or one that can't be read."""
+    try:
+        return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return ""
+
+
+def _may_be_at(store: Store, attempt: str) -> bool:
+    try:
+        return attempt_at(store) == attempt
+    except Exception:
+        return True
+
+
+def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, Iterator[Buffer]]]:
+    """Files, each with its bytes in order, which are checked as they are taken."""
+    own = set(files)
+    chunks: dict[int, list[tuple[str, Chunk]]] = {
+        index: [] for index, file in enumerate(checkpoint.manifest.files) if file in own
+    }
+    for section in checkpoint.manifest.sections().values() if chunks else ():
+        for name, entry in section.items():
+            if section.alias_of(name) is None:
+                for chunk in entry.chunks:
+                    if chunk.file in chunks:
+                        chunks[chunk.file].append((name, chunk))
+    for index, of_file in chunks.items():
+        file = checkpoint.manifest.files[index]
+        yield file, _checked(checkpoint, file, sorted(of_file, key=lambda one: (one[1].begin, one[1].end)))
+
+
+def _checked(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]) -> Iterator[Buffer]:
+    """A file's bytes, block by block; the memory of one is used again for the next."""
+    source = f"{checkpoint.path}/{file.path}"
+    memory = memoryview(bytearray())
+    with _saying_that_it_is_damaged(source), checkpoint.store.reading(file.path) as read_into:
+        for name, begin, end, expected in _blocks(checkpoint, file, chunks):
+            if memory.nbytes < end - begin:
+                memory = memoryview(bytearray(end - begin))
+            block = memory[: end - begin]
+            read_into([(begin, block)])
+            if expected:
+                check_digest(digest(block), expected, name, begin, end, source)
+            yield block
+
+
+@contextlib.contextmanager
+def _saying_that_it_is_damaged(source: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpointError(f"{source} can't be read: {error}. Use another checkpoint.") from error
+
+
+def _blocks(
+    checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]
+) -> Iterator[tuple[str, int, int, str | None]]:
+    """All of a file's bytes: what they are a part of, begin, end, and their digest where they have one."""
+    at = file.header_bytes or file.bytes
+    yield "header" if file.header_bytes else "state", 0, at, file.digest
+    block_bytes = checkpoint.manifest.block_bytes or BLOCK_BYTES
+    for name, chunk in chunks:
+        if chunk.begin != at:
+            raise CorruptCheckpointError(
+                f"{checkpoint.path}/{file.path}: the chunk of {name!r} begins at byte {chunk.begin:,}, and the one"
+                f" before it ends at {at:,}: use another checkpoint."
+            )
+        for number, begin in enumerate(range(chunk.begin, chunk.end, block_bytes)):
+            yield name, begin, min(begin + block_bytes, chunk.end), chunk.block_digest(number)
+        at = chunk.end
+    if at != file.bytes:
+        raise CorruptCheckpointError(
+            f"{checkpoint.path}/{file.path}: its tensors end at byte {at:,} of {file.bytes:,}: use another checkpoint."
+        )

@@ -1,0 +1,357 @@
+"""Two tiers without Lightning: local copies are carried whole, kept apart, and read when they are the newest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_shard import ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint.carry import carry as carry_files
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.checkpoint.tiers import KEPT, LocalTier, Source
+from lightning_shard.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+)
+
+ALONE = Ranks()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> LocalTier:
+    return LocalTier.at(tmp_path / "disk", {})
+
+
+def save(path: str | Path, step: int, rows: int = 7, **options: Any) -> None:
+    tensors = {"w": torch.full((rows, 1000), float(step)), "small": torch.arange(5), "none": torch.empty(0, 3)}
+    tensors["tied"] = tensors["w"]
+    state = {"global_step": step, "kept": torch.ones(3)}
+    checkpoint.save(tensors, path, optimizer={"w.m": torch.ones(3)}, trainer_state=state, fsync=False, **options)
+
+
+def carry(tier: LocalTier, path: str) -> None:
+    tier.carry(path, ALONE, fsync=False)
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    root = Path(folder)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def step_of(path: str | Path) -> int:
+    return int(checkpoint.read(path)["w"].full()[0, 0])
+
+
+def aged(path: str | Path, seconds: float) -> None:
+    """Move a commit's time."""
+    manifest = Path(path) / "manifest.json"
+    at = manifest.stat().st_mtime + seconds
+    os.utime(manifest, (at, at))
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_what_is_carried_is_the_same_file_by_file(tmp_path: Path, tier: LocalTier, digests: bool) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    save(tier.copy_of(path), 2, rows=1100, rank_state={"generator": torch.ones(8)}, digests=digests)
+    carry(tier, path)
+    assert contents(path) == contents(tier.copy_of(path))
+    assert checkpoint.verify(path).ok
+    assert step_of(path) == 2
+    carry(tier, path)  # nothing is left to do
+    assert contents(path) == contents(tier.copy_of(path))
+
+
+def test_every_damaged_block_of_a_copy_is_found_on_the_way_and_nothing_is_committed(
+    tmp_path: Path, tier: LocalTier
+) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    before = contents(path)
+    save(tier.copy_of(path), 2)
+    tried = 0
+    for name, data in contents(tier.copy_of(path)).items():
+        file = Path(tier.copy_of(path)) / name
+        for at in {0, len(data) // 2, len(data) - 1}:
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(CorruptCheckpointError):
+                carry(tier, path)
+            assert contents(path) == before
+            tried += 1
+        file.write_bytes(data[:-1])
+        with pytest.raises(CheckpointError):
+            carry(tier, path)
+        file.write_bytes(data)
+    assert tried >= 9
+    carry(tier, path)
+    assert step_of(path) == 2
+
+
+def test_a_store_that_fails_leaves_the_earlier_checkpoint_and_the_copy(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    before = contents(path)
+    save(tier.copy_of(path), 2)
+
+    def full(self: LocalStore, name: str, *args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for call in ("write", "publish"):
+        with mock.patch.object(LocalStore, call, full), pytest.raises(CheckpointError, match="No space left"):
+            carry(tier, path)
+        assert contents(path) == before
+        assert step_of(tier.copy_of(path)) == 2
+
+
+def test_another_save_that_came_first_stays(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    save(tier.copy_of(path), 2)
+    original = LocalStore.sync
+
+    def meanwhile(self: LocalStore, names: Any) -> None:
+        with mock.patch.object(LocalStore, "sync", original):
+            save(path, 3)
+        original(self, names)
+
+    with mock.patch.object(LocalStore, "sync", meanwhile), pytest.raises(CheckpointConflictError):
+        tier.carry(path, ALONE, fsync=True)
+    assert step_of(path) == 3
+    assert checkpoint.verify(path).files == len(contents(path)) - 1
+
+
+def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Path, tier: LocalTier) -> None:
+    paths = [str(tmp_path / "store" / f"step={step}.ckpt") for step in range(5)]
+    for step, path in enumerate(paths):
+        save(tier.copy_of(path), step)
+        carry(tier, path)
+    assert KEPT == 2
+    assert sorted(os.listdir(tier.folder(str(tmp_path / "store")))) == ["step=3.ckpt", "step=4.ckpt"]
+    assert [step_of(path) for path in paths] == [0, 1, 2, 3, 4]
+    save(tier.copy_of(paths[0]), 5)
+    aged(tier.copy_of(paths[0]), -3600)  # the clock was set back
+    carry(tier, paths[0])
+    assert step_of(paths[0]) == 5
+
+
+def source(tier: LocalTier, path: str) -> Source:
+    return tier.source(path, ALONE, fsync=False)
+
+
+def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    copy = tier.copy_of(path)
+
+    def chosen() -> str:
+        found = source(tier, path)
+        assert found.local == (found.path == copy)
+        assert not found.worse
+        return found.path
+
+    assert chosen() == path  # neither is there
+    save(copy, 5)
+    assert chosen() == copy  # the only one
+    carry(tier, path)
+    assert chosen() == copy  # the same
+    save(path, 6)
+    aged(path, 10)
+    assert chosen() == path
+    save(copy, 7)
+    aged(copy, 20)
+    assert chosen() == copy  # newer in both
+    aged(copy, -30)
+    assert chosen() == path  # of a later step, but an earlier commit: of an earlier run
+    save(copy, 4)
+    aged(copy, 40)
+    assert chosen() == path  # committed later, but of an earlier step
+    (Path(path) / "manifest.json").write_bytes(b"")  # torn
+    assert chosen() == copy
+    shutil.rmtree(tier.root)  # the machine is gone
+    save(path, 7)
+    assert chosen() == path
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_a_newer_copy_with_any_damage_is_passed_over_and_that_is_said(
+    tmp_path: Path, tier: LocalTier, another: bool
+) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    copy = Path(tier.copy_of(path))
+    if another:
+        save(path, 1)
+    save(copy, 5)
+    aged(copy, 10)
+    files = contents(copy)
+    assert len(files) >= 4
+    for name, data in files.items():
+        flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (0, len(data) // 2, len(data) - 1)]
+        for damaged in (*flipped, data[:-1], None):
+            (copy / name).unlink() if damaged is None else (copy / name).write_bytes(damaged)
+            if another or name == "manifest.json":
+                found = source(tier, path)
+                assert (found.path, found.local) == (path, False)
+                assert found.worse == ((name, damaged) != ("manifest.json", None))
+            else:
+                with pytest.raises(CorruptCheckpointError, match="remove the copy"):
+                    source(tier, path)
+            (copy / name).write_bytes(data)
+            aged(copy, 10)
+    assert source(tier, path).path == str(copy)
+
+
+def test_a_disk_that_fails_while_a_copy_is_read_is_a_damaged_one(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(path, 1)
+    save(tier.copy_of(path), 2)
+    aged(tier.copy_of(path), 10)
+
+    def fail(self: LocalStore, name: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    with mock.patch.object(LocalStore, "reading", fail):
+        found = source(tier, path)
+        assert (found.path, found.worse) == (path, True)
+        assert "Input/output error" in found.why
+        with pytest.raises(CorruptCheckpointError, match="Input/output error"):
+            carry(tier, path)
+    assert step_of(path) == 1
+
+
+def test_the_newest_copy_is_found_where_it_is_newer_than_what_the_store_has(tmp_path: Path, tier: LocalTier) -> None:
+    store = str(tmp_path / "store")
+
+    def newest(found: str | None) -> str | None:
+        commit = tier.newest(store, found, lambda name: name.startswith("last"), lambda commit: commit)
+        return commit[1] if commit else None
+
+    assert newest(None) is None
+    save(tier.copy_of(f"{store}/step=9.ckpt"), 9)
+    save(tier.copy_of(f"{store}/last.ckpt"), 5)
+    assert newest(None) == "last.ckpt"
+    carry(tier, f"{store}/last.ckpt")
+    assert newest("last.ckpt") is None
+    save(tier.copy_of(f"{store}/last-v1.ckpt"), 6)
+    aged(tier.copy_of(f"{store}/last-v1.ckpt"), 10)
+    assert newest("last.ckpt") == "last-v1.ckpt"
+    (file,) = (Path(tier.copy_of(f"{store}/last-v1.ckpt")) / "model").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert newest("last.ckpt") is None  # of this name, there is nothing else
+    file.write_bytes(whole)
+    save(tier.copy_of(f"{store}/last.ckpt"), 8)
+    aged(tier.copy_of(f"{store}/last.ckpt"), 30)
+    assert newest("last.ckpt") is None  # where to read it is decided later
+    save(tier.copy_of(f"{store}/last.ckpt"), 5)
+    save(f"{store}/last-v2.ckpt", 7)
+    assert newest("last-v2.ckpt") is None
+    (Path(tier.copy_of(f"{store}/last-v1.ckpt")) / "manifest.json").write_bytes(b"torn")
+    assert newest("last.ckpt") is None
+
+
+def test_copies_of_several_folders_and_stores_do_not_meet(tmp_path: Path) -> None:
+    def copy_of(path: str, **options: Any) -> str:
+        return LocalTier.at(tmp_path, options).copy_of(path)
+
+    one, other = {"endpoint_url": "http://one"}, {"client_kwargs": {"endpoint_url": "http://other"}}
+    copies = {
+        copy_of("s3://bucket/run/last.ckpt"),
+        copy_of("s3://bucket/run/last.ckpt", **one),
+        copy_of("s3://bucket/run/last.ckpt", **other),
+        copy_of("s3://bucket/b/run/last.ckpt"),
+        copy_of("/data/run/last.ckpt"),
+    }
+    assert len(copies) == 5
+    assert all(copy.startswith(f"{tmp_path}/run-") and copy.endswith("/last.ckpt") for copy in copies)
+    tier = LocalTier.at(tmp_path, {})
+    assert tier.copy_of("s3://bucket/run/last.ckpt/") == tier.copy_of("s3://bucket/run/last.ckpt")
+    assert os.path.dirname(tier.copy_of("s3://bucket/run/last.ckpt")) == tier.folder("s3://bucket/run")
+
+
+def test_a_local_tier_must_be_on_the_local_disk_and_shows_no_secrets(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="local disk"):
+        ShardedCheckpointIO(local="memory://disk")
+    io = ShardedCheckpointIO({"secret": "never to be seen"}, local=tmp_path)
+    assert "never" not in repr(io.local)
+
+
+def test_without_a_strategy_saves_are_carried_before_they_return_and_removed_in_both_tiers(tmp_path: Path) -> None:
+    io = ShardedCheckpointIO(local=tmp_path / "disk", fsync=False)
+    assert io.local is not None
+    path = str(tmp_path / "store" / "one.ckpt")
+    io.save_checkpoint({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.6"}, path)
+    assert contents(path) == contents(io.local.copy_of(path)) != {}
+    assert torch.equal(io.load_checkpoint(path)["state_dict"]["w"], torch.ones(3))
+    io.remove_checkpoint(path)
+    assert not checkpoint.exists(path)
+    assert not checkpoint.exists(io.local.copy_of(path))
+
+
+def test_other_programs_files_are_read_where_they_are(tmp_path: Path) -> None:
+    io = ShardedCheckpointIO(local=tmp_path / "disk")
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(3)}, path)
+    assert torch.equal(io.load_checkpoint(path)["state_dict"]["w"], torch.ones(3))
+
+
+def test_a_carrying_that_was_cut_off_is_taken_up_and_what_another_has_carried_meanwhile_stays(
+    tmp_path: Path, tier: LocalTier
+) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(tier.copy_of(path), 2)
+    copy = checkpoint.read(tier.copy_of(path))
+    everything = contents(tier.copy_of(path))
+    for file in copy.manifest.files[:2]:
+        (Path(path) / file.path).parent.mkdir(parents=True, exist_ok=True)
+        (Path(path) / file.path).write_bytes(b"cut off")
+
+    def carry_again() -> None:
+        carry_files(copy, path, copy.manifest.files, ALONE, storage_options={}, fsync=False, again=True)
+
+    carry_again()
+    assert contents(path) == everything
+
+    # two processes at the same time: the second finds its checkpoint committed, or fails, and takes nothing away
+    original = LocalStore.publish
+    for fails in (False, True):
+        shutil.rmtree(path)
+
+        def publish(self: LocalStore, name: str, *args: Any, fails: bool = fails, **kwargs: Any) -> None:
+            original(self, name, *args, **kwargs)
+            if fails:
+                raise OSError(5, "Input/output error")
+            original(self, name, *args, **kwargs)
+
+        with mock.patch.object(LocalStore, "publish", publish):
+            if fails:
+                with pytest.raises(CheckpointError, match="Input/output"):
+                    carry(tier, path)
+            else:
+                carry(tier, path)
+        assert contents(path) == everything
+
+
+def test_what_follows_a_save_in_the_background_belongs_to_it(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def fail(ranks: Ranks) -> None:
+        assert checkpoint.exists(tmp_path / "one")
+        raise CheckpointError("could not be carried")
+
+    with checkpoint.AsyncSaver() as saver:
+        saver.save({"w": torch.ones(3)}, tmp_path / "one", afterwards=fail)
+        saver.then(lambda: done.append("removed"))
+        with pytest.raises(CheckpointError, match="could not be carried"):
+            saver.wait()
+        saver.save({"w": torch.ones(3)}, tmp_path / "two", afterwards=lambda ranks: done.append("carried"))
+        saver.wait()
+    assert done == ["carried"]
