@@ -4,16 +4,15 @@ The stage keeps its range of blocks, the first stage what runs before them and t
 parameters never change. What the stage doesn't hold is stood in for, so that the user's own code runs unmodified:
 
 * Code **before the blocks** runs on every stage (masks, rotary tables and other arguments are recomputed from the same
-  batch). Parameters that another stage holds are :class:`Hollow` there: right shape and dtype, no memory, NaN in every
-  place.
+  batch). Parameters that another stage holds are :class:`Hollow` there: right shape and dtype, no memory, and what is
+  computed from them is unknown (``taint.py``).
 * The last **block of the earlier stages** hands out what the previous stage's last block returned, in the same nesting,
   so whatever the model does between blocks is done to the received state as it would be to the block's own output. The
-  blocks before it hand out NaN of the same shapes: their output isn't known here, and a model that uses it must not go
-  on.
+  blocks before it hand out unknown values of the same shapes.
 * The first **block of a later stage** ends the stage's part: it leaves the user's step by :class:`StageEnd`.
 
-A value that the blocks take besides the hidden state and that is computed from another stage's parameters would be NaN;
-that, and parameters used on the wrong side of the blocks, raise.
+An unknown value that a block here takes besides the hidden state, and parameters used on the wrong side of the blocks,
+raise.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.taint import Hollow, mark, refuse
 
 
 class StageEnd(BaseException):
@@ -45,28 +45,6 @@ class Passage:
     active: bool = False
     differentiates: bool = False
     on_enter: Callable[[], None] | None = None
-
-
-class Hollow(torch.Tensor):
-    """A parameter that another stage holds: its shape and dtype over one NaN; using it on the wrong side raises."""
-
-    _refuse: Callable[[], str | None]
-
-    @staticmethod
-    def of(parameter: Tensor, device: torch.device, refuse: Callable[[], str | None]) -> Hollow:
-        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-        hollow = torch.Tensor._make_subclass(Hollow, nan)
-        hollow._refuse = refuse
-        return hollow
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # reading an attribute such as .shape or .dtype is always fine
-            for argument in (*args, *(kwargs or {}).values()):
-                if isinstance(argument, Hollow) and (problem := argument._refuse()):
-                    raise StepError(problem)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 class _StandIn(nn.Module):
@@ -90,11 +68,22 @@ class _StandIn(nn.Module):
 
 class EarlierBlock(_StandIn):
     hands_on = False
+    name = ""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         passage = self.check()
         passage.entered = True
-        return passage.received if self.hands_on else tree.map_leaves(_unknown, passage.received)
+        if self.hands_on:
+            return tree.map_leaves(_apart, passage.received)
+        return tree.map_leaves(self._unknown, passage.received)
+
+    def _unknown(self, leaf: Any) -> Any:
+        """In place of a value that isn't known on this stage; of its own memory, since models may write into it."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        has_nan = leaf.is_floating_point() or leaf.is_complex()
+        data = torch.full_like(leaf, torch.nan, requires_grad=False) if has_nan else leaf.clone()
+        return mark(data, f"the output of {self.name}, a block of an earlier stage,")
 
 
 class LaterBlock(_StandIn):
@@ -103,11 +92,9 @@ class LaterBlock(_StandIn):
         raise StageEnd
 
 
-def _unknown(leaf: Any) -> Any:
-    """In place of a value that isn't known on this stage; of its own memory, since models may write into it."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.full_like(leaf, torch.nan) if leaf.is_floating_point() or leaf.is_complex() else leaf.clone()
+def _apart(leaf: Any) -> Any:
+    """A copy, for code that may change it in place: what was received gathers a gradient, what is handed on is sent."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass
@@ -118,6 +105,7 @@ class Stage:
         index: Its place in the pipeline, of ``count``.
         owned: Names of the blocks it holds.
         foreign_buffers: Names of buffers that stay here for the code before the blocks but are another stage's state.
+        incomplete: By name, every module of which another stage holds parameters.
     """
 
     index: int
@@ -125,6 +113,7 @@ class Stage:
     owned: list[str]
     passage: Passage = field(default_factory=Passage)
     foreign_buffers: set[str] = field(default_factory=set)
+    incomplete: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -179,17 +168,30 @@ def cut(
         if i not in owned:
             parent, _, key = name.rpartition(".")
             stand_in = EarlierBlock if i < owned.start else LaterBlock
-            root.get_submodule(parent)._modules[key] = stand_in(stage.passage, block)
+            root.get_submodule(parent)._modules[key] = stood_in = stand_in(stage.passage, block)
+            stood_in.__dict__["name"] = name
             if i == owned.start - 1:
                 root.get_submodule(name).__dict__["hands_on"] = True
     for foreign, side, holder in ((before, "before", 0), (after, "after", count - 1)):
         if index != holder:
             for name in foreign:
                 _hollow(root, name, side, holder, stage, kept, device)
+    stage.incomplete = _incomplete(root)
+    for name in stage.owned:
+        _refuse_unknown_inputs(root.get_submodule(name), name, stage.passage)
     _join(root.get_submodule(stage.owned[0]), root.get_submodule(stage.owned[-1]), stage)
     # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
     _count_calls(root.get_submodule(network), stage.passage, allowed=1 if network else 2)
     return stage
+
+
+def _incomplete(root: nn.Module) -> dict[str, nn.Module]:
+    names: set[str] = set()
+    for name, module in root.named_modules():
+        if isinstance(module, _StandIn) or any(isinstance(value, Hollow) for value in vars(module).values()):
+            parts = name.split(".") if name else []
+            names.update(".".join(parts[:length]) for length in range(len(parts) + 1))
+    return {name: root.get_submodule(name) for name in sorted(names)}
 
 
 def _hollow(
@@ -217,21 +219,22 @@ def _hollow_parameter(
 ) -> None:
     passage = stage.passage
 
-    def refuse() -> str | None:
-        if not passage.active or passage.entered == (side == "after"):
+    def problem() -> str | None:
+        if not passage.active or (side == "before" and not passage.entered):
             return None
-        wrong = "after" if side == "before" else "before"
+        wrong = "after" if side == "before" else "between" if passage.entered else "before"
         return (
             f"{name} is held by stage {holder}, because it seems to run {side} the blocks, but stage {stage.index}"
-            f" uses it {wrong} them. A part that runs on both sides can't be split over stages: use two that share"
-            f" their weights (tied weights can be), or pipeline_parallel_size=1. If it only runs {wrong} the blocks,"
-            f" register it {wrong} them in __init__."
+            f" uses it {wrong} them. A part that runs on both sides, or between blocks, can't be split over stages: use"
+            " two that share their weights (tied weights can be), make what runs between blocks a part of them, or use"
+            f" pipeline_parallel_size=1. If it only runs {'after' if wrong == 'after' else 'before'} the blocks,"
+            " register it there in __init__."
         )
 
     parameter = module._parameters.pop(key)
     assert parameter is not None
     # Into __dict__: nn.Module.__setattr__ would take a tensor for an attempt to replace the parameter.
-    module.__dict__[key] = Hollow.of(parameter, device, refuse)
+    module.__dict__[key] = Hollow.of(parameter, device, name, holder, problem)
 
 
 def _check_differentiates(passage: Passage) -> Passage:
@@ -256,6 +259,14 @@ def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
     network.register_forward_pre_hook(count, prepend=True)
 
 
+def _refuse_unknown_inputs(block: nn.Module, name: str, passage: Passage) -> None:
+    def check(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        if passage.active:
+            refuse((args, kwargs), name)
+
+    block.register_forward_pre_hook(check, with_kwargs=True)
+
+
 def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
     """Hooks on the first and last owned block: note that the blocks were reached, and what comes out of them.
 
@@ -278,7 +289,9 @@ def _join(first: nn.Module, last: nn.Module, stage: Stage) -> None:
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if passage.active:
             _check_differentiates(passage)
-            passage.output = output
+            refuse(output, f"What {stage.owned[-1]} returns")
+            # the block's own output goes on to the hooks that shard it
+            passage.output = output if stage.is_last else tree.map_leaves(_apart, output)
 
     first.register_forward_pre_hook(enter, prepend=True)
     last.register_forward_hook(leave)

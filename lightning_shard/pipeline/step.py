@@ -14,6 +14,7 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel, signature
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.taint import refuse
 
 #: Calls the user's step on microbatch ``i``; returns whether StageEnd ended it, and its result (or the hidden state).
 RunStep = Callable[[int], tuple[bool, Any]]
@@ -98,6 +99,8 @@ class PipelinedStep:
                     " pipeline stages every step calls it exactly once. Call it, or use pipeline_parallel_size=1."
                 )
             assert ended != self.stage.is_last, "a stage ends exactly where its last block does"
+            if self.stage.is_last:
+                refuse(result, "What the step returns")
             output = result if self.stage.is_last else passage.output
             state = passage.output
         self._check_complete(key, received, (state, result))
@@ -116,7 +119,11 @@ class PipelinedStep:
             self.channel.send_gradients(microbatch.received)
 
     def _check_complete(self, key: Hashable, received: Any, state: Any) -> None:
-        """Once per signature: NaN that came from a hollow parameter and not from the stage before."""
+        """Once per signature: NaN that came from a hollow parameter and not from the stage before.
+
+        Unknown values are followed through torch's functions; this finds one that went another way, such as through an
+        autograd function of the model's own.
+        """
         if self.stage.is_first or key in self._checked:
             return
         self._checked.add(key)

@@ -21,7 +21,8 @@ from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.stage import Hollow, Stage, cut
+from lightning_shard.pipeline.stage import Stage, cut
+from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
 
 _EXAMPLE_TOKENS = 16

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.taint import refuse
 
 
 @dataclass
@@ -79,6 +80,7 @@ class HeldLogs:
             raise StepError(
                 f"self.log({name!r}, …) takes a number, a tensor or a Metric, not a {type(value).__name__}."
             )
+        refuse(value, f"self.log({name!r}, …)")
         size = options.pop("batch_size", None)
         record = self._records.setdefault(name, Record(name, options))
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)

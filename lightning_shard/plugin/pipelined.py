@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -120,7 +121,7 @@ class PipelinedSteps:
 
         def step() -> Any:
             try:
-                with refusing_all_parameters(self._module):
+                with refusing_all_parameters(self._stage.incomplete):
                     return False, getattr(self._module, method)(part, *args, **kwargs)
             except StageEnd:
                 # Out of the user's step, but still inside the sharded root's hooks, which see the hidden state leave.
@@ -140,22 +141,23 @@ class PipelinedSteps:
 
 
 @contextmanager
-def refusing_all_parameters(module: nn.Module) -> Iterator[None]:
-    """Within a step, ``parameters()`` of the module gives its first and then raises: a stage has only its own."""
-    whole = module.named_parameters
-
-    def first_only(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from islice(whole(*args, **kwargs), 1)
-        raise StepError(
-            "The step goes over all parameters of the LightningModule, and with several pipeline stages no process has"
-            " all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
-        )
-
-    module.__dict__["named_parameters"] = first_only
+def refusing_all_parameters(incomplete: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within a step, ``parameters()`` of a module gives its first and then raises where a stage hasn't all of them."""
+    for name, module in incomplete.items():
+        module.__dict__["named_parameters"] = partial(_first_only, name, module, module.named_parameters)
     try:
         yield
     finally:
-        del module.__dict__["named_parameters"]
+        for module in incomplete.values():
+            module.__dict__.pop("named_parameters", None)
+
+
+def _first_only(name: str, module: nn.Module, whole: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    yield from islice(whole(*args, **kwargs), 1)
+    raise StepError(
+        f"The step goes over all parameters of {name or type(module).__name__}, and with several pipeline stages no"
+        " process has all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
+    )
 
 
 def _loss(result: Any) -> Tensor:

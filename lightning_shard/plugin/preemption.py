@@ -8,6 +8,9 @@ in the middle of a step or of another save, where the other ranks are somewhere 
 no more. After each optimizer step the ranks ask each other whether one has been noted, instead of Lightning's own
 broadcast at each batch. So a save that is under way ends first, all ranks save the same step, and all stop.
 
+In the same exchange they ask for ``trainer.should_stop``. What sets it may run on one rank only: a step, of which the
+last stage alone sees the loss, or a callback that looks at a rank's own numbers. The others would wait for it for ever.
+
 Private parts of Lightning 2.6 replaced or used: ``trainer._signal_connector`` with its ``_sigterm_notifier_fn``,
 ``_slurm_sigusr_handler_fn`` and ``received_sigterm``; ``epoch_loop._broadcast_sigterm_tensor``.
 """
@@ -45,11 +48,12 @@ class Preemption(callbacks.Callback):
     def __init__(self) -> None:
         self._sigterm = False
         self._requeue = False
+        self._stop = False
         self._agreed = False
 
     def take_over(self, trainer: pl.Trainer) -> None:
         """Replace what Lightning would do, before it registers its handlers; once for each fit or evaluation."""
-        self._sigterm = self._requeue = self._agreed = False
+        self._sigterm = self._requeue = self._stop = self._agreed = False
         connector: Any = trainer._signal_connector
 
         def note_sigterm(*_: Any) -> None:
@@ -67,11 +71,24 @@ class Preemption(callbacks.Callback):
         trainer.callbacks[:] = [*(known for known in trainer.callbacks if known is not self), self]  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._stop |= trainer.should_stop
         if loops.is_accumulating(trainer):
-            return  # gradients aren't saved
-        sigterm, requeue = Ranks.of().any(self._sigterm, self._requeue)
+            trainer.should_stop = False  # until the others hear of it; and gradients aren't saved
+            return
+        sigterm, requeue = self._exchange(trainer)
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._stop |= trainer.should_stop
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._exchange(trainer)
+
+    def _exchange(self, trainer: pl.Trainer) -> tuple[bool, bool]:
+        """Whether SIGTERM and the requeue signal have reached any rank; a collective call of all."""
+        sigterm, requeue, trainer.should_stop = Ranks.of().any(self._sigterm, self._requeue, self._stop)
+        self._stop = False
+        return sigterm, requeue
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False

@@ -37,7 +37,8 @@ def shard_dataloader(
     """The same loader, reading data rank ``data_rank``'s part of ``data_size`` of its own sampler's order.
 
     Ranks with the same ``data_rank`` read equal batches, random augmentation included. What is no DataLoader, and a
-    loader with a ``state_dict`` of its own, is returned as it is; one over an IterableDataset but for its seeds.
+    loader with a ``state_dict`` of its own that deals by data rank, is returned as it is; one over an IterableDataset
+    but for its seeds.
 
     Args:
         seed: Of the order and of what the dataset draws; a generator of the user's own takes its place.
@@ -47,11 +48,15 @@ def shard_dataloader(
             ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
 
     Raises:
-        ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks.
+        ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks; or a
+            loader with a state of its own doesn't deal, so that every data rank would read all samples.
     """
     # a CombinedLoader of the user's holds what it was given here in an earlier run
     dataloader = getattr(dataloader, "_before_sharding", dataloader)
-    if not isinstance(dataloader, DataLoader) or hasattr(dataloader, "state_dict"):
+    if not isinstance(dataloader, DataLoader):
+        return dataloader
+    if hasattr(dataloader, "state_dict"):
+        _check_dealt_itself(dataloader, data_rank, data_size)
         return dataloader
     seed = _seed_of(dataloader, seed)
     worker_generator = torch.Generator()
@@ -137,6 +142,22 @@ def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) ->
         f"{type(sampler).__name__} deals samples to rank {sampler.rank} of {sampler.num_replicas}, and this process is"
         f" data rank {data_rank} of {data_size}: give the DataLoader a plain sampler, which is dealt for you, or make"
         " this one with num_replicas=strategy.layout.data_parallel_size and rank=strategy.layout.data_rank."
+    )
+
+
+def _check_dealt_itself(dataloader: Any, data_rank: int, data_size: int) -> None:
+    """A loader that keeps its place in its own way can't be given another sampler, which it would know nothing of."""
+    if data_size == 1 or isinstance(dataloader.dataset, IterableDataset):
+        return
+    batches: Any = dataloader.batch_sampler
+    for sampler in (dataloader.sampler, batches, getattr(batches, "sampler", None)):
+        if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) == (data_size, data_rank):
+            return
+    raise ConfigurationError(
+        f"{type(dataloader).__name__} has a state_dict of its own, so it isn't dealt to the {data_size} data ranks, and"
+        " each would read all samples: use a torch DataLoader, whose place in the data is saved with the checkpoint; or"
+        " deal it by a sampler with num_replicas=strategy.layout.data_parallel_size and"
+        " rank=strategy.layout.data_rank."
     )
 
 

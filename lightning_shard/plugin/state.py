@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.errors import ConfigurationError, StateMismatchError
-from lightning_shard.pipeline.stage import Hollow
+from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 

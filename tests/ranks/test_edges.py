@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchmetrics import MeanMetric, MinMaxMetric
@@ -259,3 +260,65 @@ def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
     assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
     assert largest_difference(ours.gradients, plain.gradients) < 1e-7
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden += 1
+            torch.relu_(hidden)
+        return self.head(hidden)
+
+
+class ChangesInPlace(Model):
+    """Code between blocks that writes into what a block returned, as residual networks do."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        torch.manual_seed(1)
+        self.model = InPlace()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def train_in_place(sizes: dict[str, int] | None = None) -> Seen:
+    return train("gpt", sizes, module=ChangesInPlace)
+
+
+def test_code_that_changes_a_blocks_output_in_place() -> None:
+    sizes = layout(pipeline=2)
+    plain, ours = train_in_place(), combine(run_ranks(train_in_place, 2, sizes, elastic=True), sizes)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+
+
+class StopsOnOneRank(Model):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        trainer = self.trainer
+        if batch_idx == self.stops_at and trainer.global_rank == trainer.world_size - 1:
+            trainer.should_stop = True
+        return loss
+
+    stops_at = 1
+
+
+def stop(sizes: dict[str, int], accumulate: int) -> int:
+    module = StopsOnOneRank("gpt")
+    trainer = {"accumulate_grad_batches": accumulate}
+    return len(train("gpt", sizes, steps=6, module=lambda: module, trainer=trainer).losses)
+
+
+@pytest.mark.parametrize(("sizes", "accumulate", "batches"), [(layout(pipeline=2), 2, 2), (layout(data=2), 4, 4)])
+def test_a_rank_that_stops_stops_all(sizes: dict[str, int], accumulate: int, batches: int) -> None:
+    assert run_ranks(stop, 2, sizes, accumulate, elastic=True) == [batches, batches]

@@ -205,16 +205,30 @@ def test_a_distributed_sampler_of_the_users_deals_by_data_rank_or_is_refused():
         shard(make(8, 3), 1, 2)
 
 
-def test_what_is_no_loader_or_has_a_state_of_its_own_is_left_alone():
-    class Stateful(DataLoader):
-        def state_dict(self):
-            return {}
+class Stateful(DataLoader):
+    def state_dict(self):
+        return {}
 
-        def load_state_dict(self, state):
-            pass
+    def load_state_dict(self, state):
+        pass
 
-    for loader in ([1, 2], range(3), Stateful(range(8))):
+
+def test_what_is_no_loader_is_left_alone():
+    for loader in ([1, 2], range(3)):
         assert shard(loader) is loader
+
+
+def test_a_loader_with_a_state_of_its_own_is_left_alone_where_it_deals_and_else_refused():
+    loader = Stateful(range(8))
+    assert shard(loader, size=1) is loader
+    with pytest.raises(ConfigurationError, match=r"Stateful has a state_dict of its own.*each would read all samples"):
+        shard(loader)
+    dealt = Stateful(range(8), sampler=DistributedSampler(range(8), 2, 1))
+    assert shard(dealt, rank=1) is dealt
+    with pytest.raises(ConfigurationError):
+        shard(dealt, rank=0)
+    stream = Stateful(Stream())
+    assert shard(stream) is stream
 
 
 class Stream(IterableDataset):
