@@ -1,12 +1,13 @@
 """What a step returned for each microbatch, as what it would have returned for the batch: the inverse of the split.
 
-- Tensors and arrays of at least one dimension are joined along the first, in order.
+- Tensors and arrays with a row per sample, flat ones with as many elements for each, and ones of differing lengths, as
+  of what was found, are joined along their first dimension, in order.
 - Floats, and tensors of floats without dimensions, are means over the batch: averaged.
-- Lists have an entry per sample, or are of any length, as of what was found: joined. One that holds a part of each
-  kind, such as ``[logits, features]``, is merged part by part, as tuples, dicts and dataclasses always are.
+- Lists have an entry per sample, or differ in length, as of what was found: joined. One that holds a part of each kind,
+  such as ``[logits, features]``, is merged part by part, as tuples, dicts and dataclasses always are.
 - What is equal for all, and counts nothing, is kept.
 
-Anything else can't be known: it is refused by its key.
+Anything else can't be known, such as a vector with an element per class: it is refused by its key.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
     if any(type(part) is not type(first) for part in parts):
         _refuse(path, "it is of another type for each", "return the same type for every batch")
     if isinstance(first, (Tensor, np.ndarray)):
-        return _merge_arrays(parts, path)
+        return _merge_arrays(parts, size, path)
     if isinstance(first, list) and _has_entries(parts, size, path):
         return type(first)(chain.from_iterable(parts))
     if type(first) is tuple and all(len(part) == size and _holds_texts(part) for part in parts):
@@ -67,7 +68,7 @@ def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
     )
 
 
-def _merge_arrays(parts: Sequence[Any], path: tree.Path) -> Any:
+def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
     first = parts[0]
     is_tensor = isinstance(first, Tensor)
     if any(part.ndim != first.ndim or part.shape[1:] != first.shape[1:] for part in parts):
@@ -77,6 +78,14 @@ def _merge_arrays(parts: Sequence[Any], path: tree.Path) -> Any:
             "pad all to one length, or return a list with an entry for each sample",
         )
     if first.ndim:
+        lengths = {len(part) for part in parts}
+        rows = len(first) == size or (first.ndim == 1 and len(first) % size == 0)
+        if len(lengths) == 1 and not rows:
+            _refuse(
+                path,
+                f"it has shape {tuple(first.shape)} for each, of {size} samples",
+                "return a row for each sample, or means without dimensions",
+            )
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
     if is_tensor and first.is_floating_point():
         return torch.stack(list(parts)).mean(0)
@@ -96,7 +105,16 @@ def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool
     """
     lengths = {len(part) for part in parts}
     tensors = [entry for part in parts for entry in part]
-    if len(lengths) > 1 or not tensors or not all(isinstance(entry, (Tensor, np.ndarray)) for entry in tensors):
+    if len(lengths) > 1 or not tensors:
+        return True
+    if not all(isinstance(entry, (Tensor, np.ndarray)) for entry in tensors):
+        constant = all(isinstance(entry, (Number, np.generic, str)) for entry in parts[0]) and lengths != {size}
+        if constant and (not isinstance(parts[0][0], str) or all(_equal(part, parts[0]) for part in parts)):
+            _refuse(
+                path,
+                f"it is a list of {len(parts[0])} for each, of {size} samples",
+                "return a list with an entry for each sample, or means without dimensions",
+            )
         return True
     whole = all(not entry.ndim or len(entry) == size for entry in tensors)
     if whole and lengths == {size}:

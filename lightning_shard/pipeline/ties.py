@@ -7,14 +7,15 @@ copies take the same steps and stay equal. A norm counts it once, and the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.errors import PlacementError
+from lightning_shard.errors import PlacementError, StepError
 from lightning_shard.sharding import local_tensor
 
 
@@ -69,20 +70,45 @@ class TiedGradients:
     def __init__(
         self, module: nn.Module, ties: Iterable[Tie], stage: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._tied = [(module.get_parameter(tie.names[0]), tie.partner(stage)) for tie in ties]
+        self._tied = [(tie.names[0], module.get_parameter(tie.names[0]), tie.partner(stage)) for tie in ties]
         self._group = group
         self._device = device
 
+    @contextmanager
+    def adding(self, *, last: bool) -> Iterator[None]:
+        """Run backwards inside; what they add to the gradients on one stage is then added on both.
+
+        A collective call of the stages that hold the ties, if ``last``. What gradients held before was added before.
+
+        Args:
+            last: Whether gradients are reduced inside, before an optimizer step.
+
+        Raises:
+            StepError: On both stages, where only one of them trains the parameter.
+        """
+        earlier = [(parameter, parameter.grad) for _, parameter, _ in self._tied]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        yield
+        if last:
+            self._add()
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
     @torch.no_grad()
-    def add(self) -> None:
-        """After the last backward before an optimizer step; a collective call of the stages that hold the ties."""
-        for parameter, partner in self._tied:
-            if not parameter.requires_grad:
-                continue
+    def _add(self) -> None:
+        for name, parameter, partner in self._tied:
             own = parameter.grad
-            there = self._exchange(torch.tensor(float(own is not None), device=self._device), partner)
+            flags = torch.tensor([parameter.requires_grad, own is not None], dtype=torch.int32, device=self._device)
+            trains, there = self._exchange(flags, partner).tolist()
+            if trains != parameter.requires_grad:
+                raise StepError(
+                    f"{name} is on two pipeline stages, since it is tied, and only one of them trains it: freeze"
+                    " parameters by name, which is the same on both."
+                )
             if own is None and not there:
-                continue  # unused on both, as it would be on one process
+                continue  # frozen, or unused on both, as it would be on one process
             if own is None:
                 own = parameter.grad = torch.zeros_like(parameter)
             gradient = local_tensor(own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline import tree
+from lightning_shard.sharding import local_tensor
 
 
 def check_same_batch(batch: Any, layout: Layout) -> None:
@@ -73,6 +74,40 @@ def check_replicas(states: Iterable[dict[str, Any]]) -> None:
                     f"Optimizer state {key!r} is a plain tensor that differs between ranks {other} and {rank}, while"
                     " its parameter is sharded: how the parts make up a whole isn't known, so they can't be saved. Have"
                     " the optimizer keep it as a DTensor, made from the parameter by torch.zeros_like."
+                )
+
+
+def check_copies(
+    tied: Mapping[str, Tensor],
+    optimizers: Iterable[torch.optim.Optimizer],
+    gather_over_stages: Callable[[Any], list[Any]],
+) -> None:
+    """Compare what two stages hold of a tied parameter, and its optimizer state; a collective call over the pipeline.
+
+    Both start alike and take the same steps. An optimizer that looks at all its parameters, or draws random numbers for
+    them, doesn't: of which copy the model is made wouldn't be known.
+
+    Args:
+        tied: This stage's, by name.
+
+    Raises:
+        UnsupportedStateError: On every stage, where the copies have parted.
+    """
+    own = {name: _digest(local_tensor(parameter)) for name, parameter in tied.items()}
+    for optimizer in optimizers:
+        for name, parameter in tied.items():
+            for path, value in tree.walk(optimizer.state.get(parameter, {})):
+                known = local_tensor(value) if isinstance(value, Tensor) else value
+                own["/".join((name, *path))] = _digest(known)
+    first: dict[str, str] = {}
+    for stage in gather_over_stages(own):
+        for key, value in stage.items():
+            if first.setdefault(key, value) != value:
+                raise UnsupportedStateError(
+                    f"{key} is tied over two pipeline stages, and their copies have parted: an optimizer that takes"
+                    " norms or other statistics over its parameters, or draws random numbers, or a callback, has"
+                    " changed them in two ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie"
+                    " the weights, or use pipeline_parallel_size=1."
                 )
 
 

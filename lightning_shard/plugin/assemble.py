@@ -49,6 +49,7 @@ class Assembly:
         shared_names: State-dict names that this stage holds and the first one saves: tied parameters, and what every
             stage holds, such as a frozen module outside the network.
         ties: The parameters that this stage and another one hold.
+        is_tied_over_stages: Whether any two stages hold such a parameter.
         places: Each parameter's place in the whole module.
     """
 
@@ -58,6 +59,7 @@ class Assembly:
     placement: Placement | None
     shared_names: frozenset[str]
     ties: tuple[Tie, ...]
+    is_tied_over_stages: bool
     places: Mapping[str, int]
 
 
@@ -85,7 +87,7 @@ def assemble(
             )
         materialize(module, (), device, seed)
         module.to(device)
-        return Assembly(layout, settings, None, None, frozenset(), (), places)
+        return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
     blocks = _blocks(module, layout, settings)
     units = [name for names in block_lists(module).values() for name in names]
@@ -97,6 +99,7 @@ def assemble(
 
     stage = None
     shared: frozenset[str] = frozenset()
+    all_ties: list[Tie] = []
     ties: tuple[Tie, ...] = ()
     if layout.pipeline_parallel_size > 1:
         assert blocks is not None
@@ -123,7 +126,7 @@ def assemble(
     for tie in ties:
         if layout.pipeline_rank != tie.stages[0]:
             count_elsewhere(module.get_parameter(tie.names[0]))
-    return Assembly(layout, settings, stage, placement, shared, ties, places)
+    return Assembly(layout, settings, stage, placement, shared, ties, bool(all_ties), places)
 
 
 def _prefix(network: str) -> str:
@@ -174,12 +177,18 @@ def _example(module: pl.LightningModule, blocks: Blocks) -> Callable[[], Any] | 
 
 
 def _leaving_no_trace(module: nn.Module, call: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    """The call, and after it every module's attributes as they were: a cache made in it would hold fake tensors."""
+    """The call, on copies of the buffers, and after it every module's attributes as they were.
+
+    A cache made in the call would hold fake tensors. The copies are made here, where tensors are real.
+    """
     if call is None:
         return None
+    copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
 
     def run() -> None:
         before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+        for part, _, buffers in before:
+            part._buffers.update({key: copies[id(b)] for key, b in buffers.items() if b is not None})
         try:
             call()
         finally:
@@ -211,7 +220,21 @@ def _ties(module: pl.LightningModule, blocks: Blocks, placement: Placement, layo
             return placement.stage_of(block)
         return last if any(name == part or name.startswith(f"{part}.") for part in blocks.after) else 0
 
-    return find_ties(tied_parameters(module), stage_of, lambda name: block_of(name) is not None)
+    ties = find_ties(tied_parameters(module), stage_of, lambda name: block_of(name) is not None)
+    for name, part in module.named_modules(remove_duplicate=False):
+        buffers = part._buffers.keys() - part._non_persistent_buffers_set
+        of_both = {tie.names for tie in ties for n in tie.names if n.rpartition(".")[0] == name}
+        if buffers and any(_is_one_module(module, names) for names in of_both):
+            raise PlacementError(
+                f"{name} runs before the blocks and after them, and has buffers ({', '.join(sorted(buffers))}), which"
+                " the first and the last stage would keep in two ways: use two modules that share their weights, or"
+                " pipeline_parallel_size=1."
+            )
+    return ties
+
+
+def _is_one_module(root: nn.Module, names: Sequence[str]) -> bool:
+    return len({id(root.get_submodule(name.rpartition(".")[0])) for name in names}) < len(names)
 
 
 def _cut(
@@ -222,7 +245,8 @@ def _cut(
     ties: Sequence[Tie],
     device: torch.device,
 ) -> Stage:
-    outside = [n for n, p in module.named_parameters() if p.requires_grad and not n.startswith(_prefix(blocks.network))]
+    named = module.named_parameters(remove_duplicate=False)  # one may have a name inside too
+    outside = [name for name, p in named if p.requires_grad and not name.startswith(_prefix(blocks.network))]
     if outside:
         raise PlacementError(
             f"{type(module).__name__} trains parameters outside the network {blocks.network!r} that is cut into stages"

@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import reshard
-from lightning_shard.plugin.agreement import check_replicas, same_on_data_ranks
+from lightning_shard.plugin.agreement import check_copies, check_replicas, same_on_data_ranks
 from lightning_shard.plugin.assemble import Assembly
 from lightning_shard.plugin.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
@@ -114,6 +114,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
         check_replicas(checkpoint.get("optimizer_states", ()))
+        self._check_ties()
         parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {
             key: same_on_data_ranks(checkpoint[key], parameters, self.groups.data)
@@ -212,6 +213,15 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _check_ties(self) -> None:
+        """Whether the copies of tied parameters are equal still; a collective call over the pipeline."""
+        if self._assembly is not None and self._assembly.is_tied_over_stages:
+            assert self.lightning_module is not None
+            reshard(self.lightning_module)
+            names = [tie.names[0] for tie in self._assembly.ties]
+            tied = {name: self.lightning_module.get_parameter(name) for name in names}
+            check_copies(tied, self.optimizers, self.groups.gather_over_stages)
 
     def _saved_by_the_first_stage(self) -> Collection[str]:
         """Names that are here too."""

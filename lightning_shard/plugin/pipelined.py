@@ -71,7 +71,7 @@ class PipelinedSteps:
         def before_backward(is_last: bool) -> None:
             expect_backward(module, reduces=is_last and not accumulating, reshards=is_last)
 
-        with self._logs.holding(), randomness.preserved(self._device):
+        with self._logs.holding(), randomness.preserved(self._device), self._ties.adding(last=not accumulating):
             results = self._step.train(
                 run,
                 parts,
@@ -80,8 +80,6 @@ class PipelinedSteps:
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
-            if not accumulating:
-                self._ties.add()
         result = self._share([*scalar_losses(results)], tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)

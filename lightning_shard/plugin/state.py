@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
@@ -41,11 +42,16 @@ def groups_of(
     found: dict[str, str] = dict.fromkeys((name for name in names.values() if name in tied), "")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            settings = {key: value for key, value in group.items() if key != "params"}
+            settings = {key: value for key, value in group.items() if _is_setting(key, value)}
             for name in (names[id(parameter)] for parameter in group["params"]):
                 if name in found:
                     found[name] += f"{type(optimizer).__name__} with {settings}"
     return found
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return key not in NAMES_OF_NOTHING_ELSE and all(isinstance(v, (str, int, float, type(None))) for v in values)
 
 
 def check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:

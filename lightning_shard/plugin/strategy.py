@@ -138,6 +138,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._accumulating = False
         self._checked: set[str] = set()
         self._samples: bool | None = None
+        self._has_stepped = False
         self._watch: FailureWatch | None = None
         self._preemption = Preemption()
 
@@ -330,6 +331,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             )
         self._assembly = known
         self._checked.clear()
+        self._has_stepped = False
         self.model = module
         self._connect_checkpoint_io(trainer)
         if known.stage is not None:
@@ -404,6 +406,13 @@ class HybridShardStrategy(CheckpointedStrategy):
             return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self._whole_step("training_step", draw, args, kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if not self._has_stepped:  # at once, and not only when the first checkpoint is refused
+            self._has_stepped = True
+            self._check_ties()
+        return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():

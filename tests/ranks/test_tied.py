@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_shard import HybridShardStrategy, checkpoint
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ShardError
+from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import (
     GLOBAL_BATCH,
@@ -118,24 +120,106 @@ def test_it_is_saved_once_and_goes_on_on_any_layout(tmp_path: Path) -> None:
         assert losses == pytest.approx(curves["whole"][2:], rel=2e-6), name
 
 
-class Grouped(Tied):
-    """By modules of the last stage: what of the tied weight is another group's on the first."""
+class KeepsGradients(Tied):
+    """Sums gradients over all steps: ``zero_grad`` does nothing."""
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.named_parameters(), lr=0.1)
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+def keep_gradients(sizes: dict[str, int] | None = None) -> Seen:
+    return train("llama", sizes, module=lambda: KeepsGradients("llama"))
+
+
+def test_gradients_that_are_kept_over_steps_are_added_once() -> None:
+    sizes = layout(pipeline=2)
+    plain, ours = keep_gradients(), combine(run_ranks(keep_gradients, 2, sizes, elastic=True), sizes)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-6
+
+
+class Grouped(Tied):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         rank = self.trainer.strategy.layout.pipeline_rank
         return torch.optim.AdamW([{"params": list(self.parameters()), "lr": 1e-3 if rank else 1e-4}])
 
 
-def fit_grouped() -> None:
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=1, **QUIET)
-    with pytest.raises(
-        ConfigurationError, match=r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001"
-    ):
-        trainer.fit(Grouped("llama"), loader(GLOBAL_BATCH))
+class Normalized(torch.optim.SGD):
+    """Takes steps of one length, of all parameters together: not those of a stage."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([full_tensor(gradient).norm() for gradient in gradients]).norm()
+        torch._foreach_div_(gradients, norm)
+        super().step()
+        return loss
 
 
-def test_copies_that_would_be_stepped_in_two_ways_are_refused() -> None:
-    run_ranks(fit_grouped, 2, elastic=True)
+class Drifts(Tied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Normalized(self.parameters(), lr=0.1)
+
+
+class FreezesByPlace(Tied):
+    def on_train_start(self) -> None:
+        first = self.trainer.strategy.layout.pipeline_rank == 0
+        self.get_parameter(TIED["llama"][0]).requires_grad_(not first)
+
+
+class AlsoOutside(Tied):
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        self.condition = nn.Embedding(64, 32)
+        self.condition.weight = self.get_parameter(TIED[network][0])
+
+
+class Shared(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+class BuffersOnBothSides(L.LightningModule):
+    def __init__(self, _: str) -> None:
+        super().__init__()
+        shared = Shared()
+        self.model = nn.Sequential(
+            OrderedDict(
+                before=nn.Sequential(nn.Embedding(64, 32), shared),
+                layers=nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))),
+                after=nn.Sequential(shared, nn.Linear(32, 64)),
+            )
+        )
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+REFUSED = {
+    Grouped: r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001",
+    Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
+    FreezesByPlace: r"embed_tokens\.weight is on two .* only one of them trains it: freeze parameters by name",
+    AlsoOutside: r"trains parameters outside the network 'model'.*condition\.weight",
+    BuffersOnBothSides: r"runs before the blocks and after them, and has buffers \(seen\)",
+}
+
+
+def fit_refused() -> None:
+    for kind, says in REFUSED.items():
+        strategy = HybridShardStrategy(pipeline_parallel_size=2, pipeline_blocks="layers")
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(ShardError, match=says):
+            trainer.fit(kind("llama"), loader(GLOBAL_BATCH))
+
+
+def test_copies_that_would_part_are_refused_on_every_rank() -> None:
+    run_ranks(fit_refused, 2, elastic=True)
 
 
 def initial(sizes: dict[str, int]) -> Seen:

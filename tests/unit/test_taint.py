@@ -79,9 +79,7 @@ def test_known_tensors_beside_it_stay_known() -> None:
     "ask", [bool, float, int, Tensor.item, Tensor.tolist, Tensor.numpy, lambda t: torch.equal(t, t), lambda t: 1 in t]
 )
 def test_python_doesnt_get_its_value(ask: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(
-        StepError, match=r"asks for what is computed from embed\.weight, .*, as a number"
-    ):
+    with pytest.raises(StepError, match=r"asks for what is computed from embed\.weight, .*, as a number"):
         ask(unknown().sum())
 
 
