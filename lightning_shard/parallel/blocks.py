@@ -62,7 +62,7 @@ def block_lists(root: nn.Module) -> dict[str, list[str]]:
 
 
 def find_blocks(root: nn.Module, path: str | None = None) -> Blocks:
-    """The blocks at ``path``, or the longest list of like modules.
+    """The blocks at ``path``, or the longest list of like modules that are trained, if any are.
 
     Args:
         root: The LightningModule.
@@ -80,7 +80,7 @@ def find_blocks(root: nn.Module, path: str | None = None) -> Blocks:
                 " nn.ModuleDict of at least two modules of one class): name it by pipeline_blocks, or use"
                 " pipeline_parallel_size=1."
             )
-        path = max(lists, key=lambda name: (len(lists[name]), _size(root.get_submodule(name))))
+        path = max(lists, key=lambda name: (_trains(root.get_submodule(name)), len(lists[name]), _size(root, name)))
     else:
         path = _resolve(root, path, lists)
     names = tuple(f"{path}.{name}" for name, _ in root.get_submodule(path).named_children())
@@ -114,8 +114,13 @@ def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
     )
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _trains(module: nn.Module) -> bool:
+    """A frozen teacher may have more blocks than the network that is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _size(root: nn.Module, path: str) -> int:
+    return sum(parameter.numel() for parameter in root.get_submodule(path).parameters())
 
 
 def _surroundings(root: nn.Module, path: str, network: str) -> tuple[list[str], list[str]]:

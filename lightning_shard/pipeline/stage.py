@@ -29,6 +29,16 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.taint import Hollow, mark, refuse
 
+RECORDS = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What transformers collect from all of their blocks, by hooks that a foreign block hasn't."""
+
+
+def not_recorded(flags: Iterable[str]) -> str:
+    return (
+        f"{' and '.join(flags)} can't be collected where blocks are on several pipeline stages, since each has only its"
+        " own: leave out, or use pipeline_parallel_size=1."
+    )
+
 
 class StageEnd(BaseException):
     """Leaves the user's step where this stage's part of it ends; not an ``Exception``, so that no step catches it."""
@@ -48,14 +58,30 @@ class Passage:
 
 
 class _StandIn(nn.Module):
-    """In a foreign block's place, with its plain attributes (models ask blocks for their kind of attention, say)."""
+    """In a foreign block's place, with its plain attributes (models ask blocks for their kind of attention, say).
+
+    Its other attributes are refused in a step, and a hook on the block as a whole runs on what the stand-in gives.
+    """
 
     passage: Passage
+    name: str
 
-    def __init__(self, passage: Passage, block: nn.Module) -> None:
+    def __init__(self, passage: Passage, name: str, block: nn.Module) -> None:
         super().__init__()
-        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and isinstance(v, (str, int, float))}
-        self.__dict__.update(plain, passage=passage, training=block.training)
+        # a number that isn't a whole one may be a loss that the block keeps, and is another after each step
+        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and isinstance(v, (str, int))}
+        elsewhere = frozenset(key for key in dir(block) if not key.startswith("_") and key not in plain)
+        self.__dict__.update(plain, passage=passage, name=name, elsewhere=elsewhere, training=block.training)
+        for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+            self.__dict__[hooks] = block.__dict__[hooks]
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self.__dict__.get("elsewhere", ()) and self.passage.active:
+            raise StepError(
+                f"The step asks {self.name} for its {key!r}, and that block is on another pipeline stage: return what"
+                " is needed of it from its forward, as a part of the hidden state, or use pipeline_parallel_size=1."
+            )
+        return super().__getattr__(key)
 
     def check(self) -> Passage:
         if not self.passage.active:
@@ -68,7 +94,6 @@ class _StandIn(nn.Module):
 
 class EarlierBlock(_StandIn):
     hands_on = False
-    name = ""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         passage = self.check()
@@ -168,8 +193,7 @@ def cut(
         if i not in owned:
             parent, _, key = name.rpartition(".")
             stand_in = EarlierBlock if i < owned.start else LaterBlock
-            root.get_submodule(parent)._modules[key] = stood_in = stand_in(stage.passage, block)
-            stood_in.__dict__["name"] = name
+            root.get_submodule(parent)._modules[key] = stand_in(stage.passage, name, block)
             if i == owned.start - 1:
                 root.get_submodule(name).__dict__["hands_on"] = True
     for foreign, side, holder in ((before, "before", 0), (after, "after", count - 1)):
@@ -247,8 +271,10 @@ def _check_differentiates(passage: Passage) -> Passage:
 
 
 def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
-    def count(*_: Any) -> None:
+    def count(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         if passage.active:
+            if asked := [flag for flag in RECORDS if kwargs.get(flag)]:
+                raise StepError(not_recorded(asked))
             passage.calls += 1
             if passage.calls > allowed:
                 raise StepError(
@@ -256,7 +282,7 @@ def _count_calls(network: nn.Module, passage: Passage, allowed: int) -> None:
                     " on the concatenated inputs, or use pipeline_parallel_size=1."
                 )
 
-    network.register_forward_pre_hook(count, prepend=True)
+    network.register_forward_pre_hook(count, prepend=True, with_kwargs=True)
 
 
 def _refuse_unknown_inputs(block: nn.Module, name: str, passage: Passage) -> None:

@@ -21,7 +21,7 @@ from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.stage import Stage, cut
+from lightning_shard.pipeline.stage import RECORDS, Stage, cut, not_recorded
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
 
@@ -105,6 +105,7 @@ def assemble(
         assert blocks is not None
         assert placement is not None
         shared = frozenset(n for n in module.state_dict(keep_vars=True) if not n.startswith(_prefix(blocks.network)))
+        _refuse_collectors(module, blocks, placement)
         all_ties = _ties(module, blocks, placement, layout)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
         shared |= {name for tie in ties for name in tie.names}
@@ -206,6 +207,21 @@ def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
     part = getattr(module.get_submodule(parent), key)
     assert isinstance(part, (nn.Module, nn.Parameter))
     return part
+
+
+def _refuse_collectors(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
+    """What collects values from inside of blocks would find those of its own stage, and give fewer without an error."""
+    for part in module.get_submodule(blocks.network).modules():
+        if asked := [flag for flag in RECORDS if getattr(getattr(part, "config", None), flag, False) is True]:
+            raise PlacementError(not_recorded(f"config.{flag}" for flag in asked))
+    for name, block in list(zip(blocks.names, blocks.modules(module)))[: placement.stages[-1].blocks.start]:
+        for inner, part in block.named_modules():
+            if inner and part._forward_hooks:
+                raise PlacementError(
+                    f"{name}.{inner} has a forward hook, which runs on the stage that holds {name} only: put the hook"
+                    f" on {name}, have it return what is needed as a part of the hidden state, or use"
+                    " pipeline_parallel_size=1."
+                )
 
 
 def _ties(module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout) -> list[Tie]:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.tensor import matches, own_plan
+from lightning_shard.pipeline.cost import measure
+from lightning_shard.pipeline.placement import place
+from lightning_shard.plugin.assemble import _refuse_collectors
 from tests.parity import Model
 
 
@@ -101,3 +104,33 @@ def test_transformers_models_bring_their_plans() -> None:
     assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.lm_head"] == "colwise_gather_output"
     assert own_plan(Model("gpt")) == {}
+
+
+def test_a_frozen_teacher_is_not_what_is_cut() -> None:
+    module = Model("gpt")
+    module.teacher = nn.ModuleList(nn.Linear(8, 8) for _ in range(9)).requires_grad_(False)
+    assert find_blocks(module).path == "model.blocks"
+    module.model.requires_grad_(False)
+    assert find_blocks(module).path == "teacher"
+
+
+def check_collectors(module: L.LightningModule) -> None:
+    blocks = find_blocks(module)
+    _refuse_collectors(module, blocks, place(measure(blocks.modules(module), {}, {}), 2, [2, 2]))
+
+
+def test_what_collects_values_inside_of_blocks_on_several_stages_is_refused() -> None:
+    module = Model("llama")
+    layers = module.model.model.layers
+    layers[0].register_forward_hook(lambda *_: None)
+    layers[3].mlp.register_forward_hook(lambda *_: None)  # on the last stage, where the values are used
+    check_collectors(module)
+    layers[1].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        PlacementError, match=r"model\.layers\.1\.mlp has a forward hook, which runs on the stage"
+    ):
+        check_collectors(module)
+    module = Model("llama")
+    module.model.config.output_hidden_states = True
+    with pytest.raises(PlacementError, match=r"config\.output_hidden_states can't be collected"):
+        check_collectors(module)

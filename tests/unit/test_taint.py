@@ -113,6 +113,7 @@ class Net(nn.Module):
 class Layer(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
+        self.penalty, self.kind = 0.0, "linear"
 
     def forward(self, x: Tensor, other: Any = None) -> Tensor:
         return super().forward(x) + (0 if other is None else other)
@@ -140,6 +141,11 @@ class Skips(Net):
         return self.head(self.states[-1] + self.states[1])
 
 
+class Asks(Net):
+    def between(self, i: int, hidden: Tensor) -> Tensor:
+        return hidden + self.layers[i].penalty
+
+
 def run(net: Net, index: int, step: Callable[[Net], Any] | None = None) -> tuple[Stage, Any]:
     before, after = ["net.embed"], ["net.norms", "net.head"]
     root = nn.ModuleDict({"net": net})
@@ -160,6 +166,7 @@ def run(net: Net, index: int, step: Callable[[Net], Any] | None = None) -> tuple
     [
         (Masks, 1, r"net\.layers\.2 takes what is computed from net\.embed\.weight, which stage 0 holds, \(0\.1\)"),
         (Branches, 1, r"asks for what is computed from net\.embed\.weight.* as a number"),
+        (Asks, 1, r"asks net\.layers\.0 for its 'penalty', and that block is on another pipeline stage"),
         (Norms, 0, r"net\.norms\.0\.weight is held by stage 1.*but stage 0 uses it between them"),
     ],
 )
@@ -185,3 +192,14 @@ def test_modules_of_which_a_part_is_elsewhere_are_named() -> None:
     stage, _ = run(Net(), 0)
     others = {"net.layers.2", "net.norms", "net.norms.0", "net.norms.1", "net.norms.2", "net.head"}
     assert set(stage.incomplete) == {"", "net", "net.layers", *others}
+
+
+def test_a_hook_on_a_block_gets_what_is_known_of_its_output() -> None:
+    net, seen = Net(), []
+    for layer in net.layers:
+        layer.register_forward_hook(lambda *passed: seen.append(passed[-1]))
+    stage, _ = run(net, 1)
+    assert [type(output) for output in seen] == [Unknown, Tensor, Tensor]  # the second is what was received
+    assert not stage.passage.active
+    assert net.layers[0].kind == "linear"
+    assert not hasattr(net.layers[0], "penalty")  # outside a step
