@@ -25,7 +25,8 @@ LIKE_BERT: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-UNTIED: dict[str, Any] = {"vocab_size": 64, "tie_word_embeddings": False}
+TIED: dict[str, Any] = {"vocab_size": 64}  # as most are by default
+FOUR_LAYERS: dict[str, Any] = {**TIED, "num_hidden_layers": 4, "max_position_embeddings": 32}
 
 
 def recomputing(model: nn.Module) -> nn.Module:
@@ -34,12 +35,18 @@ def recomputing(model: nn.Module) -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**LIKE_BERT, **UNTIED)),
-    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(hidden_size=32, n_layer=4, n_head=4, **UNTIED)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**LIKE_LLAMA, head_dim=8)),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**LIKE_BERT, **TIED)),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(hidden_size=32, n_layer=4, n_head=4, **TIED)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**{**LIKE_LLAMA, "tie_word_embeddings": True}, head_dim=8)),
     "llama that recomputes": lambda: recomputing(hf.LlamaForCausalLM(hf.LlamaConfig(**LIKE_LLAMA))),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**LIKE_LLAMA)),
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**LIKE_LLAMA, num_local_experts=4)),
+    "opt": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(
+            hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_attention_heads=4, dropout=0.0, **FOUR_LAYERS
+        )
+    ),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**{**LIKE_LLAMA, "tie_word_embeddings": True})),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LIKE_LLAMA)),
     "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**LIKE_BERT, image_size=8, patch_size=4, num_labels=64)),
 }

@@ -126,9 +126,7 @@ def test_what_collects_values_inside_of_blocks_on_several_stages_is_refused() ->
     layers[3].mlp.register_forward_hook(lambda *_: None)  # on the last stage, where the values are used
     check_collectors(module)
     layers[1].mlp.register_forward_hook(lambda *_: None)
-    with pytest.raises(
-        PlacementError, match=r"model\.layers\.1\.mlp has a forward hook, which runs on the stage"
-    ):
+    with pytest.raises(PlacementError, match=r"model\.layers\.1\.mlp has a forward hook, which runs on the stage"):
         check_collectors(module)
     module = Model("llama")
     module.model.config.output_hidden_states = True
