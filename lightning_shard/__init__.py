@@ -1,8 +1,8 @@
 """Hybrid-sharded training of unmodified LightningModules, and checkpoints that load on any layout.
 
-Importing makes ``Trainer(strategy="hybrid_shard")`` known, before or after Lightning is imported, and imports nothing
-else: ``lightning_shard.checkpoint`` and the command line need neither Lightning nor torch's compiler, and where it
-isn't installed they work all the same.
+Importing makes ``Trainer(strategy="hybrid_shard")`` known, before or after Lightning is imported, and has
+``load_from_checkpoint`` take these checkpoints. It imports nothing else: ``lightning_shard.checkpoint`` and the command
+line need neither Lightning nor torch's compiler, and where it isn't installed they work all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
+
+from lightning_shard.plugin.from_checkpoint import take_over_reading
 
 if TYPE_CHECKING:
     from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
@@ -51,6 +53,7 @@ def _register() -> None:
             _hybrid_shard,
             description="Fully sharded data, tensor and pipeline parallelism of unmodified LightningModules.",
         )
+    take_over_reading()
 
 
 class _RegisterWithLightning(MetaPathFinder):

@@ -125,6 +125,9 @@ def test_plain_checkpoints_and_folders_go_in_and_come_out(
     assert module.losses == pytest.approx(ranks[0]["own"][SAVED:], rel=2e-6)
     again = Tuned.load_from_checkpoint(tmp_path / "plain.ckpt", weights_only=True)
     assert again.hparams["decay"] == 0.1
+    ours = Tuned.load_from_checkpoint(tmp_path / f"step={SAVED}.ckpt", decay=0.2)  # without gathering
+    assert ours.hparams["decay"] == 0.2
+    assert all(torch.equal(value, ours.state_dict()[key]) for key, value in again.state_dict().items())
 
     # the same bytes as one process gathers, of which each rank wrote a part
     size = (tmp_path / "all.safetensors").stat().st_size

@@ -1,0 +1,53 @@
+"""``LightningModule.load_from_checkpoint`` takes a checkpoint of ours too, by its directory, local or in any store.
+
+Private in Lightning 2.6, and replaced here: ``lightning.pytorch.core.saving.pl_load``, by which it reads a file. Files
+are read as ever; what isn't one, and was an error, is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_READER = "lightning.pytorch.core.saving"
+
+
+def take_over_reading() -> None:
+    """Once Lightning is imported; imports nothing."""
+    saving: Any = sys.modules.get(_READER)
+    if saving is None or getattr(saving.pl_load, "of_lightning_shard", False):
+        return
+    read_file = saving.pl_load
+
+    def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        try:
+            return read_file(path, map_location=map_location, weights_only=weights_only)
+        except OSError as error:  # a folder, or what isn't there under this very name
+            if not isinstance(path, (str, os.PathLike)):
+                raise
+            found = _read_ours(path, map_location)
+            if found is None:
+                raise error
+            return found
+
+    read.of_lightning_shard = True  # type: ignore[attr-defined]
+    saving.pl_load = read
+
+
+def _read_ours(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any] | None:
+    """Lightning's dict with tensors on the CPU, or on the device of ``map_location``; None where none of ours is."""
+    import torch
+    from torch import Tensor
+
+    from lightning_shard.errors import CheckpointNotFoundError
+    from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+
+    try:
+        loaded = ShardedCheckpointIO().load_checkpoint(path)
+    except CheckpointNotFoundError:
+        return None
+    if isinstance(map_location, (str, torch.device)):
+        state = loaded["state_dict"]
+        loaded["state_dict"] = {k: v.to(map_location) if isinstance(v, Tensor) else v for k, v in state.items()}
+    return loaded
