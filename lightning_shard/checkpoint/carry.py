@@ -88,15 +88,15 @@ def carry(
         raise_cause(own or next(iter(fault), None), outcome, ranks.rank, path)
 
 
-def check(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> None:
-    """Read files, and compare each block with its digest.
-
-    Raises:
-        CorruptCheckpointError: One is damaged, or can't be read.
-    """
-    for _, blocks in _with_blocks(checkpoint, files):
-        for _ in blocks:
-            pass
+def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
+    """Read files, and compare each block with its digest: why one is damaged, or can't be read; else nothing."""
+    try:
+        for _, blocks in _with_blocks(checkpoint, files):
+            for _ in blocks:
+                pass
+    except CorruptCheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _cut_off_or_missing(carried: Checkpoint, files: Iterable[FileEntry]) -> list[FileEntry]:
@@ -104,10 +104,9 @@ def _cut_off_or_missing(carried: Checkpoint, files: Iterable[FileEntry]) -> list
     missing = []
     for file in files:
         try:
-            if carried.store.size(file.path) == file.bytes:
-                check(carried, [file])
+            if carried.store.size(file.path) == file.bytes and not damage(carried, [file]):
                 continue
-        except (FileNotFoundError, NotADirectoryError, CorruptCheckpointError):
+        except (FileNotFoundError, NotADirectoryError):
             pass
         carried.store.remove(file.path)
         missing.append(file)

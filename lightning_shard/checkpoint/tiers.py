@@ -20,14 +20,14 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from lightning_shard.checkpoint.carry import attempt_at, carry, check
+from lightning_shard.checkpoint.carry import attempt_at, carry, damage
 from lightning_shard.checkpoint.catalog import commits, committed_at, names_in, step_of
 from lightning_shard.checkpoint.folder import look, remove
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE, FileEntry
 from lightning_shard.checkpoint.loading.open import Found, open_found, read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
-from lightning_shard.checkpoint.ranks import Failure, Ranks, all_or_none, exchange, together
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.saving.commit import commit
 from lightning_shard.checkpoint.store import LocalStore, as_path, open_store
 from lightning_shard.errors import (
@@ -40,6 +40,8 @@ from lightning_shard.errors import (
 
 KEPT = 2
 """Of the local copies in one folder."""
+CARRIED = ".carried"
+"""A folder beside the copies. A file in it has a copy's name, and the attempt that was carried from there."""
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 Commit = tuple[datetime, str]
@@ -53,7 +55,7 @@ class Source:
     Attributes:
         local: Whether ``path`` is that of the local copy.
         why: What is said of it.
-        worse: Whether a local copy that may have been newer had to be passed over.
+        worse: Whether a local copy that may be newer had to be passed over, or is all that there is of a checkpoint.
     """
 
     path: str
@@ -79,11 +81,8 @@ class LocalTier:
 
     def folder(self, path: str) -> str:
         """Where the copies of the checkpoints in a folder lie: of no other folder, nor of another store's."""
-        store = open_store(path, self.storage_options)
-        place = os.path.realpath(store.root) if isinstance(store, LocalStore) else as_path(path)
-        client = self.storage_options.get("client_kwargs")
-        endpoint = self.storage_options.get("endpoint_url") or (client or {}).get("endpoint_url")
-        return os.path.join(self.root, f"{posixpath.basename(place)}-{digest(f'{place} {endpoint}'.encode())[:12]}")
+        place = open_store(path, self.storage_options).place()
+        return os.path.join(self.root, f"{posixpath.basename(place[0])}-{digest(repr(place).encode())[:12]}")
 
     def copy_of(self, path: str) -> str:
         """Where the local copy of a checkpoint lies."""
@@ -108,19 +107,40 @@ class LocalTier:
                 self._prune(path)
         own_files = [file for file in checkpoint.manifest.files if _writer(file, ranks) == ranks.rank]
         carry(checkpoint, path, own_files, ranks, storage_options=self.storage_options, fsync=fsync)
+        _note_carried(checkpoint)
 
     def _prune(self, path: str) -> None:
         """Remove this machine's copies but for the newest; a failure to is no failure of the checkpoint."""
-        folder = os.path.dirname(self.copy_of(path))
+        folder, name = os.path.split(self.copy_of(path))
+        others: list[str] = []
         with contextlib.suppress(Exception):
-            kept = {os.path.basename(self.copy_of(path)), *(name for _, name in commits(folder)[-KEPT:])}
-            for name in names_in(folder):
-                if name not in kept:  # of those that are no checkpoints, what is old goes
-                    remove(os.path.join(folder, name))
+            kept = {CARRIED, name, *(newest for _, newest in commits(folder)[-KEPT:])}
+            others = [other for other in names_in(folder) if other not in kept]
+        for other in others:
+            with contextlib.suppress(Exception):
+                if not self._is_needed(posixpath.join(posixpath.dirname(as_path(path)), other)):
+                    self._remove(os.path.join(folder, other))
+
+    def _is_needed(self, path: str) -> bool:
+        """Whether a copy may be all that there is of a checkpoint: it wasn't carried, nor a newer one put there.
+
+        What has been carried isn't, also where it was removed from there since.
+        """
+        copy = _sound(self.copy_of(path), {})
+        if copy is None or _was_carried(copy):  # of those that are no checkpoints, what is old goes
+            return False
+        there = _sound(path, self.storage_options)
+        return there is None or (there.manifest.attempt != copy.manifest.attempt and not _is_older(copy, there))
 
     def remove(self, path: str) -> None:
         """Remove this machine's copy of a checkpoint, if there is one."""
-        remove(self.copy_of(path))
+        self._remove(self.copy_of(path))
+
+    @staticmethod
+    def _remove(copy: str) -> None:
+        remove(copy)
+        with contextlib.suppress(OSError):
+            os.unlink(_note_of(copy))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -128,37 +148,57 @@ class LocalTier:
         """Where to read a checkpoint; a collective call.
 
         That is the local copy if it is the same as what is at the path, or newer, or the only one. It is looked through
-        first, each rank reading some of the files, and where it isn't whole the store's is taken. If it lies on several
-        machines' disks, and is newer, it is carried to the path, and read there.
+        first, each rank reading some of the files, and where it isn't whole the store's is taken. Then it is carried to
+        the path, if it isn't there. One that all ranks see is read in place, also where carrying fails; one that lies
+        on several machines' disks is read at the path.
 
         Raises:
             CorruptCheckpointError: The copy is damaged, and there is no other.
-            CheckpointError: It couldn't be carried.
+            CheckpointError: It couldn't be carried from several machines' disks.
         """
-        seen = together(ranks, partial(_copy_at, self.copy_of(path), ranks.rank), partial(self._look, path))
+        seen = together(ranks, partial(self._copy_at, path, ranks.rank), partial(self._look, path))
         if seen.copy is None:
             return Source(path, False, seen.why, seen.worse)
         checkpoint = _open_together(self.copy_of(path), ranks, seen.copy.rank)
         files = checkpoint.manifest.files
         everywhere, readers = together(ranks, partial(_seen, checkpoint), partial(_readers, ranks))
         if None in readers:
-            return _instead(
-                path, seen, f"{checkpoint.path}/{files[readers.index(None)].path} of it is gone or was cut off"
-            )
+            fault = f"{checkpoint.path}/{files[readers.index(None)].path} of it is gone or was cut off"
+            if seen.copy.carried and not seen.other:  # another machine's part was removed, as the checkpoint was
+                return Source(path, False, f"it was carried there, and its local copy isn't whole ({fault})", True)
+            return _instead(path, seen, fault)
         if seen.same and not everywhere:
             return Source(path, False, "its local copy lies on several machines' disks")
         own_files = [file for file, reader in zip(files, readers, strict=True) if reader == ranks.rank]
-        own, damage = exchange(ranks, lambda: check(checkpoint, own_files), lambda _: None)
-        if isinstance(damage, Failure):
-            if own is not None and not isinstance(own, CorruptCheckpointError):
-                raise own
-            if damage.kind != CorruptCheckpointError.__name__:
-                damage.raise_here(ranks.rank)
-            return _instead(path, seen, damage.message)
-        if everywhere:
+        fault = together(ranks, partial(damage, checkpoint, own_files), lambda faults: next(filter(None, faults), ""))
+        if fault:
+            return _instead(path, seen, fault)
+        if seen.same or (ranks.alone and not Ranks.of().alone):  # ranks that load each for itself don't carry
             return Source(checkpoint.path, True, seen.why)
-        carry(checkpoint, path, own_files, ranks, storage_options=self.storage_options, fsync=fsync, again=True)
+        try:
+            carry(checkpoint, path, own_files, ranks, storage_options=self.storage_options, fsync=fsync, again=True)
+        except BaseException as error:  # it is raised by all
+            (stops,) = ranks.any(not (everywhere and isinstance(error, Exception)))
+            if stops:
+                raise
+            return Source(checkpoint.path, True, f"{seen.why}; it couldn't be carried there ({error})", worse=True)
+        _note_carried(checkpoint)
+        if everywhere:
+            return Source(checkpoint.path, True, f"{seen.why}, and carried there now")
         return Source(path, False, f"{seen.why}, which lay on several machines' disks, and has been carried there now")
+
+    def _copy_at(self, path: str, rank: int) -> _Copy:
+        try:
+            copy = read(self.copy_of(path))
+            committed = committed_at(copy.store)
+        except CheckpointNotFoundError:
+            return _Copy(rank)
+        except (CheckpointError, OSError) as error:
+            return _Copy(rank, fault=str(error))
+        manifest = copy.manifest
+        return _Copy(
+            rank, manifest.attempt, committed or LONG_AGO, _step(copy), manifest.block_bytes > 0, _was_carried(copy)
+        )
 
     def _look(self, path: str, copies: list[_Copy]) -> _Look:
         """Compare the ranks' copies, of which the newest counts, with what is in the store."""
@@ -170,13 +210,23 @@ class LocalTier:
         there = _sound(path, self.storage_options)
         if there is None:
             return _Look(f"a local copy; there is no whole checkpoint at {path}", copy)
-        if there.manifest.attempt == copy.attempt:
+        same = there.manifest.attempt == copy.attempt
+        if not copy.digests:
+            return _Look("the local copy has no digests, and so isn't known to be whole", worse=not same)
+        if same:
             return _Look(f"the local copy of {path}", copy, same=True, other=True)
-        steps = [one.step for one in copies if one.attempt == copy.attempt and one.step is not None]
-        if _is_newer(copy.committed, next(iter(steps), None), there):
+        step = next((one.step for one in copies if one.attempt == copy.attempt and one.step is not None), None)
+        committed_later, of_later_step = _is_later(copy.committed, there), _is_of_later_step(step, there)
+        if committed_later and of_later_step:
             return _Look(f"a local copy, newer than {path}", copy, other=True)
-        if not steps and _is_later(copy.committed, there):
+        if committed_later and step is None:
             return _Look("the local copy was committed later, but can't be read to see its step", worse=True)
+        if of_later_step:
+            return _Look(
+                f"the local copy is of a later step ({step}), but was committed earlier: it is an earlier run's, or a"
+                " clock is behind",
+                worse=True,
+            )
         return _Look("the local copy is of another save, and not a newer one")
 
     def newest(
@@ -185,8 +235,8 @@ class LocalTier:
         """The newest of a folder's checkpoints that has a local copy, if that is newer than the one that was found in
         the folder itself. Not collective: it is about what this machine has.
 
-        One of that same name isn't, as :meth:`source` compares these. Where the folder has none at all, one of which
-        this machine has a part counts, too.
+        One of that same name isn't, as :meth:`source` compares these, which also reads the one that is found. Where the
+        folder has none at all, one of which this machine has a part counts, too.
 
         Args:
             found: Its name.
@@ -200,10 +250,13 @@ class LocalTier:
         whole = [(one, copy) for one, copy in sound if all(_seen(copy))]
         there = _sound(posixpath.join(folder, found), self.storage_options) if found is not None else None
         for one, copy in reversed(whole):
-            if there is not None and (one[1] == found or not _is_newer(one[0], _step(copy), there)):
-                return None
-            if _is_undamaged(copy):  # else the path would lead nowhere: the store hasn't this one
-                return one
+            newer = there is None or (
+                copy.manifest.block_bytes > 0
+                and one[1] != found
+                and _is_later(one[0], there)
+                and _is_of_later_step(_step(copy), there)
+            )
+            return one if newer else None
         return sound[-1][0] if there is None and sound else None
 
 
@@ -216,6 +269,8 @@ class _Copy:
     committed: datetime = LONG_AGO
     step: int | None = None
     """None also where the trainer's state lies on another machine's disk."""
+    digests: bool = False
+    carried: bool = False
     fault: str = ""
     """Why it can't be read."""
 
@@ -239,15 +294,26 @@ class _Look:
     worse: bool = False
 
 
-def _copy_at(path: str, rank: int) -> _Copy:
+def _note_of(copy: str) -> str:
+    folder, name = os.path.split(copy)
+    return os.path.join(folder, CARRIED, name)
+
+
+def _note_carried(copy: Checkpoint) -> None:
+    """Keep in mind that a copy is in the store; where that isn't possible, the store is asked when it matters."""
+    with contextlib.suppress(OSError):
+        note = _note_of(copy.path)
+        os.makedirs(os.path.dirname(note), exist_ok=True)
+        with open(note, "w") as file:
+            file.write(copy.manifest.attempt)
+
+
+def _was_carried(copy: Checkpoint) -> bool:
     try:
-        copy = read(path)
-        committed = committed_at(copy.store)
-    except CheckpointNotFoundError:
-        return _Copy(rank)
-    except (CheckpointError, OSError) as error:
-        return _Copy(rank, fault=str(error))
-    return _Copy(rank, copy.manifest.attempt, committed or LONG_AGO, _step(copy))
+        with open(_note_of(copy.path)) as file:
+            return file.read() == copy.manifest.attempt
+    except (OSError, ValueError):
+        return False
 
 
 def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
@@ -311,14 +377,6 @@ def _readers(ranks: Ranks, seen: list[list[bool]]) -> tuple[bool, list[int | Non
     return all(map(all, seen)), readers
 
 
-def _is_undamaged(checkpoint: Checkpoint) -> bool:
-    try:
-        check(checkpoint, checkpoint.manifest.files)
-    except CorruptCheckpointError:
-        return False
-    return True
-
-
 def _sound(path: str, storage_options: dict[str, Any]) -> Checkpoint | None:
     """What is at a path; None where that is nothing, or has a damaged manifest. Other errors are the caller's."""
     try:
@@ -334,12 +392,18 @@ def _step(checkpoint: Checkpoint) -> int | None:
         return None
 
 
-def _is_newer(committed: datetime, step: int | None, there: Checkpoint) -> bool:
-    """Whether a local copy was committed later, and is of a later step: in doubt, it isn't.
+# A local copy is newer if it was committed later *and* is of a later step: clocks of two machines may differ, and a
+# copy of an earlier run at the same path may be of a later step.
 
-    Clocks of two machines may differ, and a copy of an earlier run at this path may be of a later step.
-    """
-    if step is None or not _is_later(committed, there):
+
+def _is_later(committed: datetime, there: Checkpoint) -> bool:
+    theirs = committed_at(there.store)
+    return theirs is not None and committed > theirs
+
+
+def _is_of_later_step(step: int | None, there: Checkpoint) -> bool:
+    """Whether a local copy is; in doubt, it isn't."""
+    if step is None:
         return False
     try:
         other = step_of(there.state_json())
@@ -348,6 +412,7 @@ def _is_newer(committed: datetime, step: int | None, there: Checkpoint) -> bool:
     return other is not None and step > other
 
 
-def _is_later(committed: datetime, there: Checkpoint) -> bool:
-    theirs = committed_at(there.store)
-    return theirs is not None and committed > theirs
+def _is_older(copy: Checkpoint, there: Checkpoint) -> bool:
+    """Whether what is in the store has taken the place of a copy that was never carried; in doubt, it hasn't."""
+    ours, theirs = committed_at(copy.store), committed_at(there.store)
+    return ours is not None and theirs is not None and ours < theirs and not _is_of_later_step(_step(copy), there)

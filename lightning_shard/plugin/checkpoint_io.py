@@ -66,9 +66,10 @@ class ShardedCheckpointIO(CheckpointIO):
             by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.
         local: A folder of a fast disk: one for all ranks, or each machine's own. A save is committed there first, then
             carried to its path, in the background where saves are ``asynchronous``; the next save waits for that. The
-            two newest stay there. What can't be carried is raised as a failed save. A resume takes the local copy where
-            it is whole, and newer or the same, else what is at the path, and says which. One that lies on several
-            machines' disks is carried to its path first. Who begins a run anew in a folder that was used removes both.
+            two newest stay there, and those that weren't carried. What can't be carried is raised as a failed save. A
+            resume takes the local copy where it is whole, and newer or the same, else what is at the path, and says
+            which; what isn't at the path is carried there first. Who begins a run anew in a folder that was used
+            removes both.
         fsync: Sync files and folders to disk before the checkpoint counts; ``False`` for scratch.
         digests: Write a digest of every block, checked on load.
         share_reads: What several ranks need alike when a checkpoint is loaded, one of them reads and passes on to the
@@ -97,6 +98,11 @@ class ShardedCheckpointIO(CheckpointIO):
         self.base = None if base is None else as_path(base)
         self._asynchronous = asynchronous
         self._storage_options = dict(storage_options or {})
+        if local is not None and not digests:
+            raise ConfigurationError(
+                f"local ({as_path(local)}) needs digests, by which it is known that a copy is whole, and digests is"
+                " False: leave that out, or local."
+            )
         self.local = None if local is None else LocalTier.at(local, self._storage_options)
         """Where the copies are that lie nearer than the checkpoints' own paths."""
         self._fsync = fsync
@@ -240,7 +246,10 @@ class ShardedCheckpointIO(CheckpointIO):
         return {"state_dict": state_dict, **rest}
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it."""
+        """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it.
+
+        Of its copies on machines' own disks the one of this machine: the others go when two newer ones are there.
+        """
 
         def remove() -> None:
             if self.local is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint import tiers
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.merge import Account
 from lightning_shard.checkpoint.saving.save import write_part
@@ -136,7 +138,8 @@ def test_a_run_killed_while_carrying_goes_on_from_the_newest_that_is_whole(tmp_p
         let_servers_forget()
         results = run_ranks(curves, 2, url, options, str(tmp_path), elastic=True)
         said = results[0][0]
-        assert said[0] == f"Reading the checkpoint {copies}/last.ckpt: a local copy, newer than {url}/last.ckpt."
+        newer = f"a local copy, newer than {url}/last.ckpt, and carried there now"
+        assert said[0] == f"Reading the checkpoint {copies}/last.ckpt: {newer}."
         assert said[1].startswith(f"Reading the checkpoint {url}-2/last.ckpt: a local copy, newer than")
         assert "several machines' disks" in said[1]
         assert said[2] == f"Reading the checkpoint {url}-3/last.ckpt: it has no local copy."
@@ -184,6 +187,23 @@ def on_one_disk(folder: str) -> str:
     assert len(list(Path(path).rglob("rank-*"))) == 2  # nothing is left over
     passed_over = tier.source(path, Ranks.of(), fsync=False)
     assert (passed_over.path, passed_over.worse) == (path, True)
+
+    # what isn't damage is raised by all, also where another rank finds damage
+    fails = mock.patch.object(tiers, "damage", side_effect=MemoryError("too large")) if dist.get_rank() == 0 else None
+    with fails or contextlib.nullcontext(), pytest.raises((MemoryError, CheckpointError), match="too large"):
+        tier.source(path, Ranks.of(), fsync=False)
+
+    # what is on this disk alone is carried by all; and what one rank can't carry is read all the same
+    save(tier.copy_of(path), 3)
+    dist.barrier()
+    fails = mock.patch.object(LocalStore, "write", side_effect=OSError(5, "gone")) if dist.get_rank() == 1 else None
+    with fails or contextlib.nullcontext():
+        found = tier.source(path, Ranks.of(), fsync=False)
+    assert (found.local, found.worse) == (True, True)
+    assert step_at(path) == 1
+    found = tier.source(path, Ranks.of(), fsync=False)
+    assert (found.local, found.worse) == (True, False)
+    assert step_at(path) == 3
     return str(raised.value)
 
 

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
+from s3fs import S3FileSystem
 from safetensors.torch import save_file
 
 from lightning_shard import ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.carry import carry as carry_files
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.store import LocalStore
-from lightning_shard.checkpoint.tiers import KEPT, LocalTier, Source
+from lightning_shard.checkpoint.store import LocalStore, open_store
+from lightning_shard.checkpoint.tiers import CARRIED, KEPT, LocalTier, Source
 from lightning_shard.errors import (
     CheckpointConflictError,
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
 )
@@ -136,7 +139,7 @@ def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Pa
         save(tier.copy_of(path), step)
         carry(tier, path)
     assert KEPT == 2
-    assert sorted(os.listdir(tier.folder(str(tmp_path / "store")))) == ["step=3.ckpt", "step=4.ckpt"]
+    assert names_of_copies(tier, tmp_path) == ["step=3.ckpt", "step=4.ckpt"]
     assert [step_of(path) for path in paths] == [0, 1, 2, 3, 4]
     save(tier.copy_of(paths[0]), 5)
     aged(tier.copy_of(paths[0]), -3600)  # the clock was set back
@@ -144,24 +147,126 @@ def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Pa
     assert step_of(paths[0]) == 5
 
 
+def names_of_copies(tier: LocalTier, tmp_path: Path) -> list[str]:
+    folder = tier.folder(str(tmp_path / "store"))
+    copies = sorted(name for name in os.listdir(folder) if name != CARRIED)
+    assert set(os.listdir(f"{folder}/{CARRIED}")) <= set(copies)
+    return copies
+
+
 def source(tier: LocalTier, path: str) -> Source:
     return tier.source(path, ALONE, fsync=False)
+
+
+def save_and_carry(tier: LocalTier, tmp_path: Path, *steps: int) -> None:
+    for step in steps:
+        path = str(tmp_path / "store" / f"step={step}.ckpt")
+        save(tier.copy_of(path), step)
+        aged(tier.copy_of(path), step)
+        carry(tier, path)
+
+
+def test_a_copy_that_was_never_carried_stays_until_it_is_or_another_takes_its_place(
+    tmp_path: Path, tier: LocalTier
+) -> None:
+    path = str(tmp_path / "store" / "step=2.ckpt")
+    save(tier.copy_of(path), 2)
+    save_and_carry(tier, tmp_path, 3, 4, 5)
+    assert names_of_copies(tier, tmp_path) == ["step=2.ckpt", "step=4.ckpt", "step=5.ckpt"]
+    save(path, 1)
+    aged(path, 60)
+    save_and_carry(tier, tmp_path, 6)
+    assert "step=2.ckpt" in names_of_copies(tier, tmp_path)  # of a later step: a clock may be behind
+    save(path, 2)
+    aged(path, 60)
+    save_and_carry(tier, tmp_path, 7)
+    assert names_of_copies(tier, tmp_path) == ["step=6.ckpt", "step=7.ckpt"]
+
+
+def test_what_was_carried_goes_even_where_it_is_gone_from_the_store(tmp_path: Path, tier: LocalTier) -> None:
+    save_and_carry(tier, tmp_path, 1)
+    checkpoint.remove(tmp_path / "store" / "step=1.ckpt")  # on another machine, whose copy was removed with it
+    save_and_carry(tier, tmp_path, 2, 3)
+    assert names_of_copies(tier, tmp_path) == ["step=2.ckpt", "step=3.ckpt"]
+    shutil.rmtree(f"{tier.folder(str(tmp_path / 'store'))}/{CARRIED}")  # then the store is asked
+    save_and_carry(tier, tmp_path, 4, 5)
+    assert names_of_copies(tier, tmp_path) == ["step=4.ckpt", "step=5.ckpt"]
+
+
+def test_a_copy_that_is_resumed_from_is_carried_first_or_that_is_warned_of(tmp_path: Path, tier: LocalTier) -> None:
+    path = str(tmp_path / "store" / "step=2.ckpt")
+    save(tier.copy_of(path), 2)
+    with mock.patch.object(LocalStore, "write", side_effect=PermissionError(13, "Permission denied")):
+        found = source(tier, path)
+    assert (found.local, found.worse) == (True, True)
+    assert "couldn't be carried there" in found.why
+    assert "Permission denied" in found.why
+    with mock.patch.object(LocalStore, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        source(tier, path)
+    found = source(tier, path)
+    assert (found.local, found.worse) == (True, False)
+    assert step_of(path) == 2
+
+
+def test_another_programs_folder_among_the_copies_stays_and_does_not_stop_the_others_removal(
+    tmp_path: Path, tier: LocalTier
+) -> None:
+    foreign = Path(tier.folder(str(tmp_path / "store"))) / "a-note"
+    foreign.mkdir(parents=True)
+    (foreign / "manifest.json").write_text('{"of": "another"}')
+    aged(foreign, -60)
+    save_and_carry(tier, tmp_path, 1, 2, 3, 4)
+    assert names_of_copies(tier, tmp_path) == ["a-note", "step=3.ckpt", "step=4.ckpt"]
+
+
+def test_of_a_removed_checkpoint_what_is_left_of_a_copy_on_other_machines_is_no_damage(
+    tmp_path: Path, tier: LocalTier
+) -> None:
+    path = str(tmp_path / "store" / "last.ckpt")
+    save(tier.copy_of(path), 1)
+    carry(tier, path)
+    checkpoint.remove(path)
+    for file in Path(tier.copy_of(path)).glob("trainer/*"):
+        file.unlink()  # it lay on the first rank's machine
+    found = source(tier, path)
+    assert (found.path, found.local) == (path, False)
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.read(found.path)
+
+
+def test_a_copy_without_digests_is_taken_only_where_the_store_has_none(tmp_path: Path, tier: LocalTier) -> None:
+    with pytest.raises(ConfigurationError, match="digests"):
+        ShardedCheckpointIO(local=tmp_path / "disk", digests=False)
+    path = str(tmp_path / "store" / "last.ckpt")
+    copy = Path(tier.copy_of(path))
+    save(copy, 5, digests=False)
+    assert source(tier, path).local
+    (file,) = copy.glob("model/*")
+    file.write_bytes(file.read_bytes()[:-1000] + bytes(1000))
+    assert source(tier, path) == Source(path, False, mock.ANY)  # one attempt: the store's is whole
+    save(path, 4)
+    aged(copy, 10)
+    found = source(tier, path)
+    assert (found.path, found.worse) == (path, True)
+    assert tier.newest(str(tmp_path / "store"), "another.ckpt", lambda name: True, lambda commit: commit) is not None
+    save(f"{tmp_path}/store/another.ckpt", 3)
+    assert tier.newest(str(tmp_path / "store"), "another.ckpt", lambda name: True, lambda commit: commit) is None
 
 
 def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: Path, tier: LocalTier) -> None:
     path = str(tmp_path / "store" / "last.ckpt")
     copy = tier.copy_of(path)
 
-    def chosen() -> str:
+    def chosen(worse: bool = False) -> str:
         found = source(tier, path)
         assert found.local == (found.path == copy)
-        assert not found.worse
+        assert found.worse == worse
         return found.path
 
     assert chosen() == path  # neither is there
     save(copy, 5)
     assert chosen() == copy  # the only one
-    carry(tier, path)
+    assert step_of(path) == 5  # it no longer is
     assert chosen() == copy  # the same
     save(path, 6)
     aged(path, 10)
@@ -169,13 +274,17 @@ def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: P
     save(copy, 7)
     aged(copy, 20)
     assert chosen() == copy  # newer in both
-    aged(copy, -30)
-    assert chosen() == path  # of a later step, but an earlier commit: of an earlier run
+    assert step_of(path) == 7
+    save(path, 6)
+    aged(path, 30)
+    assert chosen(worse=True) == path  # of a later step, but an earlier commit: of an earlier run, or a clock is behind
+    assert "clock" in source(tier, path).why
     save(copy, 4)
     aged(copy, 40)
     assert chosen() == path  # committed later, but of an earlier step
     (Path(path) / "manifest.json").write_bytes(b"")  # torn
     assert chosen() == copy
+    assert step_of(path) == 4
     shutil.rmtree(tier.root)  # the machine is gone
     save(path, 7)
     assert chosen() == path
@@ -204,6 +313,7 @@ def test_a_newer_copy_with_any_damage_is_passed_over_and_that_is_said(
             else:
                 with pytest.raises(CorruptCheckpointError, match="remove the copy"):
                     source(tier, path)
+                assert not Path(path).exists()
             (copy / name).write_bytes(data)
             aged(copy, 10)
     assert source(tier, path).path == str(copy)
@@ -246,7 +356,11 @@ def test_the_newest_copy_is_found_where_it_is_newer_than_what_the_store_has(tmp_
     (file,) = (Path(tier.copy_of(f"{store}/last-v1.ckpt")) / "model").iterdir()
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert newest("last.ckpt") is None  # of this name, there is nothing else
+    assert newest("last.ckpt") == "last-v1.ckpt"  # it isn't read before the ranks share that
+    with pytest.raises(CorruptCheckpointError, match="remove the copy"):
+        source(tier, f"{store}/last-v1.ckpt")
+    file.write_bytes(whole[:-1])
+    assert newest("last.ckpt") is None
     file.write_bytes(whole)
     save(tier.copy_of(f"{store}/last.ckpt"), 8)
     aged(tier.copy_of(f"{store}/last.ckpt"), 30)
@@ -258,8 +372,11 @@ def test_the_newest_copy_is_found_where_it_is_newer_than_what_the_store_has(tmp_
     assert newest("last.ckpt") is None
 
 
-def test_copies_of_several_folders_and_stores_do_not_meet(tmp_path: Path) -> None:
+def test_copies_of_several_folders_and_stores_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
     def copy_of(path: str, **options: Any) -> str:
+        S3FileSystem.clear_instance_cache()
         return LocalTier.at(tmp_path, options).copy_of(path)
 
     one, other = {"endpoint_url": "http://one"}, {"client_kwargs": {"endpoint_url": "http://other"}}
@@ -275,6 +392,37 @@ def test_copies_of_several_folders_and_stores_do_not_meet(tmp_path: Path) -> Non
     tier = LocalTier.at(tmp_path, {})
     assert tier.copy_of("s3://bucket/run/last.ckpt/") == tier.copy_of("s3://bucket/run/last.ckpt")
     assert os.path.dirname(tier.copy_of("s3://bucket/run/last.ckpt")) == tier.folder("s3://bucket/run")
+
+    # one endpoint is one store, however it was named
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")
+    assert copy_of("s3://bucket/run/last.ckpt") in copies
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://third")
+    assert copy_of("s3://bucket/run/last.ckpt") not in copies
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://one"})
+    assert copy_of("s3://bucket/run/last.ckpt", key="k" * 9, secret="s" * 9) in copies
+
+
+def test_places_are_told_apart_by_all_texts_and_ports_but_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(**options: Any) -> tuple[str, ...]:
+        return open_store("memory://bucket/run", options).place()
+
+    secrets = {"account_key": "hidden", "stall_s": 5, "auth": ["me", "hidden"], "nested": {"password": "hidden"}}
+    texts = "AccountName=one;AccountKey=hidden;SharedAccessSignature=hidden"
+    places = {
+        place(),
+        place(account_name="one"),
+        place(account_name="other"),
+        place(host="one", port=22),
+        place(host="one", port=23),
+        place(client_kwargs={"endpoint": "http://me:hidden@one"}),
+        place(connection_string=texts),
+        place(connection_string=texts.replace("one", "other")),
+    }
+    assert len(places) == 8
+    assert "hidden" not in repr(places)
+    assert place(**secrets) == place()
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "another")
+    assert place() not in places
 
 
 def test_a_local_tier_must_be_on_the_local_disk_and_shows_no_secrets(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What may not be shown: passwords and keys in paths, which are refused, and in errors, where they are left out.
 
+And what of storage options tells one store from another, which is kept, and so is without them.
+
 Paths are shown, logged, and kept in checkpoints as the paths of the best ones; errors end in logs.
 """
 
@@ -59,12 +61,32 @@ def redact(text: str, options: Mapping[str, Any]) -> str:
     return text
 
 
+def places(value: Any, name: str = "") -> Iterator[str]:
+    """The texts and ports among storage options, behind their names, which may say where a store is; no secrets."""
+    if isinstance(value, Mapping):
+        for inner in sorted(value, key=str):
+            if not _is_secret(inner):
+                yield from places(value[inner], f"{name}/{inner}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from places(inner, name)
+    elif isinstance(value, str) and ";" in value and "=" in value:  # Azure's connection strings hold a key, too
+        yield from places(dict(part.partition("=")[::2] for part in value.split(";")), name)
+    elif isinstance(value, str):
+        yield f"{name}={re.sub('://[^/]*@', '://', value)}"
+    elif isinstance(value, int) and name.endswith("port"):
+        yield f"{name}={value}"
+
+
+def _is_secret(name: Any) -> bool:
+    return bool(_SECRET_NAME.search(str(name))) and not _NO_SECRET_NAME.search(str(name))
+
+
 def _secrets(value: Any, named: bool = False) -> Iterator[str]:
     """Texts under a name of secrets, however deep, and passwords in URLs under any."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            is_secret = bool(_SECRET_NAME.search(str(name))) and not _NO_SECRET_NAME.search(str(name))
-            yield from _secrets(inner, named or is_secret)
+            yield from _secrets(inner, named or _is_secret(name))
     elif isinstance(value, list | tuple | set):
         for inner in value:
             yield from _secrets(inner, named)

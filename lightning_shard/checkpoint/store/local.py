@@ -67,6 +67,9 @@ class LocalStore:
     def requests(self) -> int:
         return thread_count()
 
+    def place(self) -> tuple[str, ...]:
+        return (os.path.realpath(self.root),)
+
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name)
 

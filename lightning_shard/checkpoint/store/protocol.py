@@ -42,6 +42,9 @@ class Store(Protocol):
     def step_bytes(self) -> int:
         """How much is best asked for at a time: what stays in a core's cache, or what makes up for a round trip."""
 
+    def place(self) -> tuple[str, ...]:
+        """What tells this directory from any other, also of the same path in another store: the path, and what else."""
+
     def read(self, name: str) -> bytes:
         """A whole small file. Raises FileNotFoundError."""
 

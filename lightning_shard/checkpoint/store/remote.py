@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.store.calls import STALL_S, Calls
-from lightning_shard.checkpoint.store.credentials import redact
+from lightning_shard.checkpoint.store.credentials import places, redact
 from lightning_shard.checkpoint.store.protocol import (
     ANYTHING,
     Buffer,
@@ -49,6 +49,8 @@ Elsewhere what is put may be seen half written: there it is put under another na
 """
 _WEBDAV = {"webdav", "dav"}
 _HTTP = {"http", "https"}
+_PLACES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST")
+"""Variables of the environment by which adlfs and gcsfs find their stores."""
 
 
 class RemoteStore:
@@ -92,6 +94,10 @@ class RemoteStore:
         self._is_http = bool(protocols & _HTTP)
         # memory:// shows a file from its first byte; it is no place for large ones anyway
         self._put_bytes = sys.maxsize if "memory" in protocols else PUT_BYTES
+
+    def place(self) -> tuple[str, ...]:
+        found = {name: os.environ.get(name) for name in _PLACES}
+        return (self.root, *places({**found, **self.fs.storage_options}))  # with those of fsspec's own configuration
 
     def _path(self, name: str) -> str:
         """The file system's path of a file. Names mean what they say: no server may take ``%2e%2e`` for ``..``."""
