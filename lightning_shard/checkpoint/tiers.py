@@ -195,10 +195,8 @@ class LocalTier:
             return _Copy(rank)
         except (CheckpointError, OSError) as error:
             return _Copy(rank, fault=str(error))
-        manifest = copy.manifest
-        return _Copy(
-            rank, manifest.attempt, committed or LONG_AGO, _step(copy), manifest.block_bytes > 0, _was_carried(copy)
-        )
+        attempt, digests, carried = copy.manifest.attempt, _has_digests(copy), _was_carried(copy)
+        return _Copy(rank, attempt, committed or LONG_AGO, _step(copy), digests, carried)
 
     def _look(self, path: str, copies: list[_Copy]) -> _Look:
         """Compare the ranks' copies, of which the newest counts, with what is in the store."""
@@ -249,15 +247,13 @@ class LocalTier:
         sound = [(one, copy) for one, copy in opened if copy is not None]
         whole = [(one, copy) for one, copy in sound if all(_seen(copy))]
         there = _sound(posixpath.join(folder, found), self.storage_options) if found is not None else None
+        if there is None:
+            return next((one for one, _ in [*reversed(whole), *reversed(sound)]), None)
         for one, copy in reversed(whole):
-            newer = there is None or (
-                copy.manifest.block_bytes > 0
-                and one[1] != found
-                and _is_later(one[0], there)
-                and _is_of_later_step(_step(copy), there)
-            )
-            return one if newer else None
-        return sound[-1][0] if there is None and sound else None
+            if _has_digests(copy):
+                newer = _is_later(one[0], there) and _is_of_later_step(_step(copy), there)
+                return one if newer and one[1] != found else None
+        return None
 
 
 @dataclass(frozen=True)
@@ -270,7 +266,9 @@ class _Copy:
     step: int | None = None
     """None also where the trainer's state lies on another machine's disk."""
     digests: bool = False
+    """Whether it has any: else it can't be known to be whole."""
     carried: bool = False
+    """Whether it has been in the store."""
     fault: str = ""
     """Why it can't be read."""
 
@@ -383,6 +381,10 @@ def _sound(path: str, storage_options: dict[str, Any]) -> Checkpoint | None:
         return read(path, storage_options=storage_options)
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return None
+
+
+def _has_digests(checkpoint: Checkpoint) -> bool:
+    return checkpoint.manifest.block_bytes > 0
 
 
 def _step(checkpoint: Checkpoint) -> int | None:

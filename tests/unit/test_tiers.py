@@ -150,7 +150,7 @@ def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Pa
 def names_of_copies(tier: LocalTier, tmp_path: Path) -> list[str]:
     folder = tier.folder(str(tmp_path / "store"))
     copies = sorted(name for name in os.listdir(folder) if name != CARRIED)
-    assert set(os.listdir(f"{folder}/{CARRIED}")) <= set(copies)
+    assert {note.name for note in Path(folder, CARRIED).glob("*")} <= set(copies)
     return copies
 
 

@@ -60,7 +60,7 @@ class S3Store(RemoteStore):
 
     def place(self) -> tuple[str, ...]:
         # by the client itself, which finds its endpoint in options, the environment, and files of AWS
-        return self.root, str(self.fs.connect().meta.endpoint_url)
+        return self.root, str(self._calls("connect").meta.endpoint_url)
 
     def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
         upload = self.begin_upload(name)
