@@ -200,6 +200,7 @@ def on_one_disk(folder: str) -> str:
     with fails or contextlib.nullcontext():
         found = tier.source(path, Ranks.of(), fsync=False)
     assert (found.local, found.worse) == (True, True)
+    assert tier.source(path, Ranks(), fsync=False).local  # each for itself: then nothing is carried
     assert step_at(path) == 1
     found = tier.source(path, Ranks.of(), fsync=False)
     assert (found.local, found.worse) == (True, False)
