@@ -142,7 +142,7 @@ class PipelinedSteps:
 def refusing_all_parameters(incomplete: Mapping[str, nn.Module]) -> Iterator[None]:
     """Within a step, ``parameters()`` of a module gives its first and then raises where a stage hasn't all of them."""
     for name, module in incomplete.items():
-        module.__dict__["named_parameters"] = partial(_first_only, name, module, module.named_parameters)
+        module.__dict__["named_parameters"] = partial(_first_only, name, module.named_parameters)
     try:
         yield
     finally:
@@ -150,10 +150,10 @@ def refusing_all_parameters(incomplete: Mapping[str, nn.Module]) -> Iterator[Non
             module.__dict__.pop("named_parameters", None)
 
 
-def _first_only(name: str, module: nn.Module, whole: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+def _first_only(name: str, whole: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     yield from islice(whole(*args, **kwargs), 1)
     raise StepError(
-        f"The step goes over all parameters of {name or type(module).__name__}, and with several pipeline stages no"
+        f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
         " process has all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
     )
 

@@ -226,7 +226,7 @@ def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
             r"What the step returns takes the output of model\.layers\.0, a block",
         ),
         ("LoopsOverItsBlocks", 1, "blocks ran a second time within one step"),
-        ("PenalizesItsParameters", 1, "goes over all parameters of PenalizesItsParameters"),
+        ("PenalizesItsParameters", 1, "goes over all parameters of the LightningModule"),
         ("PenalizesTheNetwork", 1, r"goes over all parameters of model\.layers\.0,"),
         ("RecomputesReentrantly", 0, "use_reentrant=False"),
     ],
@@ -407,7 +407,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
+            hidden = torch.tanh(layer(hidden))
         return self.head(hidden)
 
 
@@ -480,7 +480,7 @@ class ReusesEmbedding(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
+            hidden = torch.tanh(layer(hidden))
         return self.head(hidden) + F.linear(hidden, self.embed.weight)
 
 
