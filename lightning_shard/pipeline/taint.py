@@ -54,8 +54,9 @@ class Unknown(torch.Tensor):
         if unknown is None:
             return result
         known = {id(leaf) for leaf in _leaves((args, kwargs))}  # what is handed back as it came stays so
-        if args and isinstance(args[0], Tensor) and _writes(name):
-            _mark_written(args[0], unknown.source)
+        for written in [*args[: _writes(name)], *_leaves(kwargs.get("out", ()))]:
+            if isinstance(written, Tensor):
+                _mark_written(written, unknown.source)
         for leaf in _leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
                 mark(leaf, unknown.source)

@@ -45,6 +45,7 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "through attention": lambda: nn.functional.scaled_dot_product_attention(*[unknown()[None]] * 3),
     "written into another": lambda: written(lambda t: t.__setitem__(slice(2), unknown())),
     "written into a part of another": lambda: written(lambda t: t[1:].copy_(unknown()[0])),
+    "written as an output": lambda: written(lambda t: torch.add(unknown()[:1], 1, out=t)),
     "added in place": lambda: written(lambda t: t.__iadd__(unknown()[0])),
 }
 
