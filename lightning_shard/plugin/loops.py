@@ -6,7 +6,8 @@
 * ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
   deals it by global rank; ours replaces it, and there is no other switch before the data is asked for.
 * ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
-* ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see.
+* ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see. What it returns of
+  a prediction is ``predict_loop._predictions``, by loader; the loaders are in ``_combined_loader``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+from lightning_shard.plugin.sampler import drop_repeated
 
 
 def skip_backward(trainer: pl.Trainer) -> None:
@@ -64,6 +67,11 @@ def run_within(trainer: pl.Trainer, context: Callable[[], AbstractContextManager
 
     def run_stage() -> Any:
         with context():
-            return type(trainer)._run_stage(trainer)
+            results = type(trainer)._run_stage(trainer)
+        loop = trainer.predict_loop
+        if trainer.predicting and results and loop._combined_loader is not None:
+            for predictions, dataloader in zip(loop._predictions, loop._combined_loader.flattened):
+                drop_repeated(predictions, dataloader)
+        return results
 
     trainer._run_stage = run_stage  # type: ignore[method-assign]

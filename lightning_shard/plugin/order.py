@@ -45,6 +45,8 @@ class ShardedSampler(Sampler[Any]):
         batch_size: How many positions make a batch on one rank; 1 where a position is a batch.
         drop_last: Leave out the last positions that don't make a full round over the ranks, or a full batch; otherwise
             the round is filled with the epoch's first positions, so that every rank takes the same number of steps.
+        repeats: Fill the round also where a rank has as many batches without that, the last one smaller. If not, as for
+            predictions, a position is repeated only where a rank would have a batch less than the others.
         unit: What a position is, "samples" or "batches".
         worker_generator: Reseeded for every epoch; the seeds of the DataLoader's workers are drawn from it.
     """
@@ -58,6 +60,7 @@ class ShardedSampler(Sampler[Any]):
         seed: int,
         batch_size: int = 1,
         drop_last: bool = False,
+        repeats: bool = True,
         unit: str = "samples",
         worker_generator: torch.Generator | None = None,
     ) -> None:
@@ -67,6 +70,7 @@ class ShardedSampler(Sampler[Any]):
         self.seed = seed
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.repeats = repeats
         self.unit = unit
         self.worker_generator = worker_generator
         self.epoch = 0
@@ -99,11 +103,15 @@ class ShardedSampler(Sampler[Any]):
         head = list(islice(positions, self.data_size - 1))
         positions = chain(head, positions)
         next(islice(positions, self._next_start, self._next_start), None)
+        taken = 0
         while dealt := list(islice(positions, self.data_size)):
             if (missing := self.data_size - len(dealt)) and self.drop_last:
                 break
+            if self.data_rank >= len(dealt) and not self.repeats and taken % self.batch_size:
+                break
             dealt += islice(cycle(head), missing)
             yield dealt[self.data_rank]
+            taken += 1
         self._next_start = 0
 
     def __len__(self) -> int:
@@ -115,6 +123,14 @@ class ShardedSampler(Sampler[Any]):
             TypeError: The user's sampler has no length.
         """
         return self._share(len(self.order))  # type: ignore[arg-type]
+
+    @property
+    def ends_with_a_repeated_batch(self) -> bool:
+        """Whether this rank's last batch of a whole epoch has nothing but a position that the first rank took too."""
+        if (length := self._order_length()) is None or self.drop_last:
+            return False
+        rest = length % self.data_size
+        return 0 < rest <= self.data_rank and (self._share(length) - 1) % self.batch_size == 0
 
     def _positions(self) -> Iterator[Any]:
         """The epoch's global order from its start; generators that others use are left as they were."""

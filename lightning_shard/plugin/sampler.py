@@ -70,17 +70,19 @@ def shard_dataloader(
             seed=_seed_of(order, seed),
             batch_size=batch_size,
             drop_last=drop_last,
+            repeats=not is_predicting,
             unit=unit,
             worker_generator=worker_generator,
         )
 
     sampler = None
+    is_predicting = isinstance(dataloader.batch_sampler, _IndexBatchSamplerWrapper)
     if isinstance(dataloader.dataset, IterableDataset) or _is_dealt_already(dataloader, data_rank, data_size):
         sharded = copy.copy(dataloader)
         sharded._iterator = None
     else:
         batches: Any = dataloader.batch_sampler
-        if is_predicting := isinstance(batches, _IndexBatchSamplerWrapper):
+        if is_predicting:
             batches = batches._batch_sampler
         dealt: Any = None
         if batches is None:
@@ -102,8 +104,18 @@ def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
     """The sampler that :func:`shard_dataloader` gave to this loader, if it did."""
     if not isinstance(dataloader, DataLoader):
         return None
-    candidates = (dataloader.sampler, dataloader.batch_sampler, getattr(dataloader.batch_sampler, "sampler", None))
+    batches: Any = dataloader.batch_sampler
+    if isinstance(batches, _IndexBatchSamplerWrapper):
+        batches = batches._batch_sampler
+    candidates = (dataloader.sampler, batches, getattr(batches, "sampler", None))
     return next((sampler for sampler in candidates if isinstance(sampler, ShardedSampler)), None)
+
+
+def drop_repeated(predictions: list[Any], dataloader: Any) -> None:
+    """Take the prediction for a batch that was only repeated off the end of this rank's."""
+    sampler = sharded_sampler(dataloader)
+    if sampler is not None and sampler.ends_with_a_repeated_batch and len(predictions) == len(dataloader):
+        predictions.pop()
 
 
 def _carry_place(dataloader: Any, sampler: ShardedSampler, batches_trained: Callable[[], int]) -> None:

@@ -315,10 +315,34 @@ class StopsOnOneRank(Model):
 
 def stop(sizes: dict[str, int], accumulate: int) -> int:
     module = StopsOnOneRank("gpt")
-    trainer = {"accumulate_grad_batches": accumulate}
+    trainer = {"accumulate_grad_batches": accumulate, "val_check_interval": 6}
     return len(train("gpt", sizes, steps=6, module=lambda: module, trainer=trainer).losses)
 
 
 @pytest.mark.parametrize(("sizes", "accumulate", "batches"), [(layout(pipeline=2), 2, 2), (layout(data=2), 4, 4)])
 def test_a_rank_that_stops_stops_all(sizes: dict[str, int], accumulate: int, batches: int) -> None:
     assert run_ranks(stop, 2, sizes, accumulate, elastic=True) == [batches, batches]
+
+
+class Predicts(Model):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> list[int]:
+        self.model(batch["x"])
+        return [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in batch["x"]]
+
+
+def predict(sizes: dict[str, int], samples: int) -> tuple[int, list[int]]:
+    strategy = HybridShardStrategy(**sizes)
+    trainer = L.Trainer(strategy=strategy, devices=world(sizes), **QUIET)
+    predictions = trainer.predict(Predicts("gpt"), loader(2, samples=samples))
+    assert predictions is not None
+    return strategy.layout.data_rank, [sample for batch in predictions for sample in batch]  # type: ignore[union-attr]
+
+
+def test_each_sample_is_predicted_once_where_data_ranks_dont_divide_them() -> None:
+    sizes = layout(pipeline=2, data=2)
+    for samples in (5, 7):  # a rank repeats a whole batch; a rank's last batch is smaller
+        expected = [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in loader(1, samples=samples).dataset.x]  # type: ignore[attr-defined]
+        by_data_rank: dict[int, list[int]] = {}
+        for data_rank, own in run_ranks(predict, 4, sizes, samples, elastic=True):
+            assert by_data_rank.setdefault(data_rank, own) == own
+        assert by_data_rank == {rank: expected[rank::2] for rank in range(2)}

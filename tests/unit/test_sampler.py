@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.sampler import shard_dataloader, sharded_sampler
+from lightning_shard.plugin.sampler import drop_repeated, shard_dataloader, sharded_sampler
 
 
 def shard(loader, rank=0, size=2, seed=5, train=True, **options):
@@ -315,7 +315,22 @@ def test_predictions_are_dealt_under_lightnings_record_of_their_indices(kind):
         ranks.append(read(sharded))
         assert sharded.batch_sampler.seen_batch_indices == ranks[-1]
     assert len(ranks[0]) == len(ranks[1])
-    assert {index for part in ranks for batch in part for index in batch} == set(range(7))
+    assert sorted(index for part in ranks for batch in part for index in batch) == [*range(7)]
+
+
+@pytest.mark.parametrize("samples", range(1, 20))
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_each_sample_is_predicted_once(samples, batch_size):
+    def make():
+        loader = DataLoader(range(samples), batch_size=batch_size)
+        return _update_dataloader(loader, loader.sampler, RunningStage.PREDICTING)
+
+    loaders = [shard(make(), rank, 3, train=False) for rank in range(3)]
+    ranks = [read(loader) for loader in loaders]
+    assert [len(part) for part in ranks] == [len(loader) for loader in loaders]  # no rank waits for another
+    for part, loader in zip(ranks, loaders):
+        drop_repeated(part, loader)
+    assert sorted(index for part in ranks for batch in part for index in batch) == [*range(samples)]
 
 
 def test_a_loader_that_was_sharded_is_sharded_anew_from_the_users():
