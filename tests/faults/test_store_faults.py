@@ -6,7 +6,7 @@ A proxy stands before a real S3 or WebDAV server; parts are patched small, so th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,9 @@ def attempt(work: Callable[[], object]) -> Exception | None:
     return error
 
 
-def in_ci(*faults: Fault) -> list[Any]:
-    """These are tried by default, the others of their kind in the long run."""
-    return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in (*PASSING, *FINAL)]
+def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
+    """These are tried by default, the others in the long run."""
+    return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in of]
 
 
 def entered(ledger: Ledger, fault: str, tried: int, lost: list[str]) -> None:
@@ -167,7 +167,7 @@ def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | N
     return lost
 
 
-@pytest.mark.parametrize("fault", [each for each in in_ci("reset", "lost") if each not in FINAL])
+@pytest.mark.parametrize("fault", in_ci("reset", "lost", of=PASSING))
 def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledger: Ledger) -> None:
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
@@ -184,7 +184,7 @@ def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledg
     entered(ledger, f"S3, a save: {fault} at one request, each in turn", total, lost)
 
 
-@pytest.mark.parametrize("fault", in_ci("expired"))
+@pytest.mark.parametrize("fault", in_ci("expired", of=[*PASSING, *FINAL]))
 def test_a_fault_that_stays_leaves_the_earlier_checkpoint_or_the_new_one(
     fault: Fault, place: Place, ledger: Ledger
 ) -> None:
@@ -281,7 +281,7 @@ def load_all(place: Place, step: int) -> None:
 # -- gather ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", in_ci("lost", "expired"))
+@pytest.mark.parametrize("fault", in_ci("lost", "expired", of=[*PASSING, *FINAL]))
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_gather_replaces_a_file_as_a_whole(fault: Fault, lasting: bool, place: Place, ledger: Ledger) -> None:
     """The earlier file is of the same length, so that it could be taken for a lost upload's success."""
