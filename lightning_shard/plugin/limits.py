@@ -10,8 +10,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
@@ -23,13 +25,23 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
     Raises:
         ConfigurationError: The first that doesn't go with the layout, and the way out.
     """
+    batch_norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    if getattr(trainer.strategy, "_layer_sync", None) is not None and batch_norms:
+        raise ConfigurationError(
+            f"sync_batchnorm=True isn't done by this strategy, and {batch_norms[0]} would normalize by each process's"
+            " own samples: leave it out if that is meant, or use a norm that looks at one sample (GroupNorm, LayerNorm)."
+        )
     if layout.pipeline_parallel_size == 1:
         return
+    if batch_norms and trainer.state.fn == TrainerFn.FITTING:
+        rank_zero_warn(
+            f"{batch_norms[0]} normalizes by the samples of a microbatch, as it does when gradients are accumulated:"
+            " with several pipeline stages training differs from that on whole batches. GroupNorm and LayerNorm don't."
+        )
     fits = trainer.state.fn == TrainerFn.FITTING
     scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
     takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    has_batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
     for applies, reason in (
         (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
         (
@@ -38,7 +50,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
         ),
         (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
         (
-            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and has_batch_norm,
+            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and batch_norms,
             "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
         ),
         (takes_iterator, "a training_step that takes dataloader_iter: take batch"),

@@ -150,6 +150,11 @@ def test_mixed_precision_with_a_loss_scaler() -> None:
     on_every_rank(PIPELINE, gpt, ValueError, r"16-mixed.*bf16-mixed", trainer={"precision": "16-mixed"})
 
 
+def test_batch_norm_that_should_be_synchronized() -> None:
+    says = r"sync_batchnorm=True isn't done by this strategy, and model\.norm would normalize"
+    on_every_rank(layout(data=2), Normalizes, ConfigurationError, says, trainer={"sync_batchnorm": True})
+
+
 def test_manual_optimization_with_stages() -> None:
     on_every_rank(PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1")
 
@@ -432,6 +437,12 @@ class NoBlocks(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+
+
+class Normalizes(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm = nn.BatchNorm1d(16)
 
 
 class OddWidth(Plain):
