@@ -29,7 +29,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
     if getattr(trainer.strategy, "_layer_sync", None) is not None and batch_norms:
         raise ConfigurationError(
             f"sync_batchnorm=True isn't done by this strategy, and {batch_norms[0]} would normalize by each process's"
-            " own samples: leave it out if that is meant, or use a norm that looks at one sample (GroupNorm, LayerNorm)."
+            " own samples: leave it out if that is meant, or use a norm of each sample (GroupNorm, LayerNorm)."
         )
     if layout.pipeline_parallel_size == 1:
         return
