@@ -188,7 +188,9 @@ def lost_the_others(exception: BaseException) -> bool:
     Gloo raises plain RuntimeErrors, told by their text (torch 2.13); those of NCCL and of stores have classes.
     """
     error: BaseException | None = exception
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, dist.DistError):
             return True
         if type(error) is RuntimeError and any(sign in str(error) for sign in ("gloo/", "Gloo ")):

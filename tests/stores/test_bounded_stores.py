@@ -377,3 +377,16 @@ def test_a_percent_escape_does_not_leave_the_folder_of_a_web_server(tmp_path: Pa
         for name in ("%2e%2e/private", "model/%2e%2e/%2e%2e/private"):
             with pytest.raises(FileNotFoundError):
                 store.read(name)
+
+
+def test_errors_that_are_each_others_cause_are_told_once():
+    """As a server's error is, that a library raises from its own timeout's handler."""
+    library, server = TimeoutError("no answer"), OSError("read timeout")
+    library.__cause__, server.__context__ = server, library
+
+    def fail() -> None:
+        raise server
+
+    made = Calls(MemoryFileSystem(), "here", {"secret": "hidden"})
+    with pytest.raises(OSError, match="read timeout"):
+        made.part(fail, moving_bytes=0)

@@ -194,12 +194,14 @@ class Calls:
         from fsspec.asyn import sync
         from fsspec.exceptions import FSTimeoutError
 
+        cause: BaseException | None
         try:
             return sync(self.fs.loop, call, *args, timeout=limit_s, **kwargs)
         except FSTimeoutError as error:
-            if error.__cause__ is not None and error.__cause__.args:  # the library's own, or the server's
-                raise error.__cause__ from None
-            raise self._stalled(call.__name__.lstrip("_"), limit_s) from None
+            cause = error.__cause__
+        if cause is not None and cause.args:  # the library's own, or the server's
+            raise cause from None  # here, since in the handler its context would be the error that it is the cause of
+        raise self._stalled(call.__name__.lstrip("_"), limit_s)
 
     def bounded(self, call: Callable[..., Result], *args: Any, limit_s: float, **kwargs: Any) -> Result:
         """Call anything on a thread of its own, and wait for it no longer than so many seconds."""
@@ -247,6 +249,8 @@ class Calls:
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
-    while error is not None:
+    seen: set[int] = set()  # a library may raise what it has caught from what came of it
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield f"{error}"
         error = error.__cause__ or error.__context__
