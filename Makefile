@@ -26,7 +26,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-# All tests of faults, the long ones too, and the page of what they counted; in about a quarter of an hour.
+# All tests of faults, the long ones too, and the page of what they counted; in about half an hour.
 LEDGER := $(CURDIR)/.cache/reliability
 reliability: $(INSTALLED)
 	@rm -rf $(LEDGER) && mkdir -p $(LEDGER)
