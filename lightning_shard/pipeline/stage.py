@@ -64,22 +64,23 @@ class _StandIn(nn.Module):
     """
 
     passage: Passage
-    name: str
+    block_name: str
 
     def __init__(self, passage: Passage, name: str, block: nn.Module) -> None:
         super().__init__()
         # a number that isn't a whole one may be a loss that the block keeps, and is another after each step
         plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and isinstance(v, (str, int))}
         elsewhere = frozenset(key for key in dir(block) if not key.startswith("_") and key not in plain)
-        self.__dict__.update(plain, passage=passage, name=name, elsewhere=elsewhere, training=block.training)
+        self.__dict__.update(plain, passage=passage, block_name=name, elsewhere=elsewhere, training=block.training)
         for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
             self.__dict__[hooks] = block.__dict__[hooks]
 
     def __getattr__(self, key: str) -> Any:
         if key in self.__dict__.get("elsewhere", ()) and self.passage.active:
             raise StepError(
-                f"The step asks {self.name} for its {key!r}, and that block is on another pipeline stage: return what"
-                " is needed of it from its forward, as a part of the hidden state, or use pipeline_parallel_size=1."
+                f"The step asks {self.block_name} for its {key!r}, and that block is on another pipeline stage: return"
+                " what is needed of it from its forward, as a part of the hidden state, or use"
+                " pipeline_parallel_size=1."
             )
         return super().__getattr__(key)
 
@@ -108,7 +109,7 @@ class EarlierBlock(_StandIn):
             return leaf
         has_nan = leaf.is_floating_point() or leaf.is_complex()
         data = torch.full_like(leaf, torch.nan, requires_grad=False) if has_nan else leaf.clone()
-        return mark(data, f"the output of {self.name}, a block of an earlier stage,")
+        return mark(data, f"the output of {self.block_name}, a block of an earlier stage,")
 
 
 class LaterBlock(_StandIn):
