@@ -1,23 +1,26 @@
-"""Find a model's repeated blocks, and what stands before and after them.
+"""Find a model's repeated blocks, and when what stands around them runs.
 
-A model is cut, sharded and initialised block by block, so the blocks are found once, by name, and everything else
-follows: a pipeline stage is a range of them; what runs before them belongs to the first stage, what runs after them to
-the last.
+A model is cut, sharded and initialised block by block, so the blocks are found once, by name, in the order in which
+they run, and everything else follows: a pipeline stage is a range of them, and a part around them belongs to the stage
+of the block that it runs before.
 """
 
 from __future__ import annotations
 
-import dis
+import ast
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import CodeType
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from lightning_shard.errors import PlacementError
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_SMALL = 0.1
+"""A list of other blocks than the largest one's, and of a smaller share of its size, isn't cut."""
 
 
 @dataclass(frozen=True)
@@ -25,29 +28,55 @@ class Blocks:
     """The repeated blocks of ``root`` and the parts around them, all as dotted names in ``root``.
 
     Attributes:
-        path: The list that holds the blocks, such as ``"model.layers"``.
-        names: Every block's name, in order.
-        network: The module that a step calls: the first part of ``path``, or ``""`` where that is ``root`` itself.
-        before: Modules and bare parameters of the network that run before the blocks.
-        after: Those that run after them.
+        names: Every block's name, in the order in which they run.
+        network: The module that a step calls: the first part of all names, or ``""`` where that is ``root`` itself.
+        parts: Modules and bare parameters around the blocks, each with the place of the block that it runs before;
+            ``len(names)`` for what runs after all of them. Of those outside of the network, the ones that are trained.
     """
 
-    path: str
     names: tuple[str, ...]
     network: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
+    parts: tuple[tuple[str, int], ...]
 
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The parts that run before all blocks."""
+        return tuple(name for name, place in self.parts if place == 0)
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """The parts that run after all blocks."""
+        return tuple(name for name, place in self.parts if place == len(self))
+
     def modules(self, root: nn.Module) -> list[nn.Module]:
         return [root.get_submodule(name) for name in self.names]
 
+    def ordered(self, starts: Sequence[str]) -> Blocks:
+        """The same with the order that was seen in a run.
+
+        Args:
+            starts: Names of blocks and parts, in the order in which they were called first. What wasn't called stays
+                where it is among the blocks.
+        """
+        called = [name for name in starts if name in self.names]
+        names = self.names if len(called) < len(self.names) else tuple(called)
+        place = dict(self.parts)
+        begun = 0
+        for name in starts:
+            if name in place:
+                place[name] = begun
+            elif name in self.names:
+                begun = max(begun, names.index(name) + 1)
+        return replace(self, names=names, parts=tuple(place.items()))
+
 
 def block_lists(root: nn.Module) -> dict[str, list[str]]:
-    """Every outermost list of at least two modules of one class that hold parameters: its path, and its blocks' names.
+    """Every outermost list of blocks that hold parameters: its path, and its blocks' names.
 
+    Its blocks are of one class, or of several of which one is there twice, as attention and state-space layers in turn.
     A list inside a block (the experts of a mixture, say) isn't one of the model's.
     """
     found: dict[str, list[str]] = {}
@@ -55,39 +84,48 @@ def block_lists(root: nn.Module) -> dict[str, list[str]]:
         if not isinstance(module, _LISTS) or any(path.startswith(f"{outer}.") for outer in found):
             continue
         children = dict(module.named_children())
-        alike = len({type(child) for child in children.values()}) == 1
-        if len(children) > 1 and alike and all(any(True for _ in child.parameters()) for child in children.values()):
+        classes = [type(child) for child in children.values() if _holds(child)]
+        alike = len(set(classes)) == 1 and len(classes) == len(children)
+        mixed = len(set(classes)) < len(classes) and len(children) > 2
+        if len(classes) > 1 and (alike or mixed):
             found[path] = [f"{path}.{name}" for name in children]
     return found
 
 
-def find_blocks(root: nn.Module, path: str | None = None) -> Blocks:
-    """The blocks at ``path``, or the longest list of like modules that are trained, if any are.
+def find_blocks(root: nn.Module, path: str | Sequence[str] | None = None) -> Blocks:
+    """The blocks at ``path``, or those of the model's lists of blocks.
+
+    Without a path these are the longest list that is trained, if any is, and with it those of the same network that
+    hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages. Where
+    there is no such list, the parts of an ``nn.Sequential``.
 
     Args:
         root: The LightningModule.
         path: A list of blocks by its name in ``root`` or by the end of that name: ``"layers"`` finds ``"model.layers"``
-            where no other list ends so.
+            where no other list ends so. Or several names, of lists or of modules, in the order in which they run.
 
     Raises:
         PlacementError: No list, or none by this name; says which there are.
     """
     lists = block_lists(root)
     if path is None:
-        if not lists:
+        groups = _chain(root, lists) or _sequential(root)
+        if not groups:
             raise PlacementError(
                 f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or"
-                " nn.ModuleDict of at least two modules of one class): name it by pipeline_blocks, or use"
-                " pipeline_parallel_size=1."
+                " nn.ModuleDict of at least two modules that hold parameters): name it, or the modules to cut between,"
+                " by pipeline_blocks, or use pipeline_parallel_size=1."
             )
-        path = max(lists, key=lambda name: (_trains(root.get_submodule(name)), len(lists[name]), _size(root, name)))
+        network = _network(groups)
+        names, parts = _lay_out(root, groups, network)
     else:
-        path = _resolve(root, path, lists)
-    names = tuple(f"{path}.{name}" for name, _ in root.get_submodule(path).named_children())
-    head, _, rest = path.partition(".")
-    network = head if rest else ""
-    before, after = _surroundings(root, path, network)
-    return Blocks(path, names, network, tuple(before), tuple(after))
+        found = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
+        groups = {name: _children(root, name) for name in found}
+        network = _network(groups)
+        names, parts = _lay_out(root, groups, network)
+        if not isinstance(path, str):
+            names = [name for group in groups.values() for name in group]
+    return Blocks(tuple(names), network, tuple(parts))
 
 
 def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
@@ -98,12 +136,67 @@ def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 
+# -- which blocks
+
+
+def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The largest list, and those that belong to it."""
+    if not lists:
+        return {}
+    path = max(lists, key=lambda name: (_trains(root.get_submodule(name)), len(lists[name]), _size(root, name)))
+    classes = {type(root.get_submodule(name)) for name in lists[path]}
+    network = path.partition(".")[0]
+
+    def belongs(other: str) -> bool:
+        held = [root.get_submodule(name) for name in lists[other]]
+        trains = _trains(root.get_submodule(other))
+        if other.partition(".")[0] != network or trains != _trains(root.get_submodule(path)):
+            return False
+        if _run_in_turn(root, path, other):
+            return False
+        if any(type(block) in classes for block in held):
+            return True
+        same_kind = all(map(_is_leaf, held)) == all(map(_is_leaf, (root.get_submodule(n) for n in lists[path])))
+        return same_kind and _size(root, other) >= _SMALL * _size(root, path)
+
+    return {other: names for other, names in lists.items() if other == path or belongs(other)}
+
+
+def _sequential(root: nn.Module) -> dict[str, list[str]]:
+    """The largest ``nn.Sequential`` of unlike parts, those inside it unfolded."""
+    paths = [path for path, module in root.named_modules() if type(module) is nn.Sequential]
+    found = {path: list(_unfolded(root, path)) for path in paths}
+    found = {path: names for path, names in found.items() if sum(_holds(root.get_submodule(n)) for n in names) > 1}
+    if not found:
+        return {}
+    path = max(found, key=lambda name: (_trains(root.get_submodule(name)), _size(root, name), len(found[name])))
+    return {path: found[path]}
+
+
+def _unfolded(root: nn.Module, path: str) -> Iterator[str]:
+    for name in _children(root, path):
+        child = root.get_submodule(name)
+        if type(child) is nn.Sequential and len(child):
+            yield from _unfolded(root, name)
+        else:
+            yield name
+
+
+def _children(root: nn.Module, path: str) -> list[str]:
+    module = root.get_submodule(path)
+    if not isinstance(module, _LISTS):
+        return [path]
+    return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+
+
+def _network(groups: dict[str, list[str]]) -> str:
+    heads = {path.partition(".")[0] for path in groups}
+    return heads.pop() if len(heads) == 1 and all("." in path for path in groups) else ""
+
+
 def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
-    matches = [
-        name
-        for name, module in root.named_modules()
-        if isinstance(module, _LISTS) and (name == path or name.endswith(f".{path}"))
-    ]
+    modules = [name for name, _ in root.named_modules() if name == path or name.endswith(f".{path}")]
+    matches = [name for name in modules if isinstance(root.get_submodule(name), _LISTS)] or modules
     exact = [name for name in matches if name == path]
     if len(exact or matches) == 1:
         return (exact or matches)[0]
@@ -112,6 +205,24 @@ def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
         f"pipeline_blocks={path!r} {problem} in {type(root).__name__}: name one of {sorted(lists) or 'its lists'} in"
         " full."
     )
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _run_in_turn(root: nn.Module, one: str, other: str) -> bool:
+    """Whether two lists of one length are run by one loop: ``for a, f in zip(self.attentions, self.feedforwards)``."""
+    parent, _, name = one.rpartition(".")
+    other_parent, _, other_name = other.rpartition(".")
+    if parent != other_parent or len(_children(root, one)) != len(_children(root, other)):
+        return False
+    loops = _loops(type(root.get_submodule(parent)))
+    return any(name in names and other_name in names for names in loops)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
 
 
 def _trains(module: nn.Module) -> bool:
@@ -123,62 +234,116 @@ def _size(root: nn.Module, path: str) -> int:
     return sum(parameter.numel() for parameter in root.get_submodule(path).parameters())
 
 
-def _surroundings(root: nn.Module, path: str, network: str) -> tuple[list[str], list[str]]:
-    """What the network holds beside the blocks, split by whether it runs before or after them."""
-    before: list[str] = []
-    after: list[str] = []
-    prefix = network
-    for step in path.removeprefix(f"{network}." if network else "").split("."):
-        level = root.get_submodule(prefix)
-        held = [name for name, _ in level.named_children()] + [
-            name for name, _ in level.named_parameters(recurse=False)
-        ]
-        earlier = _runs_before(level, step, held)
-        for name in held:
-            if name != step:
-                (before if name in earlier else after).append(f"{prefix}.{name}" if prefix else name)
-        prefix = f"{prefix}.{step}" if prefix else step
-    return before, after
+# -- in which order
 
 
-def _runs_before(level: nn.Module, blocks: str, held: list[str]) -> set[str]:
-    """The names that ``forward`` reads before it reads ``blocks``; registration order for names that it doesn't read.
+def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tuple[list[str], list[tuple[str, int]]]:
+    """All blocks in running order, and the parts around them with their places."""
+    names: list[str] = []
+    parts: list[tuple[str, int]] = []
 
-    The order in which the code names its parts is only a first guess of the order in which they run. A wrong one can't
-    pass unseen: what a stage doesn't hold raises when it's used on the wrong side of the blocks
-    (``pipeline/stage.py``).
+    def add(name: str) -> None:
+        module = root.get_submodule(name) if name not in own else None
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            parts.append((name, len(names)))
+            return
+        beside = next((path for path in groups if _run_in_turn(root, path, name)), None)
+        for child, block in zip(_children(root, name), groups.get(beside or "", [""] * len(module))):
+            if beside is None:
+                add(child)
+            else:
+                turns.append((child, block))
+
+    own = {name for name, _ in root.named_parameters()}
+    turns: list[tuple[str, str]] = []
+
+    def visit(path: str) -> None:
+        if path in groups:
+            names.extend(groups[path])
+            return
+        level = root.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        children = [name for name, _ in level.named_children()]
+        bare = [name for name, _ in level.named_parameters(recurse=False)]
+        carriers = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
+        for name in _running_order(level, children, bare, carriers):
+            if name in carriers:
+                visit(prefix + name)
+            elif path or not network or name in bare or _trains(level.get_submodule(name)):
+                add(prefix + name)
+
+    visit("")
+    return names, [*parts, *((part, names.index(block)) for part, block in turns)]
+
+
+def _running_order(level: nn.Module, children: list[str], bare: list[str], carriers: list[str]) -> list[str]:
+    """What a module holds, in the order in which its code uses it first.
+
+    What the code doesn't name, a bare parameter begins with, and a child stands where it is registered among the
+    children with blocks. This is a guess, which a run corrects where there is an example (``Blocks.ordered``). A wrong
+    one costs traffic or is refused, but can't pass for right: what a stage doesn't hold is unknown there
+    (``pipeline/taint.py``).
     """
+    held = {*children, *bare}
     used: list[str] = []
-    for method in ("forward", "training_step"):
-        used = list(dict.fromkeys(name for name in _attributes_read(type(level), method, depth=3) if name in held))
-        if blocks in used:
+    for method in ("training_step", "forward"):
+        used = list(dict.fromkeys(name for name in _attributes_used(type(level), method, depth=4) if name in held))
+        if any(name in carriers for name in used):
             break
     else:
         used = []
-    place = {name: i for i, name in enumerate(used)}
-    children = [name for name in held if name in dict(level.named_children())]
-    registered = {name: i for i, name in enumerate(children)}
-    earlier = set()
-    for name in held:
-        if name in place:
-            if place[name] < place[blocks]:
-                earlier.add(name)
-        elif name not in registered or registered[name] < registered[blocks]:
-            earlier.add(name)
-    return earlier
+    order = [name for name in used if name in held]
+    for name in [child for child in carriers if child not in order]:
+        order.append(name)
+    place = {name: index for index, name in enumerate(children)}
+    for name in reversed([child for child in children if child not in order]):
+        earlier = [order.index(carrier) for carrier in carriers if place[carrier] < place[name]]
+        order.insert(max(earlier) + 1 if earlier else 0, name)
+    return [*(name for name in bare if name not in order), *order]
 
 
-def _attributes_read(cls: type, method: str, depth: int) -> Iterator[str]:
-    """Names of attributes in the order in which a method's code reads them, its class's own methods unfolded."""
-    function = inspect.unwrap(getattr(cls, method, None) or (lambda: None))
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
-        return
-    for instruction in dis.get_instructions(code):
-        if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD") or not isinstance(instruction.argval, str):
-            continue
-        name = instruction.argval
+def _attributes_used(cls: type, method: str, depth: int) -> Iterator[str]:
+    """Names of attributes in the order in which a method's code uses them, its class's own methods unfolded.
+
+    A call comes after what it is given: ``self.head(self.blocks(x))`` uses the blocks first.
+    """
+    for name in _names_used(_code(getattr(cls, method, None))):
         if depth and name != method and inspect.isfunction(inspect.getattr_static(cls, name, None)):
-            yield from _attributes_read(cls, name, depth - 1)
+            yield from _attributes_used(cls, name, depth - 1)
         else:
             yield name
+
+
+def _loops(cls: type) -> list[set[str]]:
+    """Of each loop in a class's methods, the names of the attributes that it uses."""
+    methods = (_code(value) for value in vars(cls).values() if inspect.isfunction(value))
+    nodes = (node for body in methods for statement in body for node in ast.walk(statement))
+    return [set(_names_used([node])) for node in nodes if isinstance(node, ast.For)]
+
+
+def _code(function: Any) -> list[ast.stmt]:
+    """A function's statements; none where there is no source."""
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return []
+    return definition.body if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+
+
+def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            yield from _names_used([*node.args, *node.keywords, node.func])
+            if isinstance(node.func, ast.Name) and node.func.id == "self":
+                yield "forward"
+        elif isinstance(node, ast.Attribute):
+            yield from _names_used([node.value])
+            yield node.attr
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
+            yield from _names_used([node.value])
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            yield from _names_used([*node.generators, node.elt])
+        elif isinstance(node, ast.For):
+            yield from _names_used([node.iter, *node.body, *node.orelse])
+        else:
+            yield from _names_used(ast.iter_child_nodes(node))

@@ -1,8 +1,7 @@
-"""Hidden states forward, gradients backward: what passes between neighbouring stages.
+"""Values forward, gradients backward: what passes between neighbouring stages.
 
-All stages of a pipeline read the same batch, so the shapes of a hidden state follow from the shapes of the microbatch:
-they are sent along once for every new signature (see :func:`signature`), then both sides know them and only tensors
-travel. The sender checks what it sends against them, since the receiver could only hang.
+What a microbatch of a signature brings is agreed once (``crossing.py``): then both sides know the shapes, and only
+tensors travel. The sender checks what it sends against them, since the receiver could only hang.
 
 Forward and backward travel on process groups of their own: on NCCL, operations of one group run in the order of their
 calls, and two neighbours that send to each other at once would each wait for the other's receive.
@@ -10,7 +9,7 @@ calls, and two neighbours that send to each other at once would each wait for th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,19 +19,11 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
-
-
-@dataclass(frozen=True)
-class Slot(tree.Leaf):
-    """Where a tensor stands in a hidden state, and what it is."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+from lightning_shard.pipeline.crossing import Delivery, Key, Request, Slot
 
 
 def signature(microbatch: Any, kind: str) -> Hashable:
-    """What decides a hidden state's shapes: the kind of step and the shapes of the microbatch's tensors."""
+    """What decides what crosses, and its shapes: the kind of step and the shapes of the microbatch's tensors."""
     return kind, tuple((tuple(t.shape), t.dtype) for t in tree.tensors(microbatch))
 
 
@@ -41,7 +32,7 @@ class Channel:
     """This rank's ends of its pipeline.
 
     Attributes:
-        forward_group: The ranks of this pipeline in stage order, for hidden states.
+        forward_group: The ranks of this pipeline in stage order, for values.
         backward_group: The same ranks, for gradients.
         device: Where tensors are received.
     """
@@ -50,48 +41,65 @@ class Channel:
     backward_group: dist.ProcessGroup
     stage: int
     device: torch.device
-    _incoming: dict[Hashable, Any] = field(default_factory=dict)
-    _outgoing: dict[Hashable, Any] = field(default_factory=dict)
     _sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
-    def send_state(self, state: Any, key: Hashable) -> None:
-        """Send a hidden state, of any nesting, to the next stage.
+    # While it is found out what crosses
+
+    def announce(self, delivery: Delivery) -> None:
+        """Tell the next stage what it will be sent."""
+        self._say(delivery, self.stage + 1)
+
+    def hear(self) -> Delivery:
+        """What the stage before announces."""
+        return self._listen(self.stage - 1)
+
+    def request(self, request: Request) -> None:
+        """Answer the stage before."""
+        self._say(request, self.stage - 1)
+
+    def requested(self) -> Request:
+        """The next stage's answer."""
+        return self._listen(self.stage + 1)
+
+    # Of each microbatch
+
+    def send(self, values: Mapping[Key, Tensor], slots: Mapping[Key, Slot]) -> None:
+        """Send the values of these slots to the next stage.
 
         Raises:
-            StepError: Its shapes differ from those sent before for microbatches of the same shapes.
+            StepError: They differ from what was agreed for microbatches of the same shapes.
         """
-        slots = tree.map_leaves(_slot, state)
-        if key not in self._outgoing:
-            dist.send_object_list([slots], group=self.forward_group, group_dst=self.stage + 1, device=self.device)
-            self._outgoing[key] = slots
-        elif self._outgoing[key] != slots:
+        own = {key: Slot.of(values[key]) for key in slots if key in values}
+        if own != slots:
+            key, slot = next((key, slot) for key, slot in slots.items() if own.get(key) != slot)
             raise StepError(
-                f"Stage {self.stage} hands on {slots}, and handed on {self._outgoing[key]} for an earlier microbatch"
-                " of the same shapes: a hidden state's shapes may depend on those of the batch, not on its values (pad"
-                " them), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
+                f"Stage {self.stage} hands on {own.get(key)} as {key}, and handed on {slot} for an earlier microbatch"
+                " of the same shapes: what crosses between stages may depend on a batch's shapes, not on its values (pad"
+                " it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
                 " pipeline_parallel_size=1."
             )
-        for tensor in tree.tensors(state):
-            self._send(tensor.detach(), self.forward_group, self.stage + 1)
+        for key in slots:
+            self._send(values[key].detach(), self.forward_group, self.stage + 1)
 
-    def receive_state(self, key: Hashable) -> Any:
-        """The previous stage's hidden state, its tensors leaves that gather gradients where the sender's did."""
-        if key not in self._incoming:
-            header: list[Any] = [None]
-            dist.recv_object_list(header, group=self.forward_group, group_src=self.stage - 1, device=self.device)
-            self._incoming[key] = header[0]
-        return tree.map_leaves(self._receive_slot, self._incoming[key])
+    def receive(self, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
+        """What the stage before sends, as leaves that gather gradients where the sender's values need them."""
+        received = {}
+        for key, slot in slots.items():
+            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+            dist.recv(tensor, group=self.forward_group, group_src=self.stage - 1)
+            received[key] = tensor.requires_grad_(slot.requires_grad)
+        return received
 
-    def send_gradients(self, state: Any) -> None:
-        """Send the gradients of a received state's tensors to the previous stage."""
-        for tensor in tree.tensors(state):
+    def send_gradients(self, received: Iterable[Tensor]) -> None:
+        """Send the gradients of received values to the previous stage."""
+        for tensor in received:
             if tensor.requires_grad:
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._send(gradient, self.backward_group, self.stage - 1)
 
-    def receive_gradients(self, state: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors of a sent state that need gradients, and their gradients from the next stage."""
-        outputs = [tensor for tensor in tree.tensors(state) if tensor.requires_grad]
+    def receive_gradients(self, sent: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The sent values that need gradients, and their gradients from the next stage."""
+        outputs = [tensor for tensor in sent if tensor.requires_grad]
         gradients = []
         for output in outputs:
             gradient = torch.empty(output.shape, dtype=output.dtype, device=self.device)
@@ -105,13 +113,6 @@ class Channel:
             work.wait()
         self._sending.clear()
 
-    def _receive_slot(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Slot):
-            return leaf
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-        dist.recv(tensor, group=self.forward_group, group_src=self.stage - 1)
-        return tensor.requires_grad_(leaf.requires_grad)
-
     def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         tensor = tensor.contiguous()
@@ -119,6 +120,10 @@ class Channel:
         assert work is not None
         self._sending.append((work, tensor))  # the tensor must live until it has left
 
+    def _say(self, message: Any, to: int) -> None:
+        dist.send_object_list([message], group=self.forward_group, group_dst=to, device=self.device)
 
-def _slot(leaf: Any) -> Any:
-    return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    def _listen(self, source: int) -> Any:
+        message: list[Any] = [None]
+        dist.recv_object_list(message, group=self.forward_group, group_src=source, device=self.device)
+        return message[0]

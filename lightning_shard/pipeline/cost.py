@@ -7,7 +7,7 @@ batch, estimated from the parameters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["ModelCost", "PartCost", "measure"]
+__all__ = ["ModelCost", "PartCost", "Run", "measure", "watch"]
+
+Part = nn.Module | nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -41,76 +43,85 @@ class ModelCost:
     blocks: tuple[PartCost, ...]
     before: tuple[PartCost, ...] = ()
     after: tuple[PartCost, ...] = ()
+    between: tuple[tuple[int, PartCost], ...] = ()
     counted: bool = False
+
+    def parts_at(self, place: int) -> tuple[PartCost, ...]:
+        """What runs just before the block of this place, or after all of them."""
+        ends = (self.before if place == 0 else ()) + (self.after if place == len(self.blocks) else ())
+        return ends + tuple(part for own, part in self.between if own == place)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was seen in a run of the network: each part's operations, and the names of what was called, in order."""
+
+    flops: Mapping[str, int]
+    starts: tuple[str, ...]
 
 
 def measure(
-    blocks: Sequence[nn.Module],
-    before: Mapping[str, nn.Module | nn.Parameter],
-    after: Mapping[str, nn.Module | nn.Parameter],
-    *,
-    run: Callable[[], Any] | None = None,
+    blocks: Mapping[str, nn.Module],
+    parts: Mapping[str, tuple[int, Part]],
+    seen: Run | None = None,
 ) -> ModelCost:
-    """The cost of each block and of each part before and after them.
+    """The cost of each block and of each part around them.
 
     Args:
-        blocks: In the order in which they run; on any device or on meta.
-        run: Calls the network, or the parts one by one, on inputs that it makes itself: what it makes are fake tensors
-            too. Without it, or where it raises (the reason is warned), the operations are estimated as 2 per token and
-            parameter; embeddings look up and count nothing.
+        blocks: By name, in the order in which they run; on any device or on meta.
+        parts: By name, with the place of the block that each runs before; ``len(blocks)`` for what runs after all.
+        seen: What was counted. Without it, the operations are estimated as 2 per token and parameter; embeddings look
+            up and count nothing.
     """
-    modules: list[tuple[str, nn.Module | nn.Parameter]] = [
-        *before.items(),
-        *((str(index), block) for index, block in enumerate(blocks)),
-        *after.items(),
-    ]
-    flops = _counted_flops([part for _, part in modules], run) if run is not None else None
-    costs = [
-        PartCost(
+
+    def cost(name: str, part: Part) -> PartCost:
+        held = _parameters(part)
+        return PartCost(
             name,
-            sum(parameter.numel() for parameter in _parameters(part)),
-            sum(parameter.numel() * parameter.element_size() for parameter in _parameters(part)),
-            _estimated_flops(part) if flops is None else flops[index],
+            sum(parameter.numel() for parameter in held),
+            sum(parameter.numel() * parameter.element_size() for parameter in held),
+            _estimated_flops(part) if seen is None else seen.flops[name],
         )
-        for index, (name, part) in enumerate(modules)
-    ]
-    first, last = len(before), len(before) + len(blocks)
-    return ModelCost(tuple(costs[first:last]), tuple(costs[:first]), tuple(costs[last:]), counted=flops is not None)
+
+    placed = [(place, cost(name, part)) for name, (place, part) in parts.items()]
+    return ModelCost(
+        tuple(cost(name, block) for name, block in blocks.items()),
+        tuple(part for place, part in placed if place == 0),
+        tuple(part for place, part in placed if place == len(blocks)),
+        tuple((place, part) for place, part in placed if 0 < place < len(blocks)),
+        counted=seen is not None,
+    )
 
 
-def _parameters(part: nn.Module | nn.Parameter) -> list[nn.Parameter]:
-    return [part] if isinstance(part, nn.Parameter) else list(part.parameters())
+def watch(parts: Mapping[str, Part], run: Callable[[], Any]) -> Run | None:
+    """Count the operations of each part in one call of ``run``; ``None`` if it fails, and the reason is warned.
 
-
-def _estimated_flops(part: nn.Module | nn.Parameter) -> int:
-    if isinstance(part, nn.Parameter):
-        return 0
-    looked_up = {id(module.weight) for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
-    return 2 * sum(parameter.numel() for parameter in part.parameters() if id(parameter) not in looked_up)
-
-
-def _counted_flops(parts: Sequence[nn.Module | nn.Parameter], run: Callable[[], Any]) -> list[int] | None:
-    """Of each part in one call of ``run``; ``None`` if it fails."""
-    flops = [0] * len(parts)
+    Args:
+        parts: Blocks, and parts around them.
+        run: Calls the network on inputs that it makes itself: what it makes are fake tensors too.
+    """
+    flops = dict.fromkeys(parts, 0)
+    starts: dict[str, None] = {}
     counter = FlopCounterMode(display=False)
 
-    def count_during(index: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def start(*_: Any) -> None:
-            flops[index] -= counter.get_total_flops()
+            starts.setdefault(name)
+            flops[name] -= counter.get_total_flops()
 
         def stop(*_: Any) -> None:
-            flops[index] += counter.get_total_flops()
+            flops[name] += counter.get_total_flops()
 
         return start, stop
 
     with ExitStack() as stack:
-        for index, part in enumerate(parts):
+        for name, part in parts.items():
             if isinstance(part, nn.Module):
-                start, stop = count_during(index)
+                start, stop = hooks(name)
                 stack.callback(part.register_forward_pre_hook(start).remove)
                 stack.callback(part.register_forward_hook(stop).remove)
         try:
-            with torch.no_grad(), _without_computing(parts), counter:
+            with torch.no_grad(), _without_computing(parts.values()), counter:
                 run()
         except Exception as error:
             warnings.warn(
@@ -119,11 +130,22 @@ def _counted_flops(parts: Sequence[nn.Module | nn.Parameter], run: Callable[[], 
                 stacklevel=3,
             )
             return None
-    return flops
+    return Run(flops, tuple(starts))
+
+
+def _parameters(part: Part) -> list[nn.Parameter]:
+    return [part] if isinstance(part, nn.Parameter) else list(part.parameters())
+
+
+def _estimated_flops(part: Part) -> int:
+    if isinstance(part, nn.Parameter):
+        return 0
+    looked_up = {id(module.weight) for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    return 2 * sum(parameter.numel() for parameter in part.parameters() if id(parameter) not in looked_up)
 
 
 @contextmanager
-def _without_computing(parts: Sequence[nn.Module | nn.Parameter]) -> Iterator[None]:
+def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
     if any(parameter.is_meta for part in parts for parameter in _parameters(part)):
         with torch.device("meta"):
             yield

@@ -1,8 +1,8 @@
-"""Blocks to stages: contiguous, at least one on each, the parts before on the first and the parts after on the last.
+"""Blocks to stages: contiguous, at least one on each, a part around them on the stage of the block that it runs before.
 
 A pipeline goes at the pace of its slowest stage, so ``"auto"`` makes the costliest stage as cheap as it can be. With
-C(i, j) the cost of blocks i … j−1 and B(s, j) the least possible cost of the costliest of s stages that hold the first
-j blocks::
+C(i, j) the cost of blocks i … j−1 and of the parts before them (on the last stage also after them), and B(s, j) the
+least possible cost of the costliest of s stages that hold the first j blocks::
 
     B(s, j) = min over i of max(B(s − 1, i), C(i, j))
 
@@ -106,10 +106,9 @@ def place(cost: ModelCost, stages: int, policy: Policy = "auto", *, devices: Seq
             f" use pipeline_parallel_size={blocks} or less."
         )
     weights = _weights(cost)
-    before, after = weights(cost.before), weights(cost.after)
-    block_weights = [weights((block,)) for block in cost.blocks]
     if policy == "auto":
-        bounds = _least_bottleneck(block_weights, stages, before, after)
+        around = [weights(cost.parts_at(place)) for place in range(blocks + 1)]
+        bounds = _least_bottleneck([weights((block,)) for block in cost.blocks], stages, around)
     elif policy == "even":
         share, extra = divmod(blocks, stages)
         bounds = [0, *accumulate(share + (index < extra) for index in range(stages))]
@@ -117,14 +116,15 @@ def place(cost: ModelCost, stages: int, policy: Policy = "auto", *, devices: Seq
         bounds = [0, *accumulate(_checked_counts(policy, blocks, stages))]
     placed = []
     for index, (start, stop) in enumerate(pairwise(bounds)):
-        beside = (cost.before if index == 0 else ()) + (cost.after if index == stages - 1 else ())
+        places = range(start, stop + (index == stages - 1))
+        beside = tuple(part for place in places for part in cost.parts_at(place))
         held = cost.blocks[start:stop] + beside
         placed.append(
             StagePlacement(
                 range(start, stop),
                 sum(part.parameters for part in held),
                 sum(part.bytes for part in held),
-                sum(block_weights[start:stop]) + weights(beside),
+                weights(cost.blocks[start:stop]) + weights(beside),
                 tuple(part.name for part in beside),
                 devices[index] if devices else None,
             )
@@ -162,15 +162,18 @@ def _weights(cost: ModelCost) -> Callable[[Sequence[PartCost]], int]:
     return lambda parts: sum(id(part) in blocks for part in parts)
 
 
-def _least_bottleneck(blocks: Sequence[int], stages: int, before: int, after: int) -> list[int]:
+def _least_bottleneck(blocks: Sequence[int], stages: int, around: Sequence[int]) -> list[int]:
     """The stages' bounds in the blocks, ``stages + 1`` of them.
 
     Exact in O(stages × blocks²).
+
+    Args:
+        around: The cost of what runs before each block, and of what runs after all.
     """
-    sums = [0, *accumulate(blocks)]
+    sums = [0, *accumulate(block + before for block, before in zip(blocks, around))]
 
     def cost(stage: int, start: int, stop: int) -> int:
-        return sums[stop] - sums[start] + before * (stage == 0) + after * (stage == stages - 1)
+        return sums[stop] - sums[start] + around[-1] * (stage == stages - 1)
 
     bottleneck = _best(len(blocks), stages, cost, max)[0]
 

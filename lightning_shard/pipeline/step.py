@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel, signature
+from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.stage import Stage
-from lightning_shard.pipeline.taint import refuse
 
-#: Calls the user's step on microbatch ``i``; returns whether StageEnd ended it, and its result (or the hidden state).
-RunStep = Callable[[int], tuple[bool, Any]]
+#: Calls the user's step on microbatch ``i``; returns its result, on the last stage.
+RunStep = Callable[[int], Any]
 
 
 @dataclass
 class _InFlight:
     """A microbatch between its forward and its backward."""
 
-    received: Any
-    sent: Any
+    received: Mapping[Key, Tensor]
+    sent: Mapping[Key, Tensor]
     loss: Tensor | None
 
 
@@ -35,12 +35,14 @@ class PipelinedStep:
     Args:
         stage: The stage of the model that was cut.
         channel: This rank's ends of its pipeline.
+        remember: Notes what a step may change beside gradients; returns what puts it back.
     """
 
-    def __init__(self, stage: Stage, channel: Channel) -> None:
+    def __init__(self, stage: Stage, channel: Channel, remember: Callable[[], Callable[[], None]]) -> None:
         self.stage = stage
         self.channel = channel
-        self._checked: set[Hashable] = set()
+        self._remember = remember
+        self._crossings: dict[Hashable, Crossing] = {}
 
     def train(
         self,
@@ -70,12 +72,12 @@ class PipelinedStep:
         last_backward = next(a.microbatch for a in reversed(actions) if a.kind == "B")
         for kind, i in actions:
             if kind == "F":
-                received, output = self._forward(run, i, signature(microbatches[i], "train"))
+                passage, result = self._forward(run, i, signature(microbatches[i], "train"))
                 loss = None
                 if self.stage.is_last:
-                    loss = loss_of(output)
-                    results[i], output = tree.map_leaves(_detached, output), None  # keep no graph alive
-                in_flight[i] = _InFlight(received, output, loss)
+                    loss = loss_of(result)
+                    results[i] = tree.map_leaves(_detached, result)  # keep no graph alive
+                in_flight[i] = _InFlight(passage.received, passage.sent, loss)
             else:
                 before_backward(i == last_backward)
                 self._backward(in_flight.pop(i), backward)
@@ -88,57 +90,98 @@ class PipelinedStep:
         self.channel.flush()
         return results if self.stage.is_last else []
 
-    def _forward(self, run: RunStep, i: int, key: Hashable) -> tuple[Any, Any]:
-        """One microbatch's forward: what was received, and what the step returned (last stage) or what was sent on."""
-        received = None if self.stage.is_first else self.channel.receive_state(key)
-        with self.stage.microbatch(received) as passage:
-            ended, result = run(i)
-            if passage.output is None:
-                raise StepError(
-                    "The step returned without calling the network, or the network skipped its blocks; with several"
-                    " pipeline stages every step calls it exactly once. Call it, or use pipeline_parallel_size=1."
-                )
-            assert ended != self.stage.is_last, "a stage ends exactly where its last block does"
-            if self.stage.is_last:
-                refuse(result, "What the step returns")
-            output = result if self.stage.is_last else passage.output
-            state = passage.output
-        self._check_complete(key, received, (state, result))
-        if not self.stage.is_last:
-            self.channel.send_state(output, key)
-        return received, output
+    def _forward(self, run: RunStep, i: int, key: Hashable) -> tuple[Passage, Any]:
+        """One microbatch's forward, and what the step returned (on the last stage)."""
+        crossing = self._crossings.get(key)
+        if crossing is None:
+            passage, result, self._crossings[key] = self._find_crossing(run, i)
+            return passage, result
+        received = {} if self.stage.is_first else self.channel.receive(crossing.incoming.slots)
+        with self.stage.microbatch(received, crossing) as passage:
+            result = run(i)
+            _check_ran(self.stage, passage)
+        _check_order(passage, crossing)
+        if crossing.outgoing is not None:
+            self.channel.send(passage.sent, crossing.outgoing.slots)
+        return passage, result
+
+    def _find_crossing(self, run: RunStep, i: int) -> tuple[Passage, Any, Crossing]:
+        """The first microbatch of a signature: run it until neither this stage nor a later one misses anything.
+
+        A stage that misses a value asks the one before, which runs its part again to send it. In between everything is
+        put back as it was. Nobody asks for a name twice, so this ends.
+        """
+        stage, channel = self.stage, self.channel
+        put_back = self._remember()
+        asked: list[Key] = []
+        while True:
+            incoming, received = Delivery(), {}
+            if not stage.is_first:
+                incoming = channel.hear()
+                received = channel.receive(incoming.slots)
+            crossing = Crossing(incoming, asked)
+            with stage.microbatch(received, crossing, searching=True) as passage:
+                result = run(i)
+                if passage.missing is None:
+                    _check_ran(stage, passage)
+            request = passage.missing or self._deliver(passage, crossing)
+            if not stage.is_first:
+                channel.request(request)
+            if request.done:
+                passage.known.clear()
+                return passage, result, crossing
+            put_back()
+
+    def _deliver(self, passage: Passage, crossing: Crossing) -> Request:
+        """Send what the next stage gets; whether that is all it needs, and if not, what this stage needs for it."""
+        if self.stage.is_last:
+            return Request(done=True)
+        crossing.outgoing = self.stage.delivery(passage)
+        self.channel.announce(crossing.outgoing)
+        self.channel.send(passage.sent, crossing.outgoing.slots)
+        answer = self.channel.requested()
+        if answer.done:
+            return answer
+        if again := set(answer.keys) & set(crossing.asked):
+            raise StepError(f"{answer.sentence} {sorted(again)} can't be sent between stages.")
+        crossing.asked.extend(answer.keys)
+        needed = [own for key in answer.keys for own in passage.ask(key, answer.sentence)]
+        return Request(False, tuple(dict.fromkeys(needed)), answer.sentence)
 
     def _backward(self, microbatch: _InFlight, backward: Callable[[Tensor], None]) -> None:
         if microbatch.loss is not None:
             backward(microbatch.loss)
         else:
-            outputs, gradients = self.channel.receive_gradients(microbatch.sent)
+            outputs, gradients = self.channel.receive_gradients(microbatch.sent.values())
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         if not self.stage.is_first:
-            self.channel.send_gradients(microbatch.received)
+            self.channel.send_gradients(microbatch.received.values())
 
-    def _check_complete(self, key: Hashable, received: Any, state: Any) -> None:
-        """Once per signature: NaN that came from a hollow parameter and not from the stage before.
 
-        Unknown values are followed through torch's functions; this finds one that went another way, such as through an
-        autograd function of the model's own.
-        """
-        if self.stage.is_first or key in self._checked:
-            return
-        self._checked.add(key)
-        if _has_nan(state) and not _has_nan(received):
-            raise StepError(
-                f"Stage {self.stage.index} turned a finite hidden state into NaN. If a plain run doesn't, its blocks or"
-                " what follows them use a value besides the hidden state that only an earlier stage has (computed from"
-                " its parameters, or one of its blocks' outputs): return it from the blocks as part of the hidden"
-                " state, or use pipeline_parallel_size=1."
-            )
+def _check_ran(stage: Stage, passage: Passage) -> None:
+    if not passage.finished:
+        raise StepError(
+            "The step returned without calling the network, or the network skipped its blocks; with several"
+            " pipeline stages every step calls it exactly once, and its blocks in the order of pipeline_blocks. Call"
+            " it, or use pipeline_parallel_size=1."
+        )
+
+
+def _check_order(passage: Passage, crossing: Crossing) -> None:
+    """Values are told by the number of their operation: both sides of a cut must have counted the same."""
+    if not crossing.is_traced():
+        return
+    entered = crossing.incoming.operations
+    ended = crossing.outgoing.operations if crossing.outgoing else None
+    if entered not in (None, passage.entered_at) or ended not in (None, passage.operations):
+        raise StepError(
+            f"Stage {passage.stage} ran other code around the blocks than for an earlier microbatch of the same shapes"
+            f" ({passage.entered_at} and {passage.operations} operations, not {entered} and {ended}), so what crosses"
+            " between stages isn't known: it may depend on a batch's shapes, not on its values. Or use"
+            " pipeline_parallel_size=1."
+        )
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _has_nan(state: Any) -> bool:
-    return any(bool(t.isnan().any()) for t in tree.tensors(state) if t.is_floating_point())

@@ -1,17 +1,18 @@
 """Values that aren't known on this stage: parameters that another stage holds, and whatever is computed from them.
 
 On a stage, the user's code runs around blocks that are elsewhere, and most of what it computes there is thrown away. So
-such a value may be computed, in any dtype and through any operation: it is :class:`Unknown`, and says from what. It is
-refused where it would count: as an input of a block that is here, in a loss, a log or a result, and where Python
-asks for it as a number.
+such a value may be computed, in any dtype and through any operation: it is :class:`Unknown`, and says from what. Where
+it would count, it is missing: as an input of a block that is here, in a loss, a log or a result, and where Python asks
+for it as a number. What is missing is had from the stage before (``crossing.py``), or refused.
 
 A tensor is told apart by its class, at no cost to known ones: no value is looked at, and no device waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,35 +32,55 @@ _WITHOUT_VALUES = {
 _LIKE_OTHERS = {"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as_"}
 """Of the first argument the former take shape, dtype and device only; the latter of all but the first."""
 
+REMEDY = (
+    "With several pipeline stages, a stage has what its blocks hand on and what earlier stages compute: use"
+    " pipeline_parallel_size=1, or tell us of this network."
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Why values are unknown.
+
+    Attributes:
+        text: As the object of a sentence: "what is computed from …".
+        on_missing: Raises for values that are needed here; is given them, and the sentence that refuses them.
+    """
+
+    text: str
+    on_missing: Callable[[Sequence[Unknown], str], NoReturn]
+
 
 class Unknown(torch.Tensor):
-    """A tensor whose values aren't known here; ``source`` says why."""
+    """A tensor whose values aren't known here.
 
-    source: str
+    ``value`` says how it was computed, where that is recorded (``crossing.py``).
+    """
+
+    origin: Origin
+    value: Any = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         taken = args[1:] if name in _WITHOUT_VALUES else args[:1] if name in _LIKE_OTHERS else (args, kwargs)
-        unknown = _first_unknown(taken)
-        reads = name == "__get__"  # an attribute, such as .shape or .dtype, or .T
-        if unknown is not None and not reads:
-            for tensor in _parameters_in(taken):
-                tensor.refuse_if_wrong()
-            if name in _AS_NUMBERS:
-                raise StepError(f"The step asks for {unknown.source} as a number ({name}). {REMEDY}")
+        unknown = first_unknown(taken)
+        if unknown is not None and name in _AS_NUMBERS:
+            _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
+        if args and isinstance(args[0], Hollow) and writes(name):
+            return args[0]  # it has no memory: initialisation of a module that another stage holds
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if unknown is None:
             return result
-        known = {id(leaf) for leaf in _leaves((args, kwargs))}  # what is handed back as it came stays so
-        for written in [*args[: _writes(name)], *_leaves(kwargs.get("out", ()))]:
+        known = {id(leaf) for leaf in leaves((args, kwargs))}  # what is handed back as it came stays so
+        for written in [*args[: writes(name)], *leaves(kwargs.get("out", ()))]:
             if isinstance(written, Tensor):
-                _mark_written(written, unknown.source)
-        for leaf in _leaves(result):
+                _mark_written(written, unknown.origin)
+        for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
-                mark(leaf, unknown.source)
+                mark(leaf, unknown.origin)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
@@ -67,31 +88,27 @@ class Unknown(torch.Tensor):
 
 
 class Hollow(Unknown):
-    """A parameter that another stage holds: its shape and dtype over one NaN; using it on the wrong side raises."""
+    """A parameter that another stage holds: its shape and dtype over one NaN."""
 
-    _refuse: Callable[[], str | None]
+    fqn: str
+    holder: int
 
     @staticmethod
-    def of(parameter: Tensor, device: torch.device, name: str, stage: int, refuse: Callable[[], str | None]) -> Hollow:
+    def of(
+        parameter: Tensor,
+        device: torch.device,
+        name: str,
+        stage: int,
+        on_missing: Callable[[Sequence[Unknown], str], NoReturn],
+    ) -> Hollow:
         nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
         hollow = torch.Tensor._make_subclass(Hollow, nan)
-        hollow.source = f"what is computed from {name}, which stage {stage} holds,"
-        hollow._refuse = refuse
+        hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
+        hollow.fqn, hollow.holder = name, stage
         return hollow
 
-    def refuse_if_wrong(self) -> None:
-        problem = self._refuse()
-        if problem:
-            raise StepError(problem)
 
-
-REMEDY = (
-    "With several pipeline stages only what the blocks hand on reaches the next stage: return it from the blocks as"
-    " part of the hidden state, or use pipeline_parallel_size=1."
-)
-
-
-def mark(tensor: Tensor, source: str) -> Tensor:
+def mark(tensor: Tensor, origin: Origin) -> Tensor:
     """Have a new tensor be unknown from now on; it is returned.
 
     Raises:
@@ -100,51 +117,65 @@ def mark(tensor: Tensor, source: str) -> Tensor:
     if isinstance(tensor, Unknown):
         return tensor
     if type(tensor) is not Tensor:
-        raise StepError(f"A {type(tensor).__name__} is made of {source} on a stage that doesn't know it. {REMEDY}")
+        raise StepError(f"A {type(tensor).__name__} is made of {origin.text} on a stage that doesn't know it. {REMEDY}")
     tensor.__class__ = Unknown  # as torch's own lazy parameters change theirs
-    tensor.source = source  # type: ignore[attr-defined]
+    tensor.origin = origin  # type: ignore[attr-defined]
     return tensor
 
 
-def _mark_written(tensor: Tensor, source: str) -> None:
-    """A tensor that was changed in place, and what it is a part of."""
-    mark(tensor, source)
+def fill(tensor: Unknown, values: Tensor) -> None:
+    """Have a tensor that was written to be known from now on, with these values."""
     with torch._C.DisableTorchFunctionSubclass():
-        base = tensor._base
+        tensor.__class__ = Tensor  # type: ignore[assignment]
+        tensor.copy_(values)
+
+
+def _mark_written(tensor: Tensor, origin: Origin) -> None:
+    """A tensor that was changed in place, and what it is a part of."""
+    mark(tensor, origin)
+    base = base_of(tensor)
     if base is not None:
-        mark(base, source)
+        mark(base, origin)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._base
 
 
 def refuse(value: Any, where: str) -> None:
-    """Raise StepError where a value, of any nesting, holds an unknown one.
+    """Raise where a value, of any nesting, holds unknown ones.
 
     Args:
         where: What takes it, as the beginning of the sentence.
     """
-    for path, leaf in tree.walk(value):
-        if isinstance(leaf, Unknown):
-            place = f" ({'.'.join(path)})" if path else ""
-            raise StepError(f"{where} takes {leaf.source}{place} which isn't known there. {REMEDY}")
+    unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
+    if unknown:
+        path, first = unknown[0]
+        place = f" ({'.'.join(path)})" if path else ""
+        _miss(
+            [leaf for _, leaf in unknown], f"{where} takes {first.origin.text}{place} which isn't known there. {REMEDY}"
+        )
 
 
-def _first_unknown(value: Any) -> Unknown | None:
-    return next((leaf for leaf in _leaves(value) if isinstance(leaf, Unknown)), None)
+def _miss(values: Sequence[Unknown], sentence: str) -> NoReturn:
+    values[0].origin.on_missing(values, sentence)
 
 
-def _parameters_in(value: Any) -> list[Hollow]:
-    return [leaf for leaf in _leaves(value) if isinstance(leaf, Hollow)]
+def first_unknown(value: Any) -> Unknown | None:
+    return next((leaf for leaf in leaves(value) if isinstance(leaf, Unknown)), None)
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     """The arguments of a torch function: tensors are at most in lists, tuples and dicts of these."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
         return [value]
-    return [leaf for child in value for leaf in _leaves(child)]
+    return [leaf for child in value for leaf in leaves(child)]
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))

@@ -1,8 +1,8 @@
-"""One parameter of the model on two stages: an embedding that is also the head's weight.
+"""One parameter of the model on several stages: an embedding that is also the head's weight.
 
-Each of the two stages holds it under all of its names, so tying stays what it was for the user's code: on the first
-stage the embedding uses it, on the last the head. Their gradients are added before anything looks at them, so both
-copies take the same steps and stay equal. A norm counts it once, and the first of the two saves it.
+Each of these stages holds it under all of its names, so tying stays what it was for the user's code: on the first
+stage the embedding uses it, on the last the head. Their gradients are added before anything looks at them, so all
+copies take the same steps and stay equal. A norm counts it once, and the first of the stages saves it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from lightning_shard.sharding import local_tensor
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter by all of its names, and the two stages that hold it."""
+    """A parameter by all of its names, and the stages that hold it, in order."""
 
     names: tuple[str, ...]
-    stages: tuple[int, int]
-
-    def partner(self, stage: int) -> int:
-        first, last = self.stages
-        return last if stage == first else first
+    stages: tuple[int, ...]
 
 
 def find_ties(
     groups: Iterable[tuple[str, ...]], stage_of: Callable[[str], int], is_in_block: Callable[[str], bool]
 ) -> list[Tie]:
-    """The tied parameters that two stages hold.
+    """The tied parameters that several stages hold.
 
     Args:
         groups: Names that are one parameter.
@@ -44,16 +40,16 @@ def find_ties(
     """
     ties = []
     for names in groups:
-        stages = sorted({stage_of(name) for name in names})
+        stages = tuple(sorted({stage_of(name) for name in names}))
         if len(stages) == 1:
             continue
         if any(map(is_in_block, names)):
             raise PlacementError(
-                f"{' and '.join(names)} are one tied parameter on stages {stages}, and a block uses it: only what runs"
-                " before the blocks and what runs after them may share parameters over stages. Untie them, place the"
+                f"{' and '.join(names)} are one tied parameter on stages {[*stages]}, and a block uses it: only what"
+                " runs around the blocks may share parameters over stages. Untie them, place the"
                 " blocks that share on one stage (placement=[…]), or use pipeline_parallel_size=1."
             )
-        ties.append(Tie(names, (stages[0], stages[-1])))
+        ties.append(Tie(names, stages))
     return ties
 
 
@@ -62,7 +58,7 @@ class TiedGradients:
 
     Args:
         module: Cut and sharded.
-        ties: Those that ``stage`` holds, in the same order on both of their stages.
+        ties: Those that ``stage`` holds, in the same order on all of their stages.
         group: The ranks of this pipeline in stage order.
         device: Where tensors are received.
     """
@@ -70,13 +66,14 @@ class TiedGradients:
     def __init__(
         self, module: nn.Module, ties: Iterable[Tie], stage: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._tied = [(tie.names[0], module.get_parameter(tie.names[0]), tie.partner(stage)) for tie in ties]
+        self._tied = [(tie.names[0], module.get_parameter(tie.names[0]), tie.stages) for tie in ties]
+        self._stage = stage
         self._group = group
         self._device = device
 
     @contextmanager
     def adding(self, *, last: bool) -> Iterator[None]:
-        """Run backwards inside; what they add to the gradients on one stage is then added on both.
+        """Run backwards inside; what they add to the gradients on one stage is then added on all that hold them.
 
         A collective call of the stages that hold the ties, if ``last``. What gradients held before was added before.
 
@@ -84,7 +81,7 @@ class TiedGradients:
             last: Whether gradients are reduced inside, before an optimizer step.
 
         Raises:
-            StepError: On both stages, where only one of them trains the parameter.
+            StepError: On all of these stages, where only some of them train the parameter.
         """
         earlier = [(parameter, parameter.grad) for _, parameter, _ in self._tied]
         for parameter, _ in earlier:
@@ -98,28 +95,39 @@ class TiedGradients:
 
     @torch.no_grad()
     def _add(self) -> None:
-        for name, parameter, partner in self._tied:
+        for name, parameter, stages in self._tied:
             own = parameter.grad
             flags = torch.tensor([parameter.requires_grad, own is not None], dtype=torch.int32, device=self._device)
-            trains, there = self._exchange(flags, partner).tolist()
-            if trains != parameter.requires_grad:
+            trains, there = torch.stack(self._gather(flags, stages)).T.tolist()
+            if len(set(trains)) > 1:
                 raise StepError(
-                    f"{name} is on two pipeline stages, since it is tied, and only one of them trains it: freeze"
-                    " parameters by name, which is the same on both."
+                    f"{name} is on pipeline stages {[*stages]}, since it is tied, and only some of them train it:"
+                    " freeze parameters by name, which is the same on all."
                 )
-            if own is None and not there:
-                continue  # frozen, or unused on both, as it would be on one process
+            if not any(there):
+                continue  # frozen, or unused on all, as it would be on one process
             if own is None:
                 own = parameter.grad = torch.zeros_like(parameter)
             gradient = local_tensor(own)
-            gradient += self._exchange(gradient, partner)  # a + b is b + a: the copies stay equal bit by bit
+            parts = self._gather(gradient, stages)  # in one order everywhere: the copies stay equal bit by bit
+            gradient.copy_(torch.stack(parts).sum(0))
 
-    def _exchange(self, tensor: Tensor, partner: int) -> Tensor:
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    def _gather(self, tensor: Tensor, stages: tuple[int, ...]) -> list[Tensor]:
+        """Each stage's tensor, in their order."""
+        parts = {
+            stage: torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for stage in stages
+            if stage != self._stage
+        }
+        own = tensor.contiguous()
         operations = [
-            dist.P2POp(dist.isend, tensor.contiguous(), group=self._group, group_peer=partner),
-            dist.P2POp(dist.irecv, received, group=self._group, group_peer=partner),
+            operation
+            for stage, part in parts.items()
+            for operation in (
+                dist.P2POp(dist.isend, own, group=self._group, group_peer=stage),
+                dist.P2POp(dist.irecv, part, group=self._group, group_peer=stage),
+            )
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        return received
+        return [parts.get(stage, own) for stage in stages]

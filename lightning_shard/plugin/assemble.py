@@ -19,7 +19,7 @@ from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
-from lightning_shard.pipeline.cost import measure
+from lightning_shard.pipeline.cost import Part, measure, watch
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import RECORDS, Stage, cut, not_recorded
 from lightning_shard.pipeline.taint import Hollow
@@ -33,7 +33,7 @@ class Settings:
     """What the user chose, beside the layout."""
 
     placement: Literal["auto", "even"] | Sequence[int]
-    pipeline_blocks: str | None
+    pipeline_blocks: str | Sequence[str] | None
     tensor_parallel_plan: Plan | None
 
 
@@ -46,10 +46,10 @@ class Assembly:
         settings: What else the user chose then.
         stage: This rank's stage; ``None`` with a single one.
         placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
-        shared_names: State-dict names that this stage holds and the first one saves: tied parameters, and what every
-            stage holds, such as a frozen module outside the network.
+        saved_elsewhere: State-dict names that this stage holds and another one saves: tied parameters, and what
+            every stage holds, such as a frozen module outside the network.
         ties: The parameters that this stage and another one hold.
-        is_tied_over_stages: Whether any two stages hold such a parameter.
+        is_tied_over_stages: Whether any stages hold such a parameter.
         places: Each parameter's place in the whole module.
     """
 
@@ -57,7 +57,7 @@ class Assembly:
     settings: Settings
     stage: Stage | None
     placement: Placement | None
-    shared_names: frozenset[str]
+    saved_elsewhere: frozenset[str]
     ties: tuple[Tie, ...]
     is_tied_over_stages: bool
     places: Mapping[str, int]
@@ -90,28 +90,32 @@ def assemble(
         return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
     blocks = _blocks(module, layout, settings)
-    units = [name for names in block_lists(module).values() for name in names]
+    listed = [name for names in block_lists(module).values() for name in names]
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
         styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size)
-    placement = _place(module, blocks, layout, settings, device) if blocks else None
+    placement = None
+    if blocks:
+        blocks, placement = _place(module, blocks, layout, settings, device)
     agree_on_weights(module)
 
     stage = None
-    shared: frozenset[str] = frozenset()
+    units = listed
+    saved_elsewhere: set[str] = set()
     all_ties: list[Tie] = []
     ties: tuple[Tie, ...] = ()
     if layout.pipeline_parallel_size > 1:
         assert blocks is not None
         assert placement is not None
-        shared = frozenset(n for n in module.state_dict(keep_vars=True) if not n.startswith(_prefix(blocks.network)))
+        saved_elsewhere = _on_every_stage(module, blocks) if layout.pipeline_rank else set()
         _refuse_collectors(module, blocks, placement)
-        all_ties = _ties(module, blocks, placement, layout)
+        holders = _Holders(blocks, placement)
+        all_ties = _ties(module, holders)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
-        shared |= {name for tie in ties for name in tie.names}
-        stage = _cut(module, blocks, placement, layout, ties, device)
+        saved_elsewhere |= {name for tie in ties if layout.pipeline_rank != tie.stages[0] for name in tie.names}
+        stage = _cut(module, holders, layout, ties, device)
         held = {name for name, part in module.named_modules() if _is_held(part)}
-        units = [*stage.owned, *(n for n in units if not n.startswith(_prefix(blocks.network)))]
+        units = _units(module, stage, listed)
         styles = {name: style for name, style in styles.items() if name in held}
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
@@ -122,16 +126,14 @@ def assemble(
         keep_gathered=stage is not None,
         whole_steps=module.automatic_optimization,
     )
-    materialize(module, units, device, seed)
+    materialize(module, listed, device, seed)
     module.to(device)
     for tie in ties:
         if layout.pipeline_rank != tie.stages[0]:
             count_elsewhere(module.get_parameter(tie.names[0]))
-    return Assembly(layout, settings, stage, placement, shared, ties, bool(all_ties), places)
-
-
-def _prefix(network: str) -> str:
-    return f"{network}." if network else ""
+    if stage is not None:
+        stage.join(module)
+    return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
 
 
 def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:
@@ -143,17 +145,23 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
 
 def _place(
     module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings, device: torch.device
-) -> Placement:
+) -> tuple[Blocks, Placement]:
+    """The blocks in the order in which they were seen to run, where there is an example, and each one's stage."""
     policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
+    run = _leaving_no_trace(module, _example(module, blocks)) if policy == "auto" else None
+    seen = None
+    if run is not None:
+        seen = watch({name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}, run)
+    if seen is not None:
+        blocks = blocks.ordered(seen.starts)
     cost = measure(
-        blocks.modules(module),
-        {name: _part(module, name) for name in blocks.before},
-        {name: _part(module, name) for name in blocks.after},
-        run=_leaving_no_trace(module, _example(module, blocks)) if policy == "auto" else None,
+        {name: module.get_submodule(name) for name in blocks.names},
+        {name: (place, _part(module, name)) for name, place in blocks.parts},
+        seen,
     )
     if layout.pipeline_parallel_size > 1:
         module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
-    return place(cost, layout.pipeline_parallel_size, policy, devices=_devices(layout, device))
+    return blocks, place(cost, layout.pipeline_parallel_size, policy, devices=_devices(layout, device))
 
 
 def _devices(layout: Layout, device: torch.device) -> list[str]:
@@ -202,7 +210,7 @@ def _leaving_no_trace(module: nn.Module, call: Callable[[], Any] | None) -> Call
     return run
 
 
-def _part(module: nn.Module, name: str) -> nn.Module | nn.Parameter:
+def _part(module: nn.Module, name: str) -> Part:
     parent, _, key = name.rpartition(".")
     part = getattr(module.get_submodule(parent), key)
     assert isinstance(part, (nn.Module, nn.Parameter))
@@ -224,26 +232,60 @@ def _refuse_collectors(module: pl.LightningModule, blocks: Blocks, placement: Pl
                 )
 
 
-def _ties(module: pl.LightningModule, blocks: Blocks, placement: Placement, layout: Layout) -> list[Tie]:
-    last = layout.pipeline_parallel_size - 1
+class _Holders:
+    """Which stage holds what."""
 
-    def block_of(name: str) -> int | None:
-        return next((i for i, block in enumerate(blocks.names) if name.startswith(f"{block}.")), None)
+    def __init__(self, blocks: Blocks, placement: Placement) -> None:
+        self.blocks = blocks
+        self.placement = placement
+        self.of_block = [placement.stage_of(index) for index in range(len(blocks))]
+        self.of_part = {name: self._at(place) for name, place in blocks.parts}
 
-    def stage_of(name: str) -> int:
-        block = block_of(name)
+    def _at(self, place: int) -> int:
+        return self.of_block[min(place, len(self.of_block) - 1)]
+
+    def block_of(self, name: str) -> int | None:
+        """The place of the block that a parameter is in."""
+        return next((i for i, block in enumerate(self.blocks.names) if name.startswith(f"{block}.")), None)
+
+    def of(self, name: str) -> int | None:
+        """The stage that holds a parameter; ``None`` where every stage does."""
+        block = self.block_of(name)
         if block is not None:
-            return placement.stage_of(block)
-        return last if any(name == part or name.startswith(f"{part}.") for part in blocks.after) else 0
+            return self.of_block[block]
+        return next((s for part, s in self.of_part.items() if name == part or name.startswith(f"{part}.")), None)
 
-    ties = find_ties(tied_parameters(module), stage_of, lambda name: block_of(name) is not None)
+
+def _on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
+    """State-dict names of what isn't cut: what stands beside the network, and isn't trained."""
+    cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
+    prefix = f"{blocks.network}." if blocks.network else ""
+    return {
+        name
+        for name in module.state_dict(keep_vars=True)
+        if not name.startswith(prefix) and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
+    }
+
+
+def _units(module: nn.Module, stage: Stage, listed: Sequence[str]) -> list[str]:
+    """What this stage shards as a unit each: its blocks, and those of lists around them; inner ones first."""
+    owned = [stage.blocks[index] for index in stage.owned]
+    beside = [name for name in listed if name not in stage.blocks]
+    held = [name for name in {*owned, *beside} if any(True for _ in module.get_submodule(name).parameters())]
+    return sorted(held, key=lambda name: -name.count("."))
+
+
+def _ties(module: pl.LightningModule, holders: _Holders) -> list[Tie]:
+    ties = find_ties(
+        tied_parameters(module), lambda name: holders.of(name) or 0, lambda name: holders.block_of(name) is not None
+    )
     for name, part in module.named_modules(remove_duplicate=False):
         buffers = part._buffers.keys() - part._non_persistent_buffers_set
         of_both = {tie.names for tie in ties for n in tie.names if n.rpartition(".")[0] == name}
         if buffers and any(_is_one_module(module, names) for names in of_both):
             raise PlacementError(
-                f"{name} runs before the blocks and after them, and has buffers ({', '.join(sorted(buffers))}), which"
-                " the first and the last stage would keep in two ways: use two modules that share their weights, or"
+                f"{name} runs in several places around the blocks, and has buffers ({', '.join(sorted(buffers))}),"
+                " which several stages would keep in their own ways: use two modules that share their weights, or"
                 " pipeline_parallel_size=1."
             )
     return ties
@@ -254,32 +296,19 @@ def _is_one_module(root: nn.Module, names: Sequence[str]) -> bool:
 
 
 def _cut(
-    module: pl.LightningModule,
-    blocks: Blocks,
-    placement: Placement,
-    layout: Layout,
-    ties: Sequence[Tie],
-    device: torch.device,
+    module: pl.LightningModule, holders: _Holders, layout: Layout, ties: Sequence[Tie], device: torch.device
 ) -> Stage:
-    named = module.named_parameters(remove_duplicate=False)  # one may have a name inside too
-    outside = [name for name, p in named if p.requires_grad and not name.startswith(_prefix(blocks.network))]
-    if outside:
-        raise PlacementError(
-            f"{type(module).__name__} trains parameters outside the network {blocks.network!r} that is cut into stages"
-            f" ({', '.join(outside[:4])}{', …' if len(outside) > 4 else ''}): move them into the network, freeze them,"
-            " or use pipeline_parallel_size=1."
-        )
     index = layout.pipeline_rank
-    owned = placement.stages[index].blocks
+    owned = holders.placement.stages[index].blocks
     return cut(
         module,
-        blocks.names,
+        holders.blocks.names,
         range(owned.start, owned.stop),
-        network=blocks.network,
+        network=holders.blocks.network,
         index=index,
         count=layout.pipeline_parallel_size,
-        before=blocks.before,
-        after=blocks.after,
+        parts=holders.of_part,
+        holder_of=holders.of_block,
         kept={name for tie in ties for name in tie.names},
         device=device,
     )

@@ -97,14 +97,14 @@ class CheckpointedStrategy(ModelParallelStrategy):
             # save.
             self.on_exception(failing)
         state = self.lightning_module.state_dict()
-        others = self._saved_by_the_first_stage()
+        others = self._saved_by_other_stages()
         return {name: value for name, value in state.items() if name not in others}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         state = named_optimizer_state(optimizer, self._names)
-        others = self._saved_by_the_first_stage()
+        others = self._saved_by_other_stages()
         for group in state["param_groups"]:
             group["params"] = [name for name in group["params"] if name not in others]
         for part in ("state", "parameters"):
@@ -223,9 +223,9 @@ class CheckpointedStrategy(ModelParallelStrategy):
             tied = {name: self.lightning_module.get_parameter(name) for name in names}
             check_copies(tied, self.optimizers, self.groups.gather_over_stages)
 
-    def _saved_by_the_first_stage(self) -> Collection[str]:
+    def _saved_by_other_stages(self) -> Collection[str]:
         """Names that are here too."""
-        return () if self.layout.pipeline_rank == 0 or self._assembly is None else self._assembly.shared_names
+        return () if self._assembly is None else self._assembly.saved_elsewhere
 
     def _frozen(self) -> Frozen:
         """The module's frozen parameters; what they are at the first call is what they began as."""
@@ -239,7 +239,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def _parameter_groups(self) -> list[list[list[str]]]:
         """Names of all stages' parameters, by optimizer and group, in the order of ``configure_optimizers``."""
         own: list[dict[str, Any]] = []
-        others = self._saved_by_the_first_stage()
+        others = self._saved_by_other_stages()
         for optimizer in self.optimizers:
             named = [[self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
             groups = [{"params": [name for name in names if name not in others]} for names in named]

@@ -7,9 +7,9 @@ agree on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
 
@@ -56,6 +56,17 @@ class HeldLogs:
             yield
         finally:
             del self._module.__dict__["log"]
+
+    def remember(self) -> Callable[[], None]:
+        """What was held back so far; returns what forgets the rest."""
+        held = {name: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for name, r in self._records.items()}
+
+        def put_back() -> None:
+            self._records = {
+                name: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for name, r in held.items()
+            }
+
+        return put_back
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """``(name, value, options)`` of each name in the order of first calls."""

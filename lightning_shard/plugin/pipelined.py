@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import expect_backward
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
+from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, scalar_losses
 from lightning_shard.pipeline.schedule import order
-from lightning_shard.pipeline.stage import Stage, StageEnd
+from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
+from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops, randomness
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.logs import HeldLogs
+from lightning_shard.plugin.memory import remember
 from lightning_shard.plugin.redirect import call_through
 
 
@@ -51,9 +51,10 @@ class PipelinedSteps:
         self._microbatches = microbatches
         self._schedule = schedule
         self._whole_batch: int | None = None
-        self._step = PipelinedStep(stage, Channel(groups.pipeline, groups.backward, stage.index, device))
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
+        channel = Channel(groups.pipeline, groups.backward, stage.index, device)
+        self._step = PipelinedStep(stage, channel, self._remember)
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
@@ -119,13 +120,26 @@ class PipelinedSteps:
 
         def step() -> Any:
             try:
-                with refusing_all_parameters(self._stage.incomplete):
-                    return False, getattr(self._module, method)(part, *args, **kwargs)
+                with self._stage.running(self._module):
+                    result = getattr(self._module, method)(part, *args, **kwargs)
+                    if self._stage.is_last:
+                        refuse(result, "What the step returns")
+                    return result
             except StageEnd:
-                # Out of the user's step, but still inside the sharded root's hooks, which see the hidden state leave.
-                return True, passage.output
+                # Out of the user's step, but still inside the sharded root's hooks, which see what is sent leave.
+                return list(passage.sent.values())
 
-        return call_through(self._module, step)
+        result = call_through(self._module, step)
+        return result if self._stage.is_last else None
+
+    def _remember(self) -> Callable[[], None]:
+        put_back = (remember(self._module), self._logs.remember())
+
+        def undo() -> None:
+            for each in put_back:
+                each()
+
+        return undo
 
     def _share(self, results: list[Any], size: int) -> Any:
         """The last stage's merged result and logs, on every stage."""
@@ -136,26 +150,6 @@ class PipelinedSteps:
         result, logs = self._groups.broadcast_from_last_stage(said, self._device)
         self._logs.say(logs)
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
-
-
-@contextmanager
-def refusing_all_parameters(incomplete: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Within a step, ``parameters()`` of a module gives its first and then raises where a stage hasn't all of them."""
-    for name, module in incomplete.items():
-        module.__dict__["named_parameters"] = partial(_first_only, name, module.named_parameters)
-    try:
-        yield
-    finally:
-        for module in incomplete.values():
-            module.__dict__.pop("named_parameters", None)
-
-
-def _first_only(name: str, whole: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    yield from islice(whole(*args, **kwargs), 1)
-    raise StepError(
-        f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
-        " process has all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
-    )
 
 
 def _loss(result: Any) -> Tensor:

@@ -35,7 +35,7 @@ def test_blocks_of_a_gpt() -> None:
 def test_blocks_of_transformers_models(network: str, path: str, before: set[str], after: set[str]) -> None:
     module = Model(network)
     blocks = find_blocks(module)
-    assert blocks.path == path
+    assert blocks.names[0] == f"{path}.0"
     assert before <= {name.rsplit(".")[-1] for name in blocks.before}
     assert after <= {name.rsplit(".")[-1] for name in blocks.after}
     trained = {name for name, _ in module.named_parameters()}
@@ -65,7 +65,7 @@ class Whole(L.LightningModule):
 
 def test_the_order_is_that_of_the_code_and_inner_lists_arent_blocks() -> None:
     blocks = find_blocks(Whole())
-    assert blocks.path == "layers"
+    assert blocks.names == tuple(f"layers.{i}" for i in range(3))
     assert blocks.network == ""
     assert set(blocks.before) == {"embed", "position"}
     assert blocks.after == ("head",)
@@ -73,8 +73,8 @@ def test_the_order_is_that_of_the_code_and_inner_lists_arent_blocks() -> None:
 
 
 def test_a_path_may_leave_out_its_beginning_where_that_is_clear() -> None:
-    assert find_blocks(Model("llama"), "layers").path == "model.model.layers"
-    assert find_blocks(Model("llama"), "model.layers").path == "model.model.layers"
+    assert find_blocks(Model("llama"), "layers").names[1] == "model.model.layers.1"
+    assert find_blocks(Model("llama"), "model.layers").names[1] == "model.model.layers.1"
     with pytest.raises(PlacementError, match="is not a list"):
         find_blocks(Model("llama"), "blocks")
 
@@ -109,14 +109,15 @@ def test_transformers_models_bring_their_plans() -> None:
 def test_a_frozen_teacher_is_not_what_is_cut() -> None:
     module = Model("gpt")
     module.teacher = nn.ModuleList(nn.Linear(8, 8) for _ in range(9)).requires_grad_(False)
-    assert find_blocks(module).path == "model.blocks"
+    assert find_blocks(module).names[0] == "model.blocks.0"
     module.model.requires_grad_(False)
-    assert find_blocks(module).path == "teacher"
+    assert find_blocks(module).names[0] == "teacher.0"
 
 
 def check_collectors(module: L.LightningModule) -> None:
     blocks = find_blocks(module)
-    _refuse_collectors(module, blocks, place(measure(blocks.modules(module), {}, {}), 2, [2, 2]))
+    cost = measure(dict(zip(blocks.names, blocks.modules(module))), {})
+    _refuse_collectors(module, blocks, place(cost, 2, [2, 2]))
 
 
 def test_what_collects_values_inside_of_blocks_on_several_stages_is_refused() -> None:
@@ -129,6 +130,6 @@ def test_what_collects_values_inside_of_blocks_on_several_stages_is_refused() ->
     with pytest.raises(PlacementError, match=r"model\.layers\.1\.mlp has a forward hook, which runs on the stage"):
         check_collectors(module)
     module = Model("llama")
-    module.model.config.output_hidden_states = True
-    with pytest.raises(PlacementError, match=r"config\.output_hidden_states can't be collected"):
+    module.model.config.output_router_logits = True
+    with pytest.raises(PlacementError, match=r"config\.output_router_logits can't be collected"):
         check_collectors(module)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_shard.pipeline.cost import measure
+from lightning_shard.pipeline.cost import measure, watch
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 12
 MLP_FLOPS = 2 * TOKENS * (WIDTH * 4 * WIDTH) * 2
@@ -36,9 +36,12 @@ class Network(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def cost(self, **options):
-        before = {"embedding": self.embedding, "scale": self.scale}
-        return measure(self.blocks, before, {"norm": self.norm, "head": self.head}, **options)
+    def cost(self, run=None):
+        blocks = dict(self.blocks.named_children())
+        parts = {"embedding": self.embedding, "scale": self.scale, "norm": self.norm, "head": self.head}
+        seen = watch({**blocks, **parts}, run) if run else None
+        places = {"embedding": 0, "scale": 0, "norm": len(blocks), "head": len(blocks)}
+        return measure(blocks, {name: (places[name], part) for name, part in parts.items()}, seen)
 
 
 def by_name(parts):

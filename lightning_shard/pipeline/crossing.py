@@ -1,0 +1,336 @@
+"""What crosses the cut between two stages: everything that earlier stages made and this one needs.
+
+Every stage runs the user's code on the same microbatch, so a value has the same name on all of them: which operation
+outside of the blocks, counted from the step's beginning, gave it (:class:`Trace`), or which block. The hidden state
+always crosses: what the last block of the stage before returned. What else does is found in the first microbatch of a
+signature. A stage runs its part; if something that it needs is unknown here, it asks the stage before for it, by name,
+and runs its part again with what it was sent. A stage that is asked for what it doesn't know asks in turn. So
+conditioning, masks and position biases made of parameters, skips, residuals around blocks, an encoder's states and what
+is collected from blocks cross too, through the stages between, and their gradients come back.
+
+Later microbatches are sent all of it at once. In place of what an operation gives here, the sent value is put, so the
+user's code goes on with it as if it had been computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, fill, leaves, mark, writes
+
+Key = tuple[Any, ...]
+"""A value's name: ``("operation", number, leaf)``, ``("block", number, leaf)`` or ``("parameter", name)``."""
+
+LARGEST_PARAMETER = 2**24
+"""Elements of a parameter that may be sent with each microbatch, to a stage that uses it beside its holder."""
+
+
+class StageEnd(BaseException):
+    """Leaves the user's step where this stage's part of it ends; not an ``Exception``, so that no step catches it."""
+
+
+@dataclass(frozen=True)
+class Slot(tree.Leaf):
+    """Where a tensor stands in what crosses, and what it is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(leaf: Any) -> Any:
+        return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """How an unknown tensor came about: its name, and the unknown ones that it was computed from."""
+
+    key: Key
+    parents: tuple[Value, ...] = ()
+    hollow: Hollow | None = None
+
+
+@dataclass(frozen=True)
+class Delivery(tree.Leaf):
+    """What one stage sends the next of each microbatch of a signature.
+
+    Attributes:
+        slots: What each value is.
+        outputs: What each block so far returned, with slots for tensors.
+        operations: How many were counted until the next stage's first block was called.
+    """
+
+    slots: dict[Key, Slot] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    operations: int | None = None
+
+
+@dataclass(frozen=True)
+class Request(tree.Leaf):
+    """The answer to a delivery: what is missing yet, and the sentence that refuses it; or that nothing is."""
+
+    done: bool
+    keys: tuple[Key, ...] = ()
+    sentence: str = ""
+
+
+@dataclass
+class Crossing:
+    """What crosses into this stage and out of it, for microbatches of one signature."""
+
+    incoming: Delivery
+    asked: list[Key] = field(default_factory=list)
+    outgoing: Delivery | None = None
+
+    def is_traced(self) -> bool:
+        """Whether operations must be counted; the hidden state crosses without that."""
+        return any(key[0] == "operation" for key in chain(self.incoming.slots, self.asked))
+
+
+@dataclass
+class Passage:
+    """One microbatch's way through this stage: what came in, how far the step got, what goes out.
+
+    Attributes:
+        searching: Whether it is being found out what crosses.
+        wanted: Names of what goes out, beside the hidden state.
+        known: By the name of every value outside of the blocks, ``None``, or what it would be computed from if it isn't
+            known here. While searching only.
+        missing: What this stage needs and doesn't know.
+        hollow: The parameters that other stages hold, by name.
+    """
+
+    stage: int
+    hollow: Mapping[str, Hollow]
+    searching: bool = False
+    received: dict[Key, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    wanted: frozenset[Key] = frozenset()
+    sent: dict[Key, Tensor] = field(default_factory=dict)
+    known: dict[Key, Value | None] = field(default_factory=dict)
+    missing: Request | None = None
+    operations: int = 0
+    entered_at: int | None = None
+    finished: bool = False
+    calls: int = 0
+    active: bool = False
+    differentiates: bool = False
+    on_enter: Callable[[], None] | None = None
+
+    @property
+    def entered(self) -> bool:
+        return self.entered_at is not None
+
+    def produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...] = (), *, written: bool = False) -> Tensor:
+        """A value of this name was computed: what the user's code goes on with.
+
+        Args:
+            written: Whether it is a tensor that was there before, and was changed.
+        """
+        if key in self.received:
+            sent = self.received[key].clone()  # code may change it in place: what was received gathers a gradient
+            if not written:
+                tensor = sent
+            elif isinstance(tensor, Unknown):
+                fill(tensor, sent)
+        unknown = isinstance(tensor, Unknown)
+        if self.searching:
+            value = Value(key, parents) if unknown else None
+            self.known[key] = value
+            if unknown:
+                tensor.value = value  # type: ignore[attr-defined]
+        if key in self.wanted and not unknown:
+            self.sent[key] = tensor.clone()
+        return tensor
+
+    def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
+        """In place of a value that isn't known here; of its own memory, since models may write into it."""
+        data = torch.empty(slot.shape, dtype=slot.dtype, device=device)
+        data.fill_(torch.nan if data.is_floating_point() or data.is_complex() else 0)
+        tensor: Any = mark(data, Origin(text, self.on_missing))
+        tensor.value = Value(key)
+        return tensor
+
+    def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+        """What is needed here is unknown: ask the stage before for it, or refuse the step."""
+        if not self.active:
+            raise StepError(sentence)
+        if not self.searching:
+            raise StepError(
+                f"{sentence} It was not needed in the first microbatch of these shapes: what crosses between stages may"
+                " depend on a batch's shapes, not on its values."
+            )
+        keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
+        self.missing = Request(done=False, keys=tuple(keys), sentence=sentence)
+        raise StageEnd
+
+    def ask(self, key: Key, sentence: str) -> list[Key]:
+        """What to ask the stage before for, so that this stage can hand on a value.
+
+        Raises:
+            StepError: No stage before can have it.
+        """
+        if key[0] == "parameter":
+            return [key] if key[1] in self.hollow else []
+        if key not in self.known:
+            raise StepError(
+                f"{sentence} Stage {self.stage} didn't compute it: a step must run the same code on every stage (its"
+                " code around the blocks may not depend on random numbers, or on what a stage holds)."
+            )
+        value = self.known[key]
+        return [] if value is None else self._sources_of(value, sentence)
+
+    def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
+        value = value_of(unknown)
+        if value is None:
+            raise StepError(sentence)  # computed where nothing is recorded, as in a hook of a block
+        return self._sources_of(value, sentence)
+
+    def _sources_of(self, value: Value, sentence: str) -> list[Key]:
+        """The nearest values that the stage before has come to: it ran all code until this stage's first block."""
+        if self.stage == 0:
+            raise StepError(sentence + _why_late(value))
+        if value.hollow is not None:
+            if value.hollow.holder > self.stage:
+                raise StepError(sentence + _why_late(value))
+            if value.hollow.numel() > LARGEST_PARAMETER:
+                raise StepError(
+                    f"{sentence} {value.hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
+                    f" microbatch ({value.hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
+                    " share their weights."
+                )
+            return [value.key]
+        kind, number = value.key[:2]
+        if kind == "block" or self.entered_at is None or number < self.entered_at:
+            return [value.key]
+        return list(chain.from_iterable(self._sources_of(parent, sentence) for parent in value.parents))
+
+
+def value_of(unknown: Unknown) -> Value | None:
+    """``None`` where it wasn't recorded."""
+    if isinstance(unknown, Hollow):
+        return Value(("parameter", unknown.fqn), hollow=unknown)
+    return unknown.value
+
+
+def _why_late(value: Value) -> str:
+    """Why no earlier stage has it: it's computed from a parameter that a later one holds."""
+    names = sorted({root.hollow.fqn for root in _roots(value) if root.hollow is not None})
+    if not names:
+        return ""
+    return (
+        f" Of {' and '.join(names)} it seems that blocks of this stage run earlier: register parts in __init__, and"
+        " call them in forward, in the order in which they run."
+    )
+
+
+def _roots(value: Value) -> Iterator[Value]:
+    if not value.parents:
+        yield value
+    for parent in value.parents:
+        yield from _roots(parent)
+
+
+class Trace(TorchFunctionMode):
+    """Counts the operations of the user's code outside of the blocks, and puts what was received in their place.
+
+    Every function of torch that gives or changes a tensor counts, in the order of the calls: the same on each stage.
+    """
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self._passage = passage
+        self._suspended = 0
+        self._off = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended:
+            return func(*args, **kwargs)
+        passage = self._passage
+        parents: tuple[Value, ...] = ()
+        if passage.searching:
+            unknown = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Unknown))
+            parents = tuple(value for value in map(value_of, unknown) if value is not None)
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        changed = [*args[: writes(getattr(func, "__name__", ""))], *leaves(kwargs.get("out", ()))]
+        changed = [leaf for leaf in changed if isinstance(leaf, Tensor)]
+        if not given and not changed:
+            return result
+        number = passage.operations
+        passage.operations += 1
+        written = [*changed, *(base for base in map(base_of, changed) if base is not None)]
+        new: dict[int, Tensor] = {}
+        for place, leaf in enumerate([*given, *written]):
+            if id(leaf) not in new:
+                in_place = any(leaf is other for other in written)
+                new[id(leaf)] = passage.produced(("operation", number, place), leaf, parents, written=in_place)
+        if all(new[id(leaf)] is leaf for leaf in given):
+            return result
+        return tree.map_leaves(lambda leaf: new.get(id(leaf), leaf), result)
+
+    def suspend(self) -> None:
+        """A block begins: what it computes inside isn't counted."""
+        self._suspended += 1
+        if self._suspended == 1 and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self._off = True
+
+    def resume(self) -> None:
+        self._suspended -= 1
+        if self._suspended == 0 and self._off:
+            self._off = False
+            self.__enter__()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.__enter__()
+        try:
+            yield
+        finally:
+            if not self._off:
+                self.__exit__(None, None, None)
+
+
+@contextmanager
+def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
+    """Inside a step: parameters that are asked for are sent, and received ones stand in for hollow ones."""
+    placed: list[tuple[nn.Module, str, Any]] = []
+    for key in passage.wanted:
+        if key[0] == "parameter" and key not in passage.received:
+            parameter = root.get_parameter(key[1])
+            if type(parameter) is nn.Parameter:
+                passage.sent[key] = parameter.clone()
+    for key, tensor in passage.received.items():
+        if key[0] == "parameter":
+            parent, _, name = key[1].rpartition(".")
+            module = root.get_submodule(parent)
+            placed.append((module, name, module.__dict__[name]))
+            module.__dict__[name] = tensor
+            if key in passage.wanted:
+                passage.sent[key] = tensor.clone()
+    try:
+        yield
+    finally:
+        for module, name, hollow in placed:
+            module.__dict__[name] = hollow
+
+
+def unknown_states(modules: Iterable[nn.Module]) -> list[Unknown]:
+    """What modules keep beside parameters, as metrics do, and isn't known here."""
+    kept = chain.from_iterable(vars(module).values() for module in modules)
+    return [
+        leaf for value in kept for leaf in leaves(value) if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)
+    ]
