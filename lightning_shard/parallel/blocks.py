@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from lightning_shard.errors import PlacementError
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_SELF = ("self",)
 _SMALL = 0.1
 """A list of other blocks than the largest one's, and of a smaller share of its size, isn't cut."""
 
@@ -266,7 +267,13 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
         children = [name for name, _ in level.named_children()]
         bare = [name for name, _ in level.named_parameters(recurse=False)]
         carriers = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
-        for name in _running_order(level, children, bare, carriers):
+
+        def runs(name: str, rest: str) -> bool:
+            """``self.model.embed(x)`` uses another part of the model than its blocks."""
+            full = f"{prefix}{name}.{rest}"
+            return name not in carriers or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
+
+        for name in _running_order(level, children, bare, carriers, runs):
             if name in carriers:
                 visit(prefix + name)
             elif path or not network or name in bare or _trains(level.get_submodule(name)):
@@ -276,7 +283,9 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
     return names, [*parts, *((part, names.index(block)) for part, block in turns)]
 
 
-def _running_order(level: nn.Module, children: list[str], bare: list[str], carriers: list[str]) -> list[str]:
+def _running_order(
+    level: nn.Module, children: list[str], bare: list[str], carriers: list[str], runs: Callable[[str, str], bool]
+) -> list[str]:
     """What a module holds, in the order in which its code uses it first.
 
     What the code doesn't name, a bare parameter begins with, and a child stands where it is registered among the
@@ -287,7 +296,8 @@ def _running_order(level: nn.Module, children: list[str], bare: list[str], carri
     held = {*children, *bare}
     used: list[str] = []
     for method in ("training_step", "forward"):
-        used = list(dict.fromkeys(name for name in _attributes_used(type(level), method, depth=4) if name in held))
+        names = (name.partition(".") for name in _attributes_used(type(level), method, depth=4))
+        used = list(dict.fromkeys(name for name, _, rest in names if name in held and runs(name, rest)))
         if any(name in carriers for name in used):
             break
     else:
@@ -314,6 +324,17 @@ def _attributes_used(cls: type, method: str, depth: int) -> Iterator[str]:
             yield name
 
 
+def _dotted(node: ast.Attribute) -> Iterator[str]:
+    """The attributes of a variable as one name: ``"model.embed"`` of ``self.model.embed``."""
+    names = [node.attr]
+    inner = node.value
+    while isinstance(inner, ast.Attribute):
+        names.append(inner.attr)
+        inner = inner.value
+    yield from _names_used([inner])
+    yield ".".join(reversed(names))
+
+
 def _loops(cls: type) -> list[set[str]]:
     """Of each loop in a class's methods, the names of the attributes that it uses."""
     methods = (_code(value) for value in vars(cls).values() if inspect.isfunction(value))
@@ -334,11 +355,10 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Call):
             yield from _names_used([*node.args, *node.keywords, node.func])
-            if isinstance(node.func, ast.Name) and node.func.id == "self":
+            if isinstance(node.func, ast.Name) and node.func.id in _SELF:
                 yield "forward"
         elif isinstance(node, ast.Attribute):
-            yield from _names_used([node.value])
-            yield node.attr
+            yield from _dotted(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
             yield from _names_used([node.value])
         elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):

@@ -74,8 +74,8 @@ class Channel:
             key, slot = next((key, slot) for key, slot in slots.items() if own.get(key) != slot)
             raise StepError(
                 f"Stage {self.stage} hands on {own.get(key)} as {key}, and handed on {slot} for an earlier microbatch"
-                " of the same shapes: what crosses between stages may depend on a batch's shapes, not on its values (pad"
-                " it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
+                " of the same shapes: what crosses between stages may depend on a batch's shapes, not on its values"
+                " (pad it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
                 " pipeline_parallel_size=1."
             )
         for key in slots:

@@ -29,7 +29,8 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, fill, leaves, mark, writes
 
 Key = tuple[Any, ...]
-"""A value's name: ``("operation", number, leaf)``, ``("block", number, leaf)`` or ``("parameter", name)``."""
+"""A value's name: ``("operation", number, leaf)``, ``("block", number, leaf)``, ``("inside", block, call, leaf)`` for
+what hooks inside of a block see, or ``("parameter", name)``."""
 
 LARGEST_PARAMETER = 2**24
 """Elements of a parameter that may be sent with each microbatch, to a stage that uses it beside its holder."""
@@ -68,11 +69,15 @@ class Delivery(tree.Leaf):
     Attributes:
         slots: What each value is.
         outputs: What each block so far returned, with slots for tensors.
+        inside: By block, what the hooks of modules inside it saw: a name, and arguments and output with slots.
+        unavailable: What was asked for and is computed from parameters that a later stage holds.
         operations: How many were counted until the next stage's first block was called.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
+    unavailable: frozenset[Key] = frozenset()
     operations: int | None = None
 
 
@@ -91,6 +96,7 @@ class Crossing:
 
     incoming: Delivery
     asked: list[Key] = field(default_factory=list)
+    unavailable: set[Key] = field(default_factory=set)
     outgoing: Delivery | None = None
 
     def is_traced(self) -> bool:
@@ -116,6 +122,8 @@ class Passage:
     searching: bool = False
     received: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
+    unavailable: frozenset[Key] = frozenset()
     wanted: frozenset[Key] = frozenset()
     sent: dict[Key, Tensor] = field(default_factory=dict)
     known: dict[Key, Value | None] = field(default_factory=dict)
@@ -175,11 +183,14 @@ class Passage:
         self.missing = Request(done=False, keys=tuple(keys), sentence=sentence)
         raise StageEnd
 
-    def ask(self, key: Key, sentence: str) -> list[Key]:
+    def ask(self, key: Key, sentence: str) -> list[Key] | None:
         """What to ask the stage before for, so that this stage can hand on a value.
 
+        Returns:
+            ``None`` where the value is computed from parameters that a later stage holds: it may be computed there.
+
         Raises:
-            StepError: No stage before can have it.
+            StepError: No stage can have it.
         """
         if key[0] == "parameter":
             return [key] if key[1] in self.hollow else []
@@ -189,7 +200,11 @@ class Passage:
                 " code around the blocks may not depend on random numbers, or on what a stage holds)."
             )
         value = self.known[key]
-        return [] if value is None else self._sources_of(value, sentence)
+        if value is None:
+            return []
+        if any(root.hollow is not None and root.hollow.holder > self.stage for root in _roots(value)):
+            return None
+        return self._sources_of(value, sentence)
 
     def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
         value = value_of(unknown)
@@ -212,7 +227,9 @@ class Passage:
                 )
             return [value.key]
         kind, number = value.key[:2]
-        if kind == "block" or self.entered_at is None or number < self.entered_at:
+        if kind != "operation":
+            return [value.key]
+        if (self.entered_at is None or number < self.entered_at) and value.key not in self.unavailable:
             return [value.key]
         return list(chain.from_iterable(self._sources_of(parent, sentence) for parent in value.parents))
 
@@ -245,7 +262,8 @@ def _roots(value: Value) -> Iterator[Value]:
 class Trace(TorchFunctionMode):
     """Counts the operations of the user's code outside of the blocks, and puts what was received in their place.
 
-    Every function of torch that gives or changes a tensor counts, in the order of the calls: the same on each stage.
+    Every function of torch that gives or changes a tensor counts, in the order of the calls, and every call of a part
+    around the blocks: the same on each stage.
     """
 
     def __init__(self, passage: Passage) -> None:
@@ -253,20 +271,37 @@ class Trace(TorchFunctionMode):
         self._passage = passage
         self._suspended = 0
         self._off = False
+        self._parents: tuple[Value, ...] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        passage = self._passage
-        parents: tuple[Value, ...] = ()
-        if passage.searching:
-            unknown = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Unknown))
-            parents = tuple(value for value in map(value_of, unknown) if value is not None)
+        parents = self._unknown_in((args, kwargs))
         result = func(*args, **kwargs)
-        given = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         changed = [*args[: writes(getattr(func, "__name__", ""))], *leaves(kwargs.get("out", ()))]
-        changed = [leaf for leaf in changed if isinstance(leaf, Tensor)]
+        return self._counted(result, [leaf for leaf in changed if isinstance(leaf, Tensor)], parents)
+
+    def call(self, args: Any, hollow: Sequence[Hollow]) -> None:
+        """A part around the blocks is called: it counts as one operation of its arguments and parameters."""
+        if not self._suspended:
+            self._parents = self._unknown_in((args, [*hollow]))
+        self.suspend()
+
+    def returned(self, output: Any) -> Any:
+        """What a part returned; gives what the user's code goes on with."""
+        self.resume()
+        return output if self._suspended else self._counted(output, [], self._parents)
+
+    def _unknown_in(self, value: Any) -> tuple[Value, ...]:
+        if not self._passage.searching:
+            return ()
+        unknown = (leaf for _, leaf in tree.walk(value) if isinstance(leaf, Unknown))
+        return tuple(value for value in map(value_of, unknown) if value is not None)
+
+    def _counted(self, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
+        passage = self._passage
+        given = tree.tensors(result)
         if not given and not changed:
             return result
         number = passage.operations

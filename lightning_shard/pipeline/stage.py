@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
@@ -39,16 +40,6 @@ from lightning_shard.pipeline.crossing import (
 )
 from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
 
-RECORDS = ("output_attentions", "output_router_logits")
-"""What transformers collect from inside of all their blocks, by hooks that don't run where a block is stood in for."""
-
-
-def not_recorded(flags: Iterable[str]) -> str:
-    return (
-        f"{' and '.join(flags)} can't be collected where blocks are on several pipeline stages, since each has only its"
-        " own: leave out, or use pipeline_parallel_size=1."
-    )
-
 
 @dataclass(eq=False)
 class Stage:
@@ -58,6 +49,7 @@ class Stage:
         index: Its place in the pipeline, of ``count``.
         blocks: Names of all blocks, in the order in which they run.
         owned: Which of them it holds.
+        parts: Names of the modules and parameters around them.
         network: The name of the module that a step calls; ``""`` where it is the root itself.
         foreign_buffers: Names of buffers that stay here for code around the blocks but are another stage's state.
         incomplete: By name, every module of which another stage holds parameters.
@@ -68,6 +60,7 @@ class Stage:
     count: int
     blocks: Sequence[str]
     owned: range
+    parts: Collection[str]
     network: str
     device: torch.device
     foreign_buffers: set[str] = field(default_factory=set)
@@ -79,6 +72,7 @@ class Stage:
         self._trace: Trace | None = None
         self._elsewhere: set[nn.Module] = set()
         self._in_step = False
+        self._inside: list[RemovableHandle] = []
 
     @property
     def is_first(self) -> bool:
@@ -104,6 +98,8 @@ class Stage:
             searching,
             dict(received),
             {**crossing.incoming.outputs, **(crossing.outgoing.outputs if crossing.outgoing else {})},
+            {**crossing.incoming.inside, **(crossing.outgoing.inside if crossing.outgoing else {})},
+            crossing.incoming.unavailable,
             frozenset(crossing.asked),
             active=True,
             differentiates=torch.is_grad_enabled(),
@@ -113,6 +109,8 @@ class Stage:
             yield passage
         finally:
             passage.active, passage.on_enter, self._trace = False, None, None
+            while self._inside:
+                self._inside.pop().remove()
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
@@ -133,25 +131,37 @@ class Stage:
             block = root.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter, index), prepend=True, with_kwargs=True)
             block.register_forward_hook(partial(self._leave, index))
+        for name in self.parts:
+            part = _attribute(root, name)
+            if isinstance(part, nn.Module):
+                hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
+                part.register_forward_pre_hook(partial(self._enter_part, hollow), prepend=True, with_kwargs=True)
+                part.register_forward_hook(self._leave_part)
         # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
         root.get_submodule(self.network).register_forward_pre_hook(
-            partial(self._count_calls, 1 if self.network else 2), prepend=True, with_kwargs=True
+            partial(self._count_calls, 1 if self.network else 2), prepend=True
         )
 
-    def delivery(self, passage: Passage) -> Delivery:
+    def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
         """What goes out of a microbatch."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
-        return Delivery(slots, dict(passage.outputs), passage.operations)
+        unavailable = frozenset(crossing.unavailable)
+        return Delivery(slots, dict(passage.outputs), dict(passage.inside), unavailable, passage.operations)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         self.passage.on_missing(values, sentence)
 
     # Hooks
 
-    def _count_calls(self, allowed: int, _network: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter_part(self, hollow: Sequence[Hollow], _part: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_step and self._trace is not None:
+            self._trace.call((args, kwargs), hollow)
+
+    def _leave_part(self, _part: nn.Module, _args: Any, output: Any) -> Any:
+        return self._trace.returned(output) if self._in_step and self._trace is not None else output
+
+    def _count_calls(self, allowed: int, *_: Any) -> None:
         if self.passage.active:
-            if asked := [flag for flag in RECORDS if kwargs.get(flag)]:
-                raise StepError(not_recorded(asked))
             self.passage.calls += 1
             if self.passage.calls > allowed:
                 raise StepError(
@@ -159,7 +169,7 @@ class Stage:
                     " on the concatenated inputs, or use pipeline_parallel_size=1."
                 )
 
-    def _enter(self, index: int, _block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         passage = self.passage
         if not passage.active:
             return  # recomputation under activation checkpointing
@@ -177,12 +187,49 @@ class Stage:
             if passage.on_enter is not None:
                 passage.on_enter()
         refuse((args, kwargs), self.blocks[index])
+        if passage.searching or any(key[:2] == ("inside", index) for key in passage.wanted):
+            self._watch_inside(index, block)
+
+    def _watch_inside(self, index: int, block: nn.Module) -> None:
+        """Note what hooks inside of a block see, for the stages where its forward is stood in for."""
+        seen: list[tuple[str, Any]] = []
+        for path, module in block.named_modules():
+            if path and module._forward_hooks:
+                note = partial(self._note_inside, index, path, seen)
+                self._inside.append(module.register_forward_hook(note, with_kwargs=True))
+        if self._inside and self.passage.searching:
+            self.passage.inside[index] = seen
+
+    def _note_inside(
+        self,
+        index: int,
+        path: str,
+        seen: list[tuple[str, Any]],
+        _module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
+            key: Key = ("inside", index, len(seen), place)
+            if self.passage.searching:
+                self.passage.known[key] = None
+            if key in self.passage.wanted:
+                if type(leaf) is not Tensor:
+                    raise StepError(
+                        f"A forward hook of {self.blocks[index]}.{path} collects a {type(leaf).__name__}, which can't"
+                        " be sent to the pipeline stage that uses it: collect what the block returns."
+                    )
+                self.passage.sent[key] = leaf.clone()
+        seen.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
     def _leave(self, index: int, _block: nn.Module, _args: Any, output: Any) -> None:
         passage = self.passage
         if not passage.active:
             return
         if index in self.owned:
+            while self._inside:
+                self._inside.pop().remove()
             _check_differentiates(passage)
             if index == self.owned[-1]:
                 passage.finished = True
@@ -218,6 +265,7 @@ class _StandIn:
     stage: Stage
     index: int
     name: str
+    block: nn.Module
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         passage = self.stage.passage
@@ -234,18 +282,35 @@ class _StandIn:
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
                 " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
             )
-        places = count()
-        return tree.map_leaves(lambda leaf: self._output(leaf, next(places)), passage.outputs[self.index])
+        for call, (path, seen) in enumerate(passage.inside.get(self.index, ())):
+            self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
+        return self._filled(passage.outputs[self.index], ("block", self.index), f"the output of {self.name}")
 
-    def _output(self, leaf: Any, place: int) -> Any:
-        if not isinstance(leaf, Slot):
-            return leaf
+    def _filled(self, values: Any, name: Key, text: str) -> Any:
+        """Values of the stage that holds the block, in their nesting; what wasn't sent is unknown."""
         passage = self.stage.passage
-        key: Key = ("block", self.index, place)
-        text = f"the output of {self.name}, a block of an earlier stage,"
-        known = key in passage.received
-        tensor = passage.received[key] if known else passage.unknown(leaf, key, text, self.stage.device)
-        return passage.produced(key, tensor)
+        places = count()
+
+        def fill(leaf: Any) -> Any:
+            key = (*name, next(places))
+            if not isinstance(leaf, Slot):
+                return leaf
+            if key in passage.received:
+                return passage.produced(key, passage.received[key])
+            tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
+            return passage.produced(key, tensor)
+
+        return tree.map_leaves(fill, values)
+
+    def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
+        """The forward hooks of a module inside the block, on what they saw where it ran."""
+        module = self.block.get_submodule(path)
+        args, kwargs, output = seen
+        for number, hook in list(module._forward_hooks.items()):
+            if number in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)
 
 
 def cut(
@@ -273,18 +338,23 @@ def cut(
         kept: Names of tied parameters that this stage holds, wherever they are used.
         device: Where stand-ins live.
     """
-    stage = Stage(index, count, blocks, owned, network, device)
+    stage = Stage(index, count, blocks, owned, [*parts], network, device)
     for part, holder in parts.items():
         if holder != index:
             stage.foreign_buffers.update(_hollow(root, part, holder, stage, kept))
     for i, name in enumerate(blocks):
         if i not in owned:
             _hollow(root, name, holder_of[i], stage)
-            root.get_submodule(name).__dict__["forward"] = _StandIn(stage, i, name)
+            root.get_submodule(name).__dict__["forward"] = _StandIn(stage, i, name, root.get_submodule(name))
     stage.incomplete = _incomplete(root, stage.hollow)
     for name, module in stage.incomplete.items():
         module.__dict__["named_parameters"] = partial(_whole_only, stage, name, module.named_parameters)
     return stage
+
+
+def _attribute(root: nn.Module, name: str) -> Any:
+    parent, _, key = name.rpartition(".")
+    return getattr(root.get_submodule(parent), key)
 
 
 def _incomplete(root: nn.Module, hollow: Iterable[str]) -> dict[str, nn.Module]:

@@ -114,12 +114,13 @@ class PipelinedStep:
         stage, channel = self.stage, self.channel
         put_back = self._remember()
         asked: list[Key] = []
+        unavailable: set[Key] = set()
         while True:
             incoming, received = Delivery(), {}
             if not stage.is_first:
                 incoming = channel.hear()
                 received = channel.receive(incoming.slots)
-            crossing = Crossing(incoming, asked)
+            crossing = Crossing(incoming, asked, unavailable)
             with stage.microbatch(received, crossing, searching=True) as passage:
                 result = run(i)
                 if passage.missing is None:
@@ -128,6 +129,7 @@ class PipelinedStep:
             if not stage.is_first:
                 channel.request(request)
             if request.done:
+                _check_order(passage, crossing)
                 passage.known.clear()
                 return passage, result, crossing
             put_back()
@@ -136,7 +138,7 @@ class PipelinedStep:
         """Send what the next stage gets; whether that is all it needs, and if not, what this stage needs for it."""
         if self.stage.is_last:
             return Request(done=True)
-        crossing.outgoing = self.stage.delivery(passage)
+        crossing.outgoing = self.stage.delivery(passage, crossing)
         self.channel.announce(crossing.outgoing)
         self.channel.send(passage.sent, crossing.outgoing.slots)
         answer = self.channel.requested()
@@ -145,8 +147,14 @@ class PipelinedStep:
         if again := set(answer.keys) & set(crossing.asked):
             raise StepError(f"{answer.sentence} {sorted(again)} can't be sent between stages.")
         crossing.asked.extend(answer.keys)
-        needed = [own for key in answer.keys for own in passage.ask(key, answer.sentence)]
-        return Request(False, tuple(dict.fromkeys(needed)), answer.sentence)
+        needed: dict[Key, None] = {}
+        for key in answer.keys:
+            own = passage.ask(key, answer.sentence)
+            if own is None:
+                crossing.unavailable.add(key)
+            else:
+                needed.update(dict.fromkeys(own))
+        return Request(False, tuple(needed), answer.sentence)
 
     def _backward(self, microbatch: _InFlight, backward: Callable[[Tensor], None]) -> None:
         if microbatch.loss is not None:

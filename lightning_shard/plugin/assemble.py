@@ -21,9 +21,10 @@ from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import Part, measure, watch
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.stage import RECORDS, Stage, cut, not_recorded
+from lightning_shard.pipeline.stage import Stage, cut
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
+from lightning_shard.plugin.memory import remember
 
 _EXAMPLE_TOKENS = 16
 
@@ -108,7 +109,6 @@ def assemble(
         assert blocks is not None
         assert placement is not None
         saved_elsewhere = _on_every_stage(module, blocks) if layout.pipeline_rank else set()
-        _refuse_collectors(module, blocks, placement)
         holders = _Holders(blocks, placement)
         all_ties = _ties(module, holders)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
@@ -148,10 +148,12 @@ def _place(
 ) -> tuple[Blocks, Placement]:
     """The blocks in the order in which they were seen to run, where there is an example, and each one's stage."""
     policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
-    run = _leaving_no_trace(module, _example(module, blocks)) if policy == "auto" else None
+    run = _example(module, blocks) if policy == "auto" else None
     seen = None
     if run is not None:
+        put_back = remember(module)  # a cache made in the run would hold fake tensors
         seen = watch({name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}, run)
+        put_back()
     if seen is not None:
         blocks = blocks.ordered(seen.starts)
     cost = measure(
@@ -185,51 +187,11 @@ def _example(module: pl.LightningModule, blocks: Blocks) -> Callable[[], Any] | 
     return None
 
 
-def _leaving_no_trace(module: nn.Module, call: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    """The call, on copies of the buffers, and after it every module's attributes as they were.
-
-    A cache made in the call would hold fake tensors. The copies are made here, where tensors are real.
-    """
-    if call is None:
-        return None
-    copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
-
-    def run() -> None:
-        before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
-        for part, _, buffers in before:
-            part._buffers.update({key: copies[id(b)] for key, b in buffers.items() if b is not None})
-        try:
-            call()
-        finally:
-            for part, attributes, buffers in before:
-                vars(part).clear()
-                vars(part).update(attributes)
-                part._buffers.clear()
-                part._buffers.update(buffers)
-
-    return run
-
-
 def _part(module: nn.Module, name: str) -> Part:
     parent, _, key = name.rpartition(".")
     part = getattr(module.get_submodule(parent), key)
     assert isinstance(part, (nn.Module, nn.Parameter))
     return part
-
-
-def _refuse_collectors(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
-    """What collects values from inside of blocks would find those of its own stage, and give fewer without an error."""
-    for part in module.get_submodule(blocks.network).modules():
-        if asked := [flag for flag in RECORDS if getattr(getattr(part, "config", None), flag, False) is True]:
-            raise PlacementError(not_recorded(f"config.{flag}" for flag in asked))
-    for name, block in list(zip(blocks.names, blocks.modules(module)))[: placement.stages[-1].blocks.start]:
-        for inner, part in block.named_modules():
-            if inner and part._forward_hooks:
-                raise PlacementError(
-                    f"{name}.{inner} has a forward hook, which runs on the stage that holds {name} only: put the hook"
-                    f" on {name}, have it return what is needed as a part of the hidden state, or use"
-                    " pipeline_parallel_size=1."
-                )
 
 
 class _Holders:

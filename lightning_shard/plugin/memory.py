@@ -1,8 +1,9 @@
-"""What a step changes beside gradients, put back as it was, so that the step can run anew."""
+"""What running a network changes beside gradients, put back as it was, so that it can be run anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 from lightning_shard.pipeline.taint import Hollow
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def remember(root: nn.Module) -> Callable[[], None]:
-    """Note every module's attributes, and what its buffers, other tensors and containers hold.
+    """Note every module's attributes and hooks, and what its buffers, other tensors and containers hold.
 
-    Parameters are left out: a forward doesn't change them.
+    Parameters are left out: a forward doesn't change them. Containers are noted one level deep, and so are those that
+    forward hooks hold, to collect what they see.
 
     Returns:
         What puts all of it back, any number of times.
@@ -22,11 +26,14 @@ def remember(root: nn.Module) -> Callable[[], None]:
     parts = [(part, dict(vars(part)), dict(part._buffers)) for part in root.modules()]
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     containers: dict[int, tuple[Any, Any]] = {}
-    for _, attributes, buffers in parts:
-        for key, value in (*attributes.items(), *buffers.items()):
-            if isinstance(value, Tensor) and not isinstance(value, Hollow):
+    for part, attributes, buffers in parts:
+        for value in (*attributes.values(), *buffers.values(), *_held_by_hooks(part)):
+            if isinstance(value, Tensor) and not isinstance(value, (Hollow, nn.Parameter)):
                 tensors.setdefault(id(value), (value, value.detach().clone()))
-            elif type(value) in (list, dict, set) and not key.startswith("_"):
+        hooks = [attributes[key] for key in _HOOKS if attributes.get(key) is not None]
+        public = [value for key, value in attributes.items() if not key.startswith("_")]
+        for value in (*hooks, *public, *_held_by_hooks(part)):
+            if type(value) in (list, dict, set, OrderedDict):
                 containers.setdefault(id(value), (value, value.copy()))
 
     @torch.no_grad()
@@ -44,3 +51,16 @@ def remember(root: nn.Module) -> Callable[[], None]:
             container.extend(copy) if isinstance(container, list) else container.update(copy)
 
     return put_back
+
+
+def _held_by_hooks(module: nn.Module) -> Iterator[Any]:
+    """The variables and attributes that a module's forward hooks can reach."""
+    for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
+        for cell in getattr(hook, "__closure__", None) or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        owner = getattr(hook, "__self__", hook)
+        if not isinstance(owner, nn.Module):
+            yield from getattr(owner, "__dict__", {}).values()
