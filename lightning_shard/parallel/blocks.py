@@ -145,6 +145,8 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
     if not lists:
         return {}
     path = max(lists, key=lambda name: (_trains(root.get_submodule(name)), len(lists[name]), _size(root, name)))
+    if type(_parent(root, path)) is nn.Sequential and type(root.get_submodule(path)) is nn.Sequential:
+        return _sequential(root)
     classes = {type(root.get_submodule(name)) for name in lists[path]}
     network = path.partition(".")[0]
 
@@ -172,6 +174,10 @@ def _sequential(root: nn.Module) -> dict[str, list[str]]:
         return {}
     path = max(found, key=lambda name: (_trains(root.get_submodule(name)), _size(root, name), len(found[name])))
     return {path: found[path]}
+
+
+def _parent(root: nn.Module, path: str) -> nn.Module | None:
+    return root.get_submodule(path.rpartition(".")[0]) if "." in path else None
 
 
 def _unfolded(root: nn.Module, path: str) -> Iterator[str]:

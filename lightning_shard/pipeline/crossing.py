@@ -18,22 +18,36 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
+from lightning_shard.pipeline import functions, tree
 from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, fill, leaves, mark, writes
 
 Key = tuple[Any, ...]
-"""A value's name: ``("operation", number, leaf)``, ``("block", number, leaf)``, ``("inside", block, call, leaf)`` for
-what hooks inside of a block see, or ``("parameter", name)``."""
+"""A value's name: ``("operation", number, leaf, function)``, ``("block", number, leaf)``, ``("inside", block, call,
+leaf)`` for what hooks inside of a block see, or ``("parameter", name)``."""
 
 LARGEST_PARAMETER = 2**24
 """Elements of a parameter that may be sent with each microbatch, to a stage that uses it beside its holder."""
+
+
+class Counted(NamedTuple):
+    """How many operations were counted, and a checksum of their names: the same on both sides of a cut."""
+
+    number: int = 0
+    names: int = 0
+
+    def and_then(self, name: str) -> Counted:
+        return Counted(self.number + 1, crc32(name.encode(), self.names))
+
+
+_NOTHING_YET = Counted()
 
 
 class StageEnd(BaseException):
@@ -71,14 +85,14 @@ class Delivery(tree.Leaf):
         outputs: What each block so far returned, with slots for tensors.
         inside: By block, what the hooks of modules inside it saw: a name, and arguments and output with slots.
         unavailable: What was asked for and is computed from parameters that a later stage holds.
-        operations: How many were counted until the next stage's first block was called.
+        counted: The operations until the next stage's first block was called.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
-    operations: int | None = None
+    counted: Counted | None = None
 
 
 @dataclass(frozen=True)
@@ -128,8 +142,8 @@ class Passage:
     sent: dict[Key, Tensor] = field(default_factory=dict)
     known: dict[Key, Value | None] = field(default_factory=dict)
     missing: Request | None = None
-    operations: int = 0
-    entered_at: int | None = None
+    counted: Counted = _NOTHING_YET
+    entered_at: Counted | None = None
     finished: bool = False
     calls: int = 0
     active: bool = False
@@ -193,7 +207,7 @@ class Passage:
             StepError: No stage can have it.
         """
         if key[0] == "parameter":
-            return [key] if key[1] in self.hollow else []
+            return [key] if key[1] in self.hollow and key not in self.received else []
         if key not in self.known:
             raise StepError(
                 f"{sentence} Stage {self.stage} didn't compute it: a step must run the same code on every stage (its"
@@ -229,7 +243,7 @@ class Passage:
         kind, number = value.key[:2]
         if kind != "operation":
             return [value.key]
-        if (self.entered_at is None or number < self.entered_at) and value.key not in self.unavailable:
+        if (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable:
             return [value.key]
         return list(chain.from_iterable(self._sources_of(parent, sentence) for parent in value.parents))
 
@@ -262,8 +276,8 @@ def _roots(value: Value) -> Iterator[Value]:
 class Trace(TorchFunctionMode):
     """Counts the operations of the user's code outside of the blocks, and puts what was received in their place.
 
-    Every function of torch that gives or changes a tensor counts, in the order of the calls, and every call of a part
-    around the blocks: the same on each stage.
+    Every function of torch that gives or changes a tensor counts, in the order of the calls, and as a whole every call
+    of a part around the blocks and of an autograd function: the same on each stage.
     """
 
     def __init__(self, passage: Passage) -> None:
@@ -279,19 +293,22 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         parents = self._unknown_in((args, kwargs))
         result = func(*args, **kwargs)
-        changed = [*args[: writes(getattr(func, "__name__", ""))], *leaves(kwargs.get("out", ()))]
-        return self._counted(result, [leaf for leaf in changed if isinstance(leaf, Tensor)], parents)
+        name = getattr(func, "__name__", "")
+        changed = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
+        return self._counted(name, result, [leaf for leaf in changed if isinstance(leaf, Tensor)], parents)
 
-    def call(self, args: Any, hollow: Sequence[Hollow]) -> None:
-        """A part around the blocks is called: it counts as one operation of its arguments and parameters."""
+    def begins(self, args: Any) -> None:
+        """A part around the blocks, or an autograd function, is called: it counts as one operation of ``args``."""
         if not self._suspended:
-            self._parents = self._unknown_in((args, [*hollow]))
+            self._parents = self._unknown_in(args)
         self.suspend()
 
-    def returned(self, output: Any) -> Any:
-        """What a part returned; gives what the user's code goes on with."""
+    def ends(self, name: str, result: Any) -> Any:
+        """What it returned; gives what the user's code goes on with."""
+        if self._suspended == 1:  # not resumed yet: copies made here aren't the network's
+            result = self._counted(name, result, [], self._parents)
         self.resume()
-        return output if self._suspended else self._counted(output, [], self._parents)
+        return result
 
     def _unknown_in(self, value: Any) -> tuple[Value, ...]:
         if not self._passage.searching:
@@ -299,19 +316,20 @@ class Trace(TorchFunctionMode):
         unknown = (leaf for _, leaf in tree.walk(value) if isinstance(leaf, Unknown))
         return tuple(value for value in map(value_of, unknown) if value is not None)
 
-    def _counted(self, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
+    def _counted(self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
         passage = self._passage
         given = tree.tensors(result)
         if not given and not changed:
             return result
-        number = passage.operations
-        passage.operations += 1
+        number = passage.counted.number
+        passage.counted = passage.counted.and_then(name)
         written = [*changed, *(base for base in map(base_of, changed) if base is not None)]
         new: dict[int, Tensor] = {}
         for place, leaf in enumerate([*given, *written]):
             if id(leaf) not in new:
                 in_place = any(leaf is other for other in written)
-                new[id(leaf)] = passage.produced(("operation", number, place), leaf, parents, written=in_place)
+                key: Key = ("operation", number, place, name)
+                new[id(leaf)] = passage.produced(key, leaf, parents, written=in_place)
         if all(new[id(leaf)] is leaf for leaf in given):
             return result
         return tree.map_leaves(lambda leaf: new.get(id(leaf), leaf), result)
@@ -333,7 +351,8 @@ class Trace(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         self.__enter__()
         try:
-            yield
+            with functions.told_to(self):
+                yield
         finally:
             if not self._off:
                 self.__exit__(None, None, None)

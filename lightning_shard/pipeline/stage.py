@@ -136,7 +136,7 @@ class Stage:
             if isinstance(part, nn.Module):
                 hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
                 part.register_forward_pre_hook(partial(self._enter_part, hollow), prepend=True, with_kwargs=True)
-                part.register_forward_hook(self._leave_part)
+                part.register_forward_hook(partial(self._leave_part, name))
         # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
         root.get_submodule(self.network).register_forward_pre_hook(
             partial(self._count_calls, 1 if self.network else 2), prepend=True
@@ -146,7 +146,7 @@ class Stage:
         """What goes out of a microbatch."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         unavailable = frozenset(crossing.unavailable)
-        return Delivery(slots, dict(passage.outputs), dict(passage.inside), unavailable, passage.operations)
+        return Delivery(slots, dict(passage.outputs), dict(passage.inside), unavailable, passage.counted)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         self.passage.on_missing(values, sentence)
@@ -155,10 +155,10 @@ class Stage:
 
     def _enter_part(self, hollow: Sequence[Hollow], _part: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_step and self._trace is not None:
-            self._trace.call((args, kwargs), hollow)
+            self._trace.begins((args, kwargs, hollow))
 
-    def _leave_part(self, _part: nn.Module, _args: Any, output: Any) -> Any:
-        return self._trace.returned(output) if self._in_step and self._trace is not None else output
+    def _leave_part(self, name: str, _part: nn.Module, _args: Any, output: Any) -> Any:
+        return self._trace.ends(name, output) if self._in_step and self._trace is not None else output
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
         if self.passage.active:
@@ -183,7 +183,7 @@ class Stage:
                     "The network's blocks ran a second time within one step, and a pipeline runs them once: use"
                     " pipeline_parallel_size=1."
                 )
-            passage.entered_at = passage.operations
+            passage.entered_at = passage.counted
             if passage.on_enter is not None:
                 passage.on_enter()
         refuse((args, kwargs), self.blocks[index])

@@ -130,6 +130,7 @@ class PipelinedStep:
                 channel.request(request)
             if request.done:
                 _check_order(passage, crossing)
+                _check_complete(passage, result)
                 passage.known.clear()
                 return passage, result, crossing
             put_back()
@@ -180,15 +181,32 @@ def _check_order(passage: Passage, crossing: Crossing) -> None:
     """Values are told by the number of their operation: both sides of a cut must have counted the same."""
     if not crossing.is_traced():
         return
-    entered = crossing.incoming.operations
-    ended = crossing.outgoing.operations if crossing.outgoing else None
-    if entered not in (None, passage.entered_at) or ended not in (None, passage.operations):
+    entered = crossing.incoming.counted
+    ended = crossing.outgoing.counted if crossing.outgoing else None
+    if entered not in (None, passage.entered_at) or ended not in (None, passage.counted):
         raise StepError(
-            f"Stage {passage.stage} ran other code around the blocks than for an earlier microbatch of the same shapes"
-            f" ({passage.entered_at} and {passage.operations} operations, not {entered} and {ended}), so what crosses"
-            " between stages isn't known: it may depend on a batch's shapes, not on its values. Or use"
-            " pipeline_parallel_size=1."
+            f"Stage {passage.stage} ran other code around the blocks than the stage before, or than for an earlier"
+            " microbatch of the same shapes, so what crosses between stages isn't known: what a network runs may depend"
+            " on a batch's shapes, not on its values or on random numbers. Or use pipeline_parallel_size=1."
         )
+
+
+def _check_complete(passage: Passage, result: Any) -> None:
+    """NaN that came from a hollow parameter and not from the stage before.
+
+    Unknown values are followed through torch's functions; this finds one that went another way, such as through a
+    scripted function. Once per signature, since it waits for the device.
+    """
+    if passage.stage and _has_nan((passage.sent, result)) and not _has_nan(passage.received):
+        raise StepError(
+            f"Stage {passage.stage} turned finite values into NaN. If a plain run doesn't, code around its blocks"
+            " computes something that only an earlier stage has in a way that can't be followed, such as a scripted"
+            " function: use torch's own functions there, make it a part of the blocks, or use pipeline_parallel_size=1."
+        )
+
+
+def _has_nan(values: Any) -> bool:
+    return any(bool(t.isnan().any()) for t in tree.tensors(values) if t.is_floating_point())
 
 
 def _detached(leaf: Any) -> Any:

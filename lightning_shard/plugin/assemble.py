@@ -109,7 +109,7 @@ def assemble(
         assert blocks is not None
         assert placement is not None
         saved_elsewhere = _on_every_stage(module, blocks) if layout.pipeline_rank else set()
-        holders = _Holders(blocks, placement)
+        holders = Holders(blocks, placement)
         all_ties = _ties(module, holders)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
         saved_elsewhere |= {name for tie in ties if layout.pipeline_rank != tie.stages[0] for name in tie.names}
@@ -194,7 +194,7 @@ def _part(module: nn.Module, name: str) -> Part:
     return part
 
 
-class _Holders:
+class Holders:
     """Which stage holds what."""
 
     def __init__(self, blocks: Blocks, placement: Placement) -> None:
@@ -237,7 +237,7 @@ def _units(module: nn.Module, stage: Stage, listed: Sequence[str]) -> list[str]:
     return sorted(held, key=lambda name: -name.count("."))
 
 
-def _ties(module: pl.LightningModule, holders: _Holders) -> list[Tie]:
+def _ties(module: pl.LightningModule, holders: Holders) -> list[Tie]:
     ties = find_ties(
         tied_parameters(module), lambda name: holders.of(name) or 0, lambda name: holders.block_of(name) is not None
     )
@@ -258,7 +258,7 @@ def _is_one_module(root: nn.Module, names: Sequence[str]) -> bool:
 
 
 def _cut(
-    module: pl.LightningModule, holders: _Holders, layout: Layout, ties: Sequence[Tie], device: torch.device
+    module: pl.LightningModule, holders: Holders, layout: Layout, ties: Sequence[Tie], device: torch.device
 ) -> Stage:
     index = layout.pipeline_rank
     owned = holders.placement.stages[index].blocks

@@ -1,0 +1,507 @@
+"""Networks as people write them, on several stages: what crosses the cuts is found, and all is as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_shard.errors import StepError
+from tests.unit.pipelines import assert_alike, on_stages
+
+WIDTH, WORDS = 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        hidden = self.norm(x)
+        if condition is not None:
+            hidden = hidden * (1 + condition)
+        return x + self.down(F.gelu(self.up(hidden)))
+
+
+class Net(nn.Module):
+    """A plain one; the others differ by what they do around the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Conditioned(Net):
+    """On a timestep, as diffusion models are, through a part with layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.time(x[:, :1, None].float() / WORDS)
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+class Masked(Net):
+    """A mask computed from a parameter: integers and bools are known to be unknown as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        mask = (hidden.argmax(-1, keepdim=True) > WIDTH // 2).float()
+        for block in self.blocks:
+            hidden = block(hidden, condition=mask)
+        return self.head(self.norm(hidden))
+
+
+class Residual(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+class UNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, skips = self.embed(x), []
+        for block in self.blocks[:2]:
+            hidden = block(hidden)
+            skips.append(hidden)
+        for block in self.blocks[2:]:
+            hidden = block(hidden + skips.pop())
+        return self.head(self.norm(hidden))
+
+
+class Collecting(Net):
+    """The mean of all layers' states."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return self.head(self.norm(torch.stack(states).mean(0)))
+
+
+class InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(6, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden += self.position
+        condition = torch.zeros_like(hidden)
+        condition[:, 0] = hidden[:, 1]
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+            hidden *= 0.9
+        return self.head(self.norm(hidden))
+
+
+class Between(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            hidden = self.norms[i](block(hidden))
+        return self.head(self.norm(hidden))
+
+
+class InTurn(Net):
+    """Two lists that one loop runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block, other in zip(self.blocks, self.others):
+            hidden = hidden + other(block(hidden))
+        return self.head(self.norm(hidden))
+
+
+class OnBothSides(Net):
+    """A parameter and a layer used before the blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(x) * self.scale)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden * self.scale))
+
+
+class NestedCalls(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.encode(self.embed(x))))
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class LooksIntoBlocks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            hidden = block(hidden) * (1 + 1 / block.up.out_features)
+        return self.head(self.norm(hidden))
+
+
+class Decides(Net):
+    """Asks for an unknown value as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        if hidden.square().mean() > 0:
+            hidden = -hidden
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class WithAnOwnFunction(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        condition = OwnFunction.apply(self.time(x[:, :1, None].float() / WORDS))
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition * self.time[0].bias)
+        return self.head(self.norm(hidden))
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        condition = doubled(self.time(hidden))
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+@torch.jit.script
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Recurrent(nn.Module):
+    """Layers of which each begins with the last one's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, states = self.embed(x), None
+        for layer in self.layers:
+            hidden, states = layer(hidden, states)
+        assert states is not None
+        return self.head(hidden + states[0].mean())
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x)))
+
+
+class EncoderAndDecoder(nn.Module):
+    """Of different classes, one after the other, the decoder with the encoder's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = nn.Embedding(WORDS, WIDTH)
+        self.target = nn.Embedding(WORDS, WIDTH)
+        self.both = nn.Transformer(WIDTH, 2, 2, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.both(self.source(x), self.target(x)))
+
+
+class Residuals(nn.Module):
+    """One block of a ResNet with GroupNorm."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, 1 if before == after else 2, 1)
+        self.norm = nn.GroupNorm(2, after)
+        self.second = nn.Conv2d(after, after, 3, 1, 1)
+        self.shortcut = nn.Identity() if before == after else nn.Conv2d(before, after, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.norm(self.first(x)))) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Its stages are lists of blocks, one after the other, of changing shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, 1, 1)
+        self.layer1 = nn.Sequential(Residuals(4, 4), Residuals(4, 4))
+        self.layer2 = nn.Sequential(Residuals(4, 8), Residuals(8, 8))
+        self.head = nn.Linear(8, 6 * WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        picture = F.pad(x.float() / WORDS, (0, 10)).reshape(len(x), 1, 4, 4)
+        features = self.layer2(self.layer1(F.relu(self.stem(picture))))
+        return self.head(features.mean((2, 3))).reshape(len(x), 6, WORDS)
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 12), nn.Linear(12, 12)
+        self.third, self.fourth = nn.Linear(12, 12), nn.Linear(12, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.second(F.relu(self.first(self.embed(x)))))
+        return self.fourth(F.relu(self.third(hidden)))
+
+
+def sequential() -> nn.Module:
+    """Unlike children, some without parameters, one that works in place, one nested."""
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH),
+        nn.Dropout(0.0),
+        nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(inplace=True), nn.Linear(12, WIDTH)),
+        nn.Tanh(),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WORDS),
+    )
+
+
+def like_a_vgg() -> nn.Module:
+    """The first part of the second stage works in place."""
+    layers = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.ReLU(True), nn.Linear(WIDTH, WORDS))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
+        *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
+    )
+} | {"sequential": sequential, "like a VGG": like_a_vgg}
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        return make()
+
+    return made
+
+
+def batches(parts: int = 4) -> Sequence[Tensor]:
+    return torch.randint(0, WORDS, (parts, 2, 6), generator=torch.Generator().manual_seed(2)).unbind()
+
+
+def loss(root: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(root.net(x).flatten(0, 1), (x * 5 + 3).flatten() % WORDS)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> None:
+    assert_alike(seeded(NETWORKS[network]), loss, batches(), stages)
+
+
+def test_layers_by_name() -> None:
+    blocks = ["first", "second", "third", "fourth"]
+    assert_alike(seeded(Attributes), loss, batches(), 3, blocks=blocks)
+
+
+def test_only_the_hidden_state_crosses_where_nothing_else_is_needed() -> None:
+    assert assert_alike(seeded(Net), loss, batches(), 4).crossed == [1, 1, 1]
+    assert assert_alike(seeded(Residual), loss, batches(), 4).crossed == [2, 2, 2]
+    assert assert_alike(seeded(UNet), loss, batches(), 4).crossed == [1, 2, 2]
+    assert assert_alike(seeded(Collecting), loss, batches(), 4).crossed == [2, 3, 4]
+
+
+def test_every_schedule_sends_the_gradients_of_what_crossed() -> None:
+    assert_alike(seeded(UNet), loss, batches(), 2, schedule="GPipe")
+
+
+# -- steps
+
+
+def penalized(root: nn.Module, x: Tensor) -> Tensor:
+    """With something of the first stage in the loss."""
+    return loss(root, x) + root.net.embed.weight.square().mean()
+
+
+def test_a_loss_with_another_stages_parameter() -> None:
+    assert_alike(seeded(Net), penalized, batches(), 3)
+
+
+class WithFeatures(Net):
+    """Hooks inside of blocks collect features, and an attribute of the network counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        self.calls = 0
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.features.append(output))
+            block.down.register_forward_hook(
+                lambda module, args, kwargs, output: seen.append(args[0]), with_kwargs=True
+            )
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def with_features(root: nn.Module, x: Tensor) -> Tensor:
+    net: Any = root.net
+    value = loss(root, x) + sum(feature.square().mean() for feature in (*net.features, *net.seen))
+    assert len(net.features) == len(net.seen) == len(net.blocks)
+    net.features.clear()
+    net.seen.clear()
+    return value
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_hooks_inside_of_blocks_see_what_they_would_in_one_process(stages: int) -> None:
+    made: list[WithFeatures] = []
+
+    def make() -> nn.Module:
+        made.append(WithFeatures())
+        return made[-1]
+
+    assert_alike(seeded(make), with_features, batches(), stages)
+    assert [net.calls for net in made] == [4] * (stages + 1)  # also where a stage ran its part again
+
+
+class ByHand(Net):
+    """The first block's weights are used beside the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.blocks[0].norm.weight.sum()
+
+
+def test_a_blocks_parameter_used_beside_it() -> None:
+    assert_alike(seeded(ByHand), loss, batches(), 3)
+
+
+# -- what can't be right is refused
+
+
+class HeadFirst(Net):
+    """Registered and named last, used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prepare = "late"
+        hidden = getattr(self, prepare)(self.embed(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Random(Net):
+    """Stages draw other numbers: between blocks their code differs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            if torch.rand(()) > 0.5:
+                hidden = hidden + 0
+        return self.head(self.norm(hidden + first * 2))
+
+
+class Twice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x)
+
+
+class ValuesDecide(Conditioned):
+    """What crosses depends on a batch's values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > WORDS // 2:
+            return super().forward(x)
+        return Net.forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("network", "says"),
+    [
+        (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
+        (Scripted, r"turned finite values into NaN.*scripted function"),
+        (Twice, "a second time within one step"),
+        (ValuesDecide, "may depend on a batch's shapes, not on its values"),
+    ],
+)
+def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
+    parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)])
+    with pytest.raises(StepError, match=says):
+        on_stages(seeded(network), loss, parts.unbind(), 2)
+
+
+def test_all_parameters_of_what_isnt_whole_here() -> None:
+    def step(root: nn.Module, x: Tensor) -> Tensor:
+        return loss(root, x) + sum(p.square().sum() for p in root.net.parameters())
+
+    with pytest.raises(StepError, match="goes over all parameters of net"):
+        on_stages(seeded(Net), step, batches(), 2)
