@@ -2,10 +2,11 @@
 
 The world is one box of ranks, the last axis varying fastest::
 
-    rank = ((pipeline × replicas + replica) × shards + shard) × tensor + tensor_rank
+    rank = (((stages − 1 − stage) × replicas + replica) × shards + shard) × tensor + tensor_rank
 
 so a tensor-parallel group is made of neighbours (it talks in every layer) and the stages of a pipeline are farthest
-apart (they talk once per microbatch).
+apart (they talk once per microbatch). The last stage, which sees losses and results, is on the first ranks: Lightning
+logs and prints on rank 0.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Layout:
     @property
     def pipeline_rank(self) -> int:
         """This rank's stage."""
-        return self.rank // self.stage_size
+        return self.pipeline_parallel_size - 1 - self.rank // self.stage_size
 
     @property
     def data_rank(self) -> int:
@@ -124,7 +125,7 @@ class Layout:
 
     def pipelines(self) -> list[list[int]]:
         """Every pipeline's ranks in stage order."""
-        return [list(range(first, self.world_size, self.stage_size)) for first in range(self.stage_size)]
+        return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]
 
     def data_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and read different data, in data order."""

@@ -32,7 +32,7 @@ class Channel:
     """This rank's ends of its pipeline.
 
     Attributes:
-        forward_group: The ranks of this pipeline in stage order, for values.
+        forward_group: The ranks of this pipeline, the last stage's first, for values.
         backward_group: The same ranks, for gradients.
         device: Where tensors are received.
     """
@@ -40,6 +40,7 @@ class Channel:
     forward_group: dist.ProcessGroup
     backward_group: dist.ProcessGroup
     stage: int
+    stages: int
     device: torch.device
     _sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
@@ -86,7 +87,7 @@ class Channel:
         received = {}
         for key, slot in slots.items():
             tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-            dist.recv(tensor, group=self.forward_group, group_src=self.stage - 1)
+            dist.recv(tensor, group=self.forward_group, group_src=self._rank(self.stage - 1))
             received[key] = tensor.requires_grad_(slot.requires_grad)
         return received
 
@@ -103,7 +104,7 @@ class Channel:
         gradients = []
         for output in outputs:
             gradient = torch.empty(output.shape, dtype=output.dtype, device=self.device)
-            dist.recv(gradient, group=self.backward_group, group_src=self.stage + 1)
+            dist.recv(gradient, group=self.backward_group, group_src=self._rank(self.stage + 1))
             gradients.append(gradient)
         return outputs, gradients
 
@@ -116,14 +117,18 @@ class Channel:
     def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=group, group_dst=to)
+        work = dist.isend(tensor, group=group, group_dst=self._rank(to))
         assert work is not None
         self._sending.append((work, tensor))  # the tensor must live until it has left
 
+    def _rank(self, stage: int) -> int:
+        """A stage's rank in the groups."""
+        return self.stages - 1 - stage
+
     def _say(self, message: Any, to: int) -> None:
-        dist.send_object_list([message], group=self.forward_group, group_dst=to, device=self.device)
+        dist.send_object_list([message], group=self.forward_group, group_dst=self._rank(to), device=self.device)
 
     def _listen(self, source: int) -> Any:
         message: list[Any] = [None]
-        dist.recv_object_list(message, group=self.forward_group, group_src=source, device=self.device)
+        dist.recv_object_list(message, group=self.forward_group, group_src=self._rank(source), device=self.device)
         return message[0]

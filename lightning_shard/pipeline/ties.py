@@ -2,7 +2,7 @@
 
 Each of these stages holds it under all of its names, so tying stays what it was for the user's code: on the first
 stage the embedding uses it, on the last the head. Their gradients are added before anything looks at them, so all
-copies take the same steps and stay equal. A norm counts it once, and the first of the stages saves it.
+copies take the same steps and stay equal. A norm counts it once, and the last of the stages saves it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TiedGradients:
     Args:
         module: Cut and sharded.
         ties: Those that ``stage`` holds, in the same order on all of their stages.
-        group: The ranks of this pipeline in stage order.
+        group: The ranks of this pipeline, the last stage's first.
         device: Where tensors are received.
     """
 
@@ -120,12 +120,13 @@ class TiedGradients:
             if stage != self._stage
         }
         own = tensor.contiguous()
+        last = dist.get_world_size(self._group) - 1
         operations = [
             operation
             for stage, part in parts.items()
             for operation in (
-                dist.P2POp(dist.isend, own, group=self._group, group_peer=stage),
-                dist.P2POp(dist.irecv, part, group=self._group, group_peer=stage),
+                dist.P2POp(dist.isend, own, group=self._group, group_peer=last - stage),
+                dist.P2POp(dist.irecv, part, group=self._group, group_peer=last - stage),
             )
         ]
         for work in dist.batch_isend_irecv(operations):

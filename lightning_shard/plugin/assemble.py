@@ -108,11 +108,12 @@ def assemble(
     if layout.pipeline_parallel_size > 1:
         assert blocks is not None
         assert placement is not None
-        saved_elsewhere = _on_every_stage(module, blocks) if layout.pipeline_rank else set()
+        is_last = layout.pipeline_rank == layout.pipeline_parallel_size - 1
+        saved_elsewhere = set() if is_last else _on_every_stage(module, blocks)
         holders = Holders(blocks, placement)
         all_ties = _ties(module, holders)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
-        saved_elsewhere |= {name for tie in ties if layout.pipeline_rank != tie.stages[0] for name in tie.names}
+        saved_elsewhere |= {name for tie in ties if layout.pipeline_rank != tie.stages[-1] for name in tie.names}
         stage = _cut(module, holders, layout, ties, device)
         held = {name for name, part in module.named_modules() if _is_held(part)}
         units = _units(module, stage, listed)
@@ -129,7 +130,7 @@ def assemble(
     materialize(module, listed, device, seed)
     module.to(device)
     for tie in ties:
-        if layout.pipeline_rank != tie.stages[0]:
+        if layout.pipeline_rank != tie.stages[-1]:
             count_elsewhere(module.get_parameter(tie.names[0]))
     if stage is not None:
         stage.join(module)
@@ -169,7 +170,7 @@ def _place(
 def _devices(layout: Layout, device: torch.device) -> list[str]:
     """A name for each stage's devices: ranks, since only each process knows its own device's number."""
     size = layout.stage_size
-    spans = [range(first, first + size) for first in range(0, layout.world_size, size)]
+    spans = [range(first, first + size) for first in range(0, layout.world_size, size)][::-1]
     return [f"{device.type} {span[0]}" + (f"–{span[-1]}" if size > 1 else "") for span in spans]
 
 

@@ -28,10 +28,11 @@ def gather_parameters(module: nn.Module, layout: Layout, groups: Groups | None) 
     device = next(module.parameters()).device
     for stage, names in enumerate(stages):
         for name, (shape, dtype) in names.items():
-            if stage == layout.pipeline_rank and stage:
+            of_rank = layout.pipelines()[0][stage]
+            if layout.rank == of_rank and of_rank:
                 dist.send(gathered[name].to(device), group=groups.pipeline, group_dst=0)
-            elif layout.rank == 0 and stage:
+            elif layout.rank == 0 and of_rank:
                 received = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(received, group=groups.pipeline, group_src=stage)
+                dist.recv(received, group=groups.pipeline, group_src=layout.pipeline_parallel_size - 1 - stage)
                 gathered[name] = received.cpu()
     return gathered if layout.rank == 0 else {}

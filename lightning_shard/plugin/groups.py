@@ -18,7 +18,7 @@ class Groups:
     """This rank's groups.
 
     Attributes:
-        pipeline: The ranks of its pipeline in stage order; hidden states go forward on it.
+        pipeline: The ranks of its pipeline, the last stage's first; values go forward on it.
         backward: The same ranks; gradients go backward on it.
         data: The ranks that hold the same part of the model and read other data.
     """
@@ -45,11 +45,10 @@ class Groups:
         """Every stage's value, in stage order; a collective call over the pipeline."""
         values: list[Any] = [None] * dist.get_world_size(self.pipeline)
         dist.all_gather_object(values, value, group=self.pipeline)
-        return values
+        return values[::-1]
 
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
         """The last stage's value on every stage; a collective call over the pipeline."""
         box = [value]
-        last = dist.get_world_size(self.pipeline) - 1
-        dist.broadcast_object_list(box, group=self.pipeline, group_src=last, device=device)
+        dist.broadcast_object_list(box, group=self.pipeline, group_src=0, device=device)
         return box[0]

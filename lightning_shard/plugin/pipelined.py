@@ -53,7 +53,7 @@ class PipelinedSteps:
         self._whole_batch: int | None = None
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
-        channel = Channel(groups.pipeline, groups.backward, stage.index, device)
+        channel = Channel(groups.pipeline, groups.backward, stage.index, stage.count, device)
         self._step = PipelinedStep(stage, channel, self._remember)
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
