@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
+from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, like_llama
 
@@ -109,7 +110,7 @@ class Losses(L.Callback):
         self.seen.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def train_all(stages: int) -> dict[str, list[float]]:
+def train_all(stages: int, folder: Path) -> dict[str, list[float]]:
     losses = {}
     for kind in NETWORKS:
         L.seed_everything(3)
@@ -117,14 +118,24 @@ def train_all(stages: int) -> dict[str, list[float]]:
         recorder = Losses()
         trainer = L.Trainer(strategy=strategy, devices=stages, max_steps=3, callbacks=[recorder], **QUIET)
         tokens = torch.randint(1, 64, (48, 192), generator=torch.Generator().manual_seed(2))
-        trainer.fit(Module(kind), DataLoader(tokens, batch_size=BATCH))
+        module = Module(kind)
+        trainer.fit(module, DataLoader(tokens, batch_size=BATCH))
         losses[kind] = recorder.seen
+        if stages > 1:
+            trainer.save_checkpoint(folder / kind)
+        else:
+            torch.save(module.state_dict(), folder / f"{kind}.pt")
     return losses
 
 
-def test_two_stages_of_every_kind_compute_what_one_process_computes() -> None:
-    plain = train_all(1)
+def test_two_stages_of_every_kind_compute_and_save_what_one_process_does(tmp_path: Path) -> None:
+    plain = train_all(1, tmp_path)
     assert all(losses[2] != losses[0] for losses in plain.values())  # they train
-    for losses in run_ranks(train_all, 2, 2, elastic=True):
+    for losses in run_ranks(train_all, 2, 2, tmp_path, elastic=True, timeout_s=120):
         for kind, expected in plain.items():
             assert losses[kind] == pytest.approx(expected, rel=1e-5), kind
+    for kind in NETWORKS:
+        state = torch.load(tmp_path / f"{kind}.pt")
+        saved = checkpoint.read(tmp_path / kind)
+        for name, expected_value in state.items():
+            assert torch.allclose(saved[name].full(), expected_value, atol=1e-5), (kind, name)
