@@ -21,11 +21,13 @@ class Groups:
         pipeline: The ranks of its pipeline, the last stage's first; values go forward on it.
         backward: The same ranks; gradients go backward on it.
         data: The ranks that hold the same part of the model and read other data.
+        host: All ranks, between their hosts: what is exchanged on it waits for no device.
     """
 
     pipeline: dist.ProcessGroup
     backward: dist.ProcessGroup
     data: dist.ProcessGroup
+    host: dist.ProcessGroup
 
     @classmethod
     def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
@@ -39,7 +41,11 @@ class Groups:
             data = mesh[layout.data_axes[0]].get_group()
         else:
             data, _ = dist.new_subgroups_by_enumeration(layout.data_groups(), timeout=timeout)
-        return cls(pipeline, backward, data)
+        world: Any = dist.group.WORLD
+        host = world
+        if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
+            host = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(pipeline, backward, data, host)
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Every stage's value, in stage order; a collective call over the pipeline."""

@@ -1,0 +1,43 @@
+"""Two ranks share one CUDA device, and compute what one process does.
+
+NCCL refuses two ranks on one device, so they talk over gloo, through the host.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lightning_shard.testing import run_ranks
+from tests.parity import LAYOUTS, Seen, combine, largest_difference, layout, train
+
+SIZES = {"dp2": layout(data=2), "tp2": LAYOUTS["tp2"], "pp2": LAYOUTS["pp2"]}
+
+
+def on_one_device(network: str, name: str) -> tuple[Seen, Seen]:
+    # as on two machines of one device each
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    plain = train(network, trainer={"accelerator": "gpu"})
+    settings = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
+    ours = train(network, SIZES[name], trainer=settings, process_group_backend="gloo")
+    return on_host(ours), on_host(plain)
+
+
+def on_host(seen: Seen) -> Seen:
+    for part in (seen.gradients, seen.initial, seen.parameters):
+        assert all(tensor.is_cuda for tensor in part.values())
+        part.update({name: tensor.cpu() for name, tensor in part.items()})
+    return seen
+
+
+@pytest.mark.parametrize("network", ["gpt", "llama"])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_layout_computes_what_one_process_computes(name: str, network: str) -> None:
+    per_rank = run_ranks(on_one_device, 2, network, name, elastic=True, start_method="spawn", timeout_s=120)
+    ours, plain = combine([ours for ours, _ in per_rank], SIZES[name]), per_rank[0][1]
+    assert ours.losses == pytest.approx(plain.losses, rel=5e-6)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=5e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=2e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 5e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 5e-5
