@@ -31,6 +31,15 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def resolved(tensor: Tensor) -> Tensor:
+    """The tensor with its elements as they are, where they are still to be conjugated or negated; before copying it.
+
+    Copying such a tensor from a device isn't right in torch (2.11): not without waiting, when it is conjugated on the
+    host before it has arrived; and a negated one that isn't contiguous comes with the wrong sign.
+    """
+    return tensor.resolve_conj().resolve_neg()
+
+
 def settle(tensors: Iterable[Tensor]) -> None:
     """Wait until all that was launched on the tensors' devices is done, on whatever stream.
 

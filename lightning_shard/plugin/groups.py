@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
+
+
+def refuse_gloo() -> None:
+    """Where stages are on CUDA devices."""
+    if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
+        raise ConfigurationError(
+            "process_group_backend is gloo, which can't send from a CUDA device (torch 2.11), as pipeline stages do:"
+            " use nccl, or pipeline_parallel_size=1."
+        )
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,13 @@ class Groups:
 
     @classmethod
     def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
-        """A collective call over all ranks."""
+        """A collective call over all ranks.
+
+        Raises:
+            ConfigurationError: Stages on CUDA devices over gloo.
+        """
+        if layout.pipeline_parallel_size > 1 and mesh.device_type == "cuda":
+            refuse_gloo()
         pipeline = mesh[PIPELINE_AXIS].get_group()
         backward = pipeline
         if layout.pipeline_parallel_size > 1:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.loading import ranges
-from lightning_shard.checkpoint.saving import background
+from lightning_shard.checkpoint.saving import background, part
 
 WIDTH = 2048
 MIB = 2**20
@@ -121,7 +121,8 @@ def test_without_a_wait_for_the_copies_other_bytes_would_be_saved(
     training = Training()
     save_amid_steps(saver, training, tmp_path / "first")
     saver.wait()
-    monkeypatch.setattr(background, "settle", lambda tensors: None)
+    for module in (background, part):
+        monkeypatch.setattr(module, "settle", lambda tensors: None)
     before = save_amid_steps(saver, training, tmp_path / "second")
     busy()
     saver.wait()
@@ -186,6 +187,8 @@ def every_kind() -> dict[str, Tensor]:
         "expanded": random(1, 50).expand(40, 50),
         "conjugate": random(512, 512, dtype=torch.complex64).conj(),
         "negative": random(512, 512, dtype=torch.complex64).conj().imag,
+        "negative row": random(512, 512, dtype=torch.complex64).conj().imag[0],
+        "conjugate column": random(512, 512, dtype=torch.complex64).conj()[:, 3],
         "float8": random(7).to(torch.float8_e4m3fn),
         "flag": torch.tensor(True, device="cuda"),
         "none": torch.empty(0, 3, device="cuda"),

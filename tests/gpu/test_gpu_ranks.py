@@ -1,14 +1,21 @@
 """Two ranks share one CUDA device, and compute what one process does.
 
-NCCL refuses two ranks on one device, so they talk over gloo, through the host.
+NCCL refuses two ranks on one device, so they talk over gloo. That can't send from a device, as pipeline stages do: what
+they send goes through the host here. So these tests show all that stages do on a CUDA device, but for NCCL's sends.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin import groups
 from lightning_shard.testing import run_ranks
 from tests.parity import LAYOUTS, Seen, combine, largest_difference, layout, train
 
@@ -18,10 +25,34 @@ SIZES = {"dp2": layout(data=2), "tp2": LAYOUTS["tp2"], "pp2": LAYOUTS["pp2"]}
 def on_one_device(network: str, name: str) -> tuple[Seen, Seen]:
     # as on two machines of one device each
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    if SIZES[name]["pipeline_parallel_size"] > 1:
+        send_through_the_host()
     plain = train(network, trainer={"accelerator": "gpu"})
     settings = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
     ours = train(network, SIZES[name], trainer=settings, process_group_backend="gloo")
     return on_host(ours), on_host(plain)
+
+
+def send_through_the_host() -> None:
+    groups.refuse_gloo = lambda: None
+    isend, recv, sent = dist.isend, dist.recv, []
+
+    def send(tensor: Tensor, **where: Any) -> Any:
+        sent.append(tensor.cpu())  # must live until it has left
+        return isend(sent[-1], **where)
+
+    def receive(tensor: Tensor, **where: Any) -> None:
+        received = tensor.cpu()
+        recv(received, **where)
+        tensor.copy_(received)
+
+    dist.isend, dist.recv = send, receive
+    for name in ("send_object_list", "recv_object_list"):
+        setattr(dist, name, partial(without_device, getattr(dist, name)))
+
+
+def without_device(function: Any, objects: list[Any], *, device: Any, **where: Any) -> None:
+    function(objects, **where)
 
 
 def on_host(seen: Seen) -> Seen:
@@ -41,3 +72,14 @@ def test_a_layout_computes_what_one_process_computes(name: str, network: str) ->
     assert ours.norm == pytest.approx(plain.norm, rel=2e-6)
     assert largest_difference(ours.gradients, plain.gradients) < 5e-7
     assert largest_difference(ours.parameters, plain.parameters) < 5e-5
+
+
+def stages_over_gloo() -> None:
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    settings = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
+    with pytest.raises(ConfigurationError, match="gloo, which can't send from a CUDA device"):
+        train("gpt", SIZES["pp2"], trainer=settings, process_group_backend="gloo")
+
+
+def test_stages_on_devices_over_gloo_are_refused() -> None:
+    run_ranks(stages_over_gloo, 2, elastic=True, start_method="spawn", timeout_s=120)

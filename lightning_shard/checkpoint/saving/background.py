@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.checkpoint.memory import byte_view, host_memory, is_plain, settle
+from lightning_shard.checkpoint.memory import byte_view, host_memory, is_plain, resolved, settle
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
@@ -283,6 +283,5 @@ def _copy(data: Tensor, memory: Tensor) -> Tensor:
     if is_plain(data):
         byte_view(memory)[:] = byte_view(data)  # a plain memcpy, about twice as fast as Tensor.copy_ of one thread
     else:
-        # resolved first: torch 2.13 conjugates and negates on the host, without waiting for the copy
-        copy.copy_(data.resolve_conj().resolve_neg(), non_blocking=data.is_cuda)
+        copy.copy_(resolved(data), non_blocking=data.is_cuda)
     return copy
