@@ -30,7 +30,7 @@ from benchmarks.lib import device_checkpoints, device_steps, report
 from benchmarks.lib.report import MIB, RESULTS, Row
 from lightning_shard.testing import run_ranks
 
-QUESTIONS = ("step", "waits", "checkpoint")
+QUESTIONS = ("checkpoint", "step", "waits")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,32 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     alone: dict[str, Any] = {"start_method": "spawn", "timeout_s": 900}
     rows: list[Row] = []
     more: dict[str, Any] = {}
-    if "step" in given.only:
-        rows += run_ranks(device_steps.measure, 1, sizes, given.rounds, elastic=True, **alone)[0]
-    if "waits" in given.only:
-        more["waits_per_step"] = run_ranks(device_steps.waits, 1, sizes[-1], elastic=True, **alone)[0]
-    if "checkpoint" in given.only:
-        with tempfile.TemporaryDirectory(prefix="gpu-bench-", dir=given.folder) as folder:
-            measured = run_ranks(device_checkpoints.measure, 1, given.mib * MIB, given.rounds, Path(folder), **alone)
-            rows += measured[0]
-    report.show(f"one {torch.cuda.get_device_name()}", rows)
-    for name, places in more.get("waits_per_step", {}).items():
-        print(name, "waits at", places or "nothing")
     results = given.results or (None if given.quick else RESULTS)
+    for question in given.only:
+        found: list[Row] = []
+        if question == "step":
+            found += run_ranks(device_steps.measure, 1, sizes, given.rounds, elastic=True, **alone)[0]
+        elif question == "waits":
+            waits = more["waits_per_step"] = run_ranks(device_steps.waits, 1, sizes[-1], elastic=True, **alone)[0]
+            for name, places in waits.items():
+                print(name, "waits at", places or "nothing", flush=True)
+        else:
+            with tempfile.TemporaryDirectory(prefix="gpu-bench-", dir=given.folder) as folder:
+                arguments = given.mib * MIB, given.rounds, Path(folder)
+                found += run_ranks(device_checkpoints.measure, 1, *arguments, **alone)[0]
+        if found:
+            report.show(f"{question}, one {torch.cuda.get_device_name()}", found)
+        rows += found
+        if results is not None:  # after each question, as the next one may be interrupted
+            about = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "rounds": given.rounds}
+            about |= {"state_bytes": given.mib * MIB, "sizes": [vars(size) for size in sizes], **more}
+            path = report.write_result("gpu", rows, results, **about)
     if results is not None:
-        print(
-            report.write_result(
-                "gpu",
-                rows,
-                results,
-                device=torch.cuda.get_device_name(),
-                cuda=torch.version.cuda,
-                state_bytes=given.mib * MIB,
-                rounds=given.rounds,
-                sizes=[vars(size) for size in sizes],
-                **more,
-            )
-        )
+        print(path)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def _stalls(state: State, rounds: int, fresh: Callable[[], str]) -> list[Row]:
 
 def _steps_meanwhile(saver: checkpoint.AsyncSaver, state: State, fresh: Callable[[], str]) -> list[Row]:
     """Steps that are bound by the host, alone and while a save is being written behind them."""
-    size = Size("", 128, 24, 4, 2, 128, 0, 0)
+    size = Size("", 128, 8, 4, 2, 128, 0, 0)
     model = network(size).cuda()
     optimizer = optimizer_of(model)
     window = torch.randint(0, 256, (size.batch, size.context + 1), device="cuda")

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard import HybridShardStrategy, checkpoint
@@ -123,12 +124,21 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
 
 
+class Dropping(Model):
+    """Draws random numbers on the device in each step."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = F.dropout(self.model(batch["x"]), 0.1, self.training)
+        return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @on_one_device
 def test_a_run_goes_on_from_what_it_saved(tmp_path: Path, asynchronous: bool) -> None:
     def run(callback: L.Callback, **options: Any) -> Seen:
         io = ShardedCheckpointIO(asynchronous=asynchronous)
-        return train("gpt", layout(), steps=STEPS, trainer=gpu(), callbacks=[callback], checkpoint_io=io, **options)
+        settings = {"steps": STEPS, "trainer": gpu(), "module": lambda: Dropping("gpt"), "checkpoint_io": io}
+        return train("gpt", layout(), callbacks=[callback], **settings, **options)
 
     saving, notes = SavesInMidFit(5, tmp_path / "c"), Notes()
     uninterrupted = run(saving)
@@ -137,6 +147,7 @@ def test_a_run_goes_on_from_what_it_saved(tmp_path: Path, asynchronous: bool) ->
     assert equal(found, saving.saved), "the steps that followed changed what was saved"
     resumed = run(notes, resume=str(tmp_path / "c"))
     assert equal(notes.begun, saving.saved)
+    # the steps draw what those of the uninterrupted run drew
     assert resumed.losses == pytest.approx(uninterrupted.losses[5:], rel=2e-6)
     assert largest_difference(resumed.parameters, uninterrupted.parameters) <= TOLERANCES["32-true"][2]
     assert "cuda" in stored.rank_state(0)
