@@ -15,11 +15,11 @@ from lightning_shard.layout import PIPELINE_AXIS, Layout
 
 
 def refuse_gloo() -> None:
-    """Where stages are on CUDA devices."""
+    """Of several ranks on CUDA devices: torch 2.11's can't send from them, and its collectives may end the process."""
     if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
         raise ConfigurationError(
-            "process_group_backend is gloo, which can't send from a CUDA device (torch 2.11), as pipeline stages do:"
-            " use nccl, or pipeline_parallel_size=1."
+            "process_group_backend is gloo, which doesn't serve CUDA devices as parallel training needs it: leave it"
+            " out, or use nccl."
         )
 
 
@@ -44,9 +44,9 @@ class Groups:
         """A collective call over all ranks.
 
         Raises:
-            ConfigurationError: Stages on CUDA devices over gloo.
+            ConfigurationError: CUDA devices over gloo.
         """
-        if layout.pipeline_parallel_size > 1 and mesh.device_type == "cuda":
+        if layout.world_size > 1 and mesh.device_type == "cuda":
             refuse_gloo()
         pipeline = mesh[PIPELINE_AXIS].get_group()
         backward = pipeline
