@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(name, "waits at", places or "nothing", flush=True)
         else:
             with tempfile.TemporaryDirectory(prefix="gpu-bench-", dir=given.folder) as folder:
-                arguments = given.mib * MIB, given.rounds, Path(folder)
-                found += run_ranks(device_checkpoints.measure, 1, *arguments, **alone)[0]
+                asked = given.mib * MIB, given.rounds, Path(folder)
+                found += run_ranks(device_checkpoints.measure, 1, *asked, **alone)[0]
         if found:
             report.show(f"{question}, one {torch.cuda.get_device_name()}", found)
         rows += found

@@ -34,8 +34,8 @@ def is_plain(tensor: Tensor) -> bool:
 def resolved(tensor: Tensor) -> Tensor:
     """The tensor with its elements as they are, where they are still to be conjugated or negated; before copying it.
 
-    Copying such a tensor from a device isn't right in torch (2.11): not without waiting, when it is conjugated on the
-    host before it has arrived; and a negated one that isn't contiguous comes with the wrong sign.
+    Copying such a tensor from a CUDA device isn't right in torch 2.11: one that isn't contiguous comes as if it were
+    neither; others, copied without waiting, are conjugated or negated on the host before they have arrived.
     """
     return tensor.resolve_conj().resolve_neg()
 

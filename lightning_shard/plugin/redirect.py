@@ -28,7 +28,7 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
 
     module.__dict__["forward"] = forward
     try:
-        # FSDP2 moves the arguments to its device, and fails on a CUDA device where there are none (torch 2.11 to 2.13)
+        # FSDP2 moves the arguments to a CUDA device, and in torch 2.11 fails where there are none
         return module(function)
     finally:
         restore()

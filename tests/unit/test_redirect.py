@@ -11,7 +11,7 @@ from lightning_shard.plugin.redirect import call_through
 
 
 def test_a_call_has_an_argument_as_fsdp2_expects_on_a_cuda_device() -> None:
-    """There it moves them so, before each forward of a root; without any, there is no first."""
+    """There torch 2.11 moves them so, before each forward of a root; without any, there is no first."""
     module = nn.Linear(2, 2)
 
     def to_device(_: nn.Module, args: Any, kwargs: Any) -> Any:
