@@ -233,8 +233,8 @@ def train(
             options.setdefault("tensor_parallel_plan", PLANS[network])
         strategy = HybridShardStrategy(**sizes, **options)
         data, devices = sizes["data_parallel_size"], world(sizes)
-    settings = {"max_steps": steps, "val_check_interval": 2, **QUIET, **(trainer or {})}
-    made = L.Trainer(strategy=strategy, devices=devices, callbacks=[Recorder(seen), *callbacks], **settings)
+    settings = {"max_steps": steps, "val_check_interval": 2, "devices": devices, **QUIET, **(trainer or {})}
+    made = L.Trainer(strategy=strategy, callbacks=[Recorder(seen), *callbacks], **settings)
     made.fit(
         module() if module else Model(network),
         loader(GLOBAL_BATCH // data, shuffle=shuffle, samples=samples),

@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
+
+
+def refuse_gloo() -> None:
+    """Of several ranks on CUDA devices: torch 2.11's can't send from them, and its collectives may end the process."""
+    if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
+        raise ConfigurationError(
+            "process_group_backend is gloo, which doesn't serve CUDA devices as parallel training needs it: leave it"
+            " out, or use nccl."
+        )
 
 
 @dataclass(frozen=True)
@@ -21,15 +31,23 @@ class Groups:
         pipeline: The ranks of its pipeline, the last stage's first; values go forward on it.
         backward: The same ranks; gradients go backward on it.
         data: The ranks that hold the same part of the model and read other data.
+        host: All ranks, between their hosts: what is exchanged on it waits for no device.
     """
 
     pipeline: dist.ProcessGroup
     backward: dist.ProcessGroup
     data: dist.ProcessGroup
+    host: dist.ProcessGroup
 
     @classmethod
     def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
-        """A collective call over all ranks."""
+        """A collective call over all ranks.
+
+        Raises:
+            ConfigurationError: CUDA devices over gloo.
+        """
+        if layout.world_size > 1 and mesh.device_type == "cuda":
+            refuse_gloo()
         pipeline = mesh[PIPELINE_AXIS].get_group()
         backward = pipeline
         if layout.pipeline_parallel_size > 1:
@@ -39,7 +57,11 @@ class Groups:
             data = mesh[layout.data_axes[0]].get_group()
         else:
             data, _ = dist.new_subgroups_by_enumeration(layout.data_groups(), timeout=timeout)
-        return cls(pipeline, backward, data)
+        world: Any = dist.group.WORLD
+        host = world
+        if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
+            host = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(pipeline, backward, data, host)
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Every stage's value, in stage order; a collective call over the pipeline."""

@@ -86,7 +86,8 @@ class Preemption(callbacks.Callback):
 
     def _exchange(self, trainer: pl.Trainer) -> tuple[bool, bool]:
         """Whether SIGTERM and the requeue signal have reached any rank; a collective call of all."""
-        sigterm, requeue, trainer.should_stop = Ranks.of().any(self._sigterm, self._requeue, self._stop)
+        ranks = Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
+        sigterm, requeue, trainer.should_stop = ranks.any(self._sigterm, self._requeue, self._stop)
         self._stop = False
         return sigterm, requeue
 

@@ -28,6 +28,7 @@ def agree(broadcast: Callable[[int], int]) -> int:
     chosen = os.environ.get("PL_GLOBAL_SEED")
     seed = broadcast(int(chosen) if chosen is not None else torch.initial_seed() % 2**63)
     if chosen is None:
+        torch.manual_seed(seed)  # also of devices that will be in use
         seed_all(seed)
     return seed
 
@@ -39,8 +40,11 @@ def derive(*parts: object) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (every device), numpy and Python."""
-    torch.manual_seed(seed)
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python."""
+    # torch.manual_seed formats a stack trace for each kind of device that isn't in use: a tenth of a small step
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
-    """``function()`` between the module's forward hooks.
+    """``function()`` between the module's forward hooks, which see it as the one argument.
 
     Steps are methods beside ``forward``, but the fully sharded root gathers its parameters in hooks around ``forward``.
     The step itself may call ``module(x)``: the real ``forward`` is back in place before it begins.
@@ -22,12 +22,13 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
         else:
             module.__dict__["forward"] = own
 
-    def forward() -> Any:
+    def forward(function: Callable[[], Any]) -> Any:
         restore()
         return function()
 
     module.__dict__["forward"] = forward
     try:
-        return module()
+        # FSDP2 moves the arguments to a CUDA device, and in torch 2.11 fails where there are none
+        return module(function)
     finally:
         restore()

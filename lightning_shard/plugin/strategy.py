@@ -207,7 +207,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             return
         meeting = self._meeting()
         options: dict[str, Any] = {"timeout": meeting.timeout}
-        if self.root_device.type != "cpu":
+        if "nccl" in self._process_group_backend:  # told of a device, gloo's groups can't be divided (torch 2.11)
             options["device_id"] = self.root_device
         if meeting.is_kept_by_an_agent:
             options["store"] = meeting.connect()

@@ -42,3 +42,10 @@ def test_seeds_differ_by_every_part_and_are_stable() -> None:
     assert len(seeds) == 400
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert randomness.derive(1, "train", 2) == randomness.derive(1, "train", 2) != randomness.derive(1, "train", 3)
+
+
+def test_a_seed_is_torchs_own() -> None:
+    torch.manual_seed(2**62 + 1)
+    expected = torch.rand(8)
+    randomness.seed_all(2**62 + 1)
+    assert torch.equal(torch.rand(8), expected)

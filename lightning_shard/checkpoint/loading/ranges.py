@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.blocks import check_digest, digest
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
-from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow
+from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow, settle
 from lightning_shard.checkpoint.store import Buffer, Reader, Store
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
@@ -72,6 +72,8 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     Raises:
         CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't make up the tensor.
     """
+    reads = list(reads)
+    settle(read.target for read in reads)
     batches = plan_reads(manifest, reads, verify=verify, batch_bytes=max(BATCH_BYTES, store.step_bytes))
     threads = min(store.requests, len(batches))
     if threads <= 1:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.checkpoint.memory import byte_view, is_plain
+from lightning_shard.checkpoint.memory import byte_view, host_memory, is_plain, resolved, settle
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
@@ -252,7 +252,8 @@ class _Copies:
     """Memory for one rank's part of a checkpoint, which grows to the largest and is used again."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = host_memory(0, pinned=False)
+        self._pinned = False
 
     def of(self, files: Iterable[PartFile]) -> list[PartFile]:
         """The same files with copies of the tensors."""
@@ -262,14 +263,13 @@ class _Copies:
         for data in everything:
             starts.append(total)
             total += -(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        devices = {data.device for data in everything if data.device.type == "cuda"}
-        if self._memory.numel() < total or (devices and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free it before there is more
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))
+        of_device = any(data.is_cuda for data in everything)
+        if self._memory.numel() < total or (of_device and not self._pinned):
+            self._memory = host_memory(0, pinned=False)  # free it before there is more
+            self._memory, self._pinned = host_memory(total, pinned=of_device), of_device
         places = iter(starts)
         copies = [replace(file, data=[self._copied(data, next(places)) for data in file.data]) for file in files]
-        for device in devices:
-            torch.cuda.synchronize(device)
+        settle(everything)  # the copies are launched: what is done to the tensors after this doesn't reach them
         return copies
 
     def _copied(self, data: Tensor, start: int) -> Tensor:
@@ -283,5 +283,5 @@ def _copy(data: Tensor, memory: Tensor) -> Tensor:
     if is_plain(data):
         byte_view(memory)[:] = byte_view(data)  # a plain memcpy, about twice as fast as Tensor.copy_ of one thread
     else:
-        copy.copy_(data, non_blocking=data.is_cuda)
+        copy.copy_(resolved(data), non_blocking=data.is_cuda)
     return copy

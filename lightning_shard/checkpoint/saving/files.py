@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry
-from lightning_shard.checkpoint.memory import byte_view, is_plain
+from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
 from lightning_shard.checkpoint.store import Buffer, Store
 
 WRITE_STEP_BYTES = 2**18
@@ -153,6 +153,7 @@ def write_pieces(
     """Write one safetensors file of pieces in any order."""
     plan = plan_file([piece.outline for piece in pieces])
     data = [pieces[number].data for number in plan.order]
+    settle(data)
     return write_file(store, path, plan, data, metadata, digests=digests, durable=durable)
 
 
@@ -253,7 +254,7 @@ def _buffers(tensor: Tensor, staging: list[Tensor]) -> Iterator[Buffer]:
     for part in _parts(tensor, STAGING_BYTES):
         nbytes = part.numel() * part.element_size()
         room = staging[0][:nbytes].view(part.dtype).view(part.shape)
-        room.copy_(part)
+        room.copy_(resolved(part))
         yield byte_view(room)
 
 

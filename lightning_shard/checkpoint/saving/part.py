@@ -18,6 +18,7 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
 from lightning_shard.checkpoint.saving.replicated import fingerprints
@@ -115,6 +116,7 @@ def plan_part(
     """
     sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
+    settle(tensor.local for tensor in everything)
     if not may_be_half_loaded:
         half_loaded.refuse({tensor.name: tensor.local for tensor in everything})
     frame = Frame.of(
@@ -167,6 +169,7 @@ def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
         check_storable(name, tensor)
         if is_dtensor(tensor):
             raise UnsupportedStateError(f"{name!r} is a DTensor: pass it in state= or optimizer=.")
+    settle(tensors.values())
     pieces = [
         Piece(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()) for name, tensor in tensors.items()
     ]

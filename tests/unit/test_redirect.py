@@ -1,0 +1,30 @@
+"""Steps run inside a module's own call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.utils import _to_kwargs
+
+from lightning_shard.plugin.redirect import call_through
+
+
+def test_a_call_has_an_argument_as_fsdp2_expects_on_a_cuda_device() -> None:
+    """There torch 2.11 moves them so, before each forward of a root; without any, there is no first."""
+    module = nn.Linear(2, 2)
+
+    def to_device(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        moved, moved_kwargs = _to_kwargs(args, kwargs, torch.device("cpu"), False)
+        return moved[0], moved_kwargs[0]
+
+    module.register_forward_pre_hook(to_device, with_kwargs=True)
+    x = torch.ones(2)
+    assert torch.equal(call_through(module, lambda: module(x) + 1), module(x) + 1), "a step may call the module"
+    with pytest.raises(ValueError, match="of the step"):
+        call_through(module, _fail)
+    assert "forward" not in vars(module)
+
+
+def _fail() -> None:
+    raise ValueError("of the step")
