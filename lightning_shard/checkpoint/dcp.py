@@ -85,7 +85,7 @@ from lightning_shard.checkpoint.saving.save import WRITER, abandon
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.tensors import is_dtensor, locate
-from lightning_shard.errors import CheckpointConflictError, CheckpointError, StateMismatchError, UnsupportedStateError
+from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -226,8 +226,7 @@ class DcpWriter(_AtPath, StorageWriter):
             committing = True
             commit(self._store, manifest, self._earlier, durable=self.fsync)
         except BaseException as error:
-            lost = isinstance(error, CheckpointConflictError)
-            if lost or not (committing and may_be_committed(self._store, self._attempt)):
+            if not (committing and may_be_committed(self._store, self._attempt, error)):
                 abandon(self._store, names)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
                 raise self._failed(error) from error
