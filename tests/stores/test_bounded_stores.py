@@ -231,7 +231,7 @@ def test_a_conditional_put_whose_answer_is_lost_is_no_conflict(fault: Any, behin
 
 
 def test_another_stamp_of_the_same_bytes_is_no_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy server gave another ETag when it was asked than at the put: then the new checkpoint's files were removed."""
+    """A server gave another ETag when it was asked than at the put: then the new checkpoint's files were removed."""
 
     def put_over(self: RemoteStore, name: str, data: bytes, _: object) -> str:
         self.write(name, view(data), len(data), durable=False)
