@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.format.blocks import digest
@@ -184,6 +184,19 @@ def _named(lines: list[bytes]) -> dict[str, bytes]:
     if len(found) != len(lines):
         raise _OtherwiseLaidOut
     return found
+
+
+def tensor_line(dtype: str, shape: Sequence[int], chunks: Iterable[str]) -> bytes:
+    return f'{{"dtype":"{dtype}","shape":{dump(shape)},"chunks":[{",".join(chunks)}]}}'.encode()
+
+
+def chunk_text(file: int, begin: int, end: int, place: str, digests: str) -> str:
+    more = f',"digests":"{digests}"' if digests else ""
+    return f'{{"file":{file},"bytes":[{begin},{end}],{place}{more}}}'
+
+
+def place_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    return f'"offsets":{dump(offsets)},"sizes":{dump(sizes)}'
 
 
 def dump(value: Any) -> str:
