@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import xxhash
@@ -35,6 +36,8 @@ MAPPED_BYTES = 2**18
 """Less is faster read than mapped."""
 SPAN_BYTES = 16 * 2**20
 """A strided part of a chunk is read together with what lies between, up to this length at a time."""
+LAYOUTS_KEPT = 1024
+"""Most tensors are cut like others: what follows from that is reckoned once."""
 _SCRATCH_ALIGNMENT = 64
 
 
@@ -184,6 +187,7 @@ def _jobs_in_place(
             yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, _blocks(chunk, begin, end, block_bytes))
 
 
+@lru_cache(maxsize=LAYOUTS_KEPT)
 def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
     """From the first to the last element of a region, as places in the row-major chunk."""
     if region.sizes == chunk_sizes:
@@ -371,5 +375,6 @@ def _check(job: _Job, memory: Buffer, file: str) -> None:
         check_digest(digest(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
+@lru_cache(maxsize=LAYOUTS_KEPT)
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
