@@ -27,7 +27,7 @@ from tests.proxy import Fault, FaultOf, Proxy, behind, from_then_on, no_fault, o
 from tests.servers import BUCKET, Server, serve
 
 GROUP = "Stores that fail"
-STALL_S = 1.0
+STALL_S = 0.5
 BOUND_S = 240.0
 """Far more than any trial may take: a busy machine is no failure, a wait without end is."""
 LONG_S = 1800.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest
@@ -26,8 +26,7 @@ PARTS_KEPT = 1024
 """Of the boxes that are read of these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, and its bytes (row-major) in a file.
 
     ``offsets`` and ``sizes`` are in elements, one per dim; ``begin`` and ``end`` are bytes from the start of the file;

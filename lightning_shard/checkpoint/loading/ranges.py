@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -41,8 +42,7 @@ LAYOUTS_KEPT = 1024
 _SCRATCH_ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Fill ``target``, of the sizes of ``box`` and of any strides and device, with that box of a stored tensor.
 
     ``memory`` is the target's, where it lies in the CPU's in row-major order without gaps and that is known already.
