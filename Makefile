@@ -26,11 +26,12 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-# All tests of faults, the long ones too, and the page of what they counted; in about half an hour.
+# All tests of faults, the long ones too, and the page of what they counted; in about an hour.
 LEDGER := $(CURDIR)/.cache/reliability
+FAULTS := tests/faults tests/ranks/test_elastic.py tests/ranks/test_preemption.py
 reliability: $(INSTALLED)
 	@rm -rf $(LEDGER) && mkdir -p $(LEDGER)
-	@RELIABILITY_LEDGER=$(LEDGER) $(BIN)/python -m pytest tests/faults -m "long or not long" -n 2 --dist worksteal; \
+	@RELIABILITY_LEDGER=$(LEDGER) $(BIN)/python -m pytest $(FAULTS) -m "long or not long" -n 2 --dist worksteal; \
 	status=$$?; $(BIN)/python tests/faults/report.py $(LEDGER) docs/reliability.md "make reliability" && exit $$status
 
 # Every version is pinned: an open range of torch may take several GB of another build.

@@ -9,7 +9,7 @@ from lightning_shard.checkpoint.catalog import Entry, latest, prune
 from lightning_shard.checkpoint.catalog import list_checkpoints as list
 from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
 from lightning_shard.checkpoint.folder import exists, remove
-from lightning_shard.checkpoint.format.codec import register_codec
+from lightning_shard.checkpoint.format.registered import register_codec
 from lightning_shard.checkpoint.half_loaded import declare_filled
 from lightning_shard.checkpoint.loading.load import LoadReport, Pair, load, load_tensors, load_together
 from lightning_shard.checkpoint.loading.open import read, read_together

@@ -65,9 +65,11 @@ from torch.futures import Future
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import Earlier
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.decode import decode
+from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import TensorEntry
+from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensors
@@ -85,7 +87,7 @@ from lightning_shard.checkpoint.saving.save import WRITER, abandon
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.tensors import is_dtensor, locate
-from lightning_shard.errors import CheckpointConflictError, CheckpointError, StateMismatchError, UnsupportedStateError
+from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -226,8 +228,7 @@ class DcpWriter(_AtPath, StorageWriter):
             committing = True
             commit(self._store, manifest, self._earlier, durable=self.fsync)
         except BaseException as error:
-            lost = isinstance(error, CheckpointConflictError)
-            if lost or not (committing and may_be_committed(self._store, self._attempt)):
+            if not (committing and may_be_committed(self._store, self._attempt, error)):
                 abandon(self._store, names)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
                 raise self._failed(error) from error
@@ -275,7 +276,7 @@ class DcpReader(_AtPath, StorageReader):
         self._tensors = {OPTIMIZER_PREFIX + name: entry for name, entry in manifest.optimizer.items()}
         self._tensors.update(manifest.model)
         tree = self._checkpoint.state_json()
-        plain = isinstance(tree, dict) and codec.TAG not in tree
+        plain = isinstance(tree, dict) and TAG not in tree
         self._values = {name: value for name, value in tree.items() if name not in self._tensors} if plain else {}
         return Metadata(
             {name: _metadata(entry) for name, entry in self._tensors.items()}
@@ -338,7 +339,7 @@ class DcpReader(_AtPath, StorageReader):
             )
         assert self._checkpoint is not None
         tensors = StoredTensors(self._checkpoint.manifest.trainer, self._checkpoint)
-        value = codec.decode(self._values[item.storage_index.fqn], lambda key: tensors[key].full())
+        value = decode(self._values[item.storage_index.fqn], lambda key: tensors[key].full())
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[name], value)
         else:
@@ -410,8 +411,8 @@ def _encoded(planner: SavePlanner, item: WriteItem) -> dict[str, Any]:
             f"{name!r} isn't a tensor, and {type(planner).__name__} gives only pickled bytes of it, which the"
             " checkpoint can't hold: use a planner that derives from DefaultSavePlanner, or leave it out."
         )
-    tree, tensors = codec.encode({name: lookup(item.index)})
-    if tensors or name == codec.TAG:
+    tree, tensors = encode({name: lookup(item.index)})
+    if tensors or name == TAG:
         raise UnsupportedStateError(
             f"{name!r} isn't a tensor and holds tensors ({', '.join(tensors)}): keep them in dicts and lists, where DCP"
             " finds them."

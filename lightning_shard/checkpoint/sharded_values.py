@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.format.codec import Reference
+from lightning_shard.checkpoint.format.registered import Reference
 from lightning_shard.checkpoint.loading.stored import StoredTensor
 from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError

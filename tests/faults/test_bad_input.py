@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,42 @@ def refused(
     return str(caught.value)
 
 
-def on_every_rank(
-    sizes: dict[str, int], make: Callable[[], L.LightningModule], error: type[Exception], says: str, **options: Any
-) -> None:
-    ranks = options.get("ranks") or world(sizes)
-    messages = run_ranks(refused, ranks, make, sizes, error, elastic=True, timeout_s=50, **options)
-    assert len(messages) == ranks
+@dataclass(frozen=True)
+class Refusal:
+    """A fit that every rank must refuse, by an error with the value, the constraint and the remedy.
+
+    Attributes:
+        says: A pattern that is in the error's message.
+        options: Of :func:`refused`.
+    """
+
+    sizes: dict[str, Any]
+    make: Callable[[], L.LightningModule]
+    error: type[Exception]
+    says: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def refused_in_turn(cases: Mapping[str, Refusal]) -> dict[str, str]:
+    """On this rank, what each is refused with; where it isn't, why not."""
+    messages = {}
+    for name, case in cases.items():
+        try:
+            messages[name] = refused(case.make, case.sizes, case.error, **case.options)
+        except (Exception, pytest.fail.Exception):
+            messages[name] = traceback.format_exc()
+    return messages
+
+
+def on_every_rank(cases: Mapping[str, Refusal], ranks: int = 2) -> dict[str, list[str]]:
+    """Of each case the message of each rank. One after the other on the same ranks, whose start takes longest."""
+    of_ranks = run_ranks(refused_in_turn, ranks, cases, elastic=True, timeout_s=50 + 5 * len(cases))
+    return {name: [messages[name] for messages in of_ranks] for name in cases}
+
+
+def check(case: Refusal, messages: list[str]) -> None:
     for message in messages:
-        assert re.search(says, message), message
+        assert re.search(case.says, message), message
 
 
 def gpt() -> L.LightningModule:
@@ -82,90 +111,6 @@ def gpt() -> L.LightningModule:
 
 
 # -- settings
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        (layout(pipeline=3), r"\(3\).* must divide the number of processes \(2\).*\[1, 2\]"),
-        (
-            layout(data=4),
-            r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2",
-        ),
-    ],
-)
-def test_sizes_that_dont_divide(sizes: dict[str, Any], says: str) -> None:
-    if sizes["data_parallel_size"] == 1:
-        sizes = {**sizes, "data_parallel_size": "auto"}
-    on_every_rank(sizes, gpt, LayoutError, says, ranks=2)
-
-
-def test_more_stages_than_blocks() -> None:
-    on_every_rank(
-        PIPELINE,
-        OneBlock,
-        PlacementError,
-        r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1",
-        pipeline_blocks="layers",
-    )
-
-
-def test_no_blocks() -> None:
-    on_every_rank(PIPELINE, NoBlocks, PlacementError, r"no list of repeated blocks.*pipeline_blocks")
-
-
-def test_blocks_of_another_name() -> None:
-    on_every_rank(
-        PIPELINE,
-        gpt,
-        PlacementError,
-        r"pipeline_blocks='model.layers' is not a list.*model\.blocks",
-        pipeline_blocks="model.layers",
-    )
-
-
-def test_a_pattern_without_a_match() -> None:
-    plan = {**PLAN, "blocks.*.attention.q": "colwise"}
-    on_every_rank(TENSOR, gpt, PlanError, r"'blocks\.\*\.attention\.q' matches no module", tensor_parallel_plan=plan)
-
-
-def test_an_unknown_style_and_no_plan() -> None:
-    on_every_rank(
-        TENSOR, gpt, PlanError, r"style 'columns'; known are \['colwise'", tensor_parallel_plan={"mlp.up": "columns"}
-    )
-    on_every_rank(TENSOR, gpt, PlanError, r"needs a plan and Model brings none: pass tensor_parallel_plan")
-
-
-def test_a_size_that_a_plan_cant_split() -> None:
-    on_every_rank(
-        TENSOR,
-        OddWidth,
-        PlanError,
-        r"3 out features, which tensor_parallel_size \(2\) must divide",
-        tensor_parallel_plan={"0.mix": "colwise"},
-    )
-
-
-def test_mixed_precision_with_a_loss_scaler() -> None:
-    on_every_rank(PIPELINE, gpt, ValueError, r"16-mixed.*bf16-mixed", trainer={"precision": "16-mixed"})
-
-
-def test_batch_norm_that_should_be_synchronized() -> None:
-    says = r"sync_batchnorm=True isn't done by this strategy, and model\.norm would normalize"
-    on_every_rank(layout(data=2), Normalizes, ConfigurationError, says, trainer={"sync_batchnorm": True})
-
-
-def test_manual_optimization_with_stages() -> None:
-    on_every_rank(PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1")
-
-
-def test_a_block_that_shares_its_weights_with_another_stage() -> None:
-    on_every_rank(
-        PIPELINE,
-        Tied,
-        PlacementError,
-        r"model\.blocks\.0\.mlp\.up\.weight and model\.blocks\.3\.mlp\.up\.weight are one tied .*\[0, 1\]",
-    )
 
 
 @pytest.mark.parametrize(
@@ -187,11 +132,6 @@ def test_a_block_that_shares_its_weights_with_another_stage() -> None:
 def test_settings_are_refused_before_any_process_starts(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         HybridShardStrategy(**options)
-
-
-@pytest.mark.parametrize(("counts", "says"), [([1, 2], "4"), ([4, 0], "block"), ([4], "2")])
-def test_block_counts_that_dont_fit(counts: list[int], says: str) -> None:
-    on_every_rank(PIPELINE, gpt, PlacementError, says, placement=counts)
 
 
 # -- steps
@@ -229,12 +169,6 @@ def test_a_step_that_one_stage_cant_run_stops_all_with_the_first_cause(
     accounts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert re.search(says, accounts[fails])
     assert re.search(f"(?s)The first failure was on rank {fails}: .*{says}", accounts[1 - fails]), accounts[1 - fails]
-
-
-def test_microbatches_that_dont_divide_the_batch() -> None:
-    on_every_rank(
-        PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", batch=6
-    )
 
 
 class DealsByGlobalRank(IterableDataset[dict[str, Tensor]]):
@@ -281,34 +215,45 @@ def copied(saved: str, folder: Path) -> Path:
     return Path(shutil.copytree(saved, folder / "copy.ckpt"))
 
 
-def test_a_path_without_a_manifest(tmp_path: Path) -> None:
-    (tmp_path / "empty.ckpt").mkdir()
-    on_every_rank(PIPELINE, gpt, CheckpointNotFoundError, "manifest", resume=str(tmp_path / "empty.ckpt"))
+@pytest.fixture(scope="module")
+def resumes(saved: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refusal]:
+    """From checkpoints that aren't there, aren't whole, or are of another model."""
+    folder = tmp_path_factory.mktemp("resumed")
+    (folder / "empty.ckpt").mkdir()
+
+    def resume(name: str, error: type[Exception], says: str, make: Callable[[], L.LightningModule] = gpt) -> Refusal:
+        return Refusal(PIPELINE, make, error, says, {"resume": str(folder / name)})
+
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(saved, folder / name))
+
+    edit(copied("newer.ckpt"), lambda manifest: manifest.update(format_version=99))
+    cases = {
+        "no manifest": resume("empty.ckpt", CheckpointNotFoundError, "manifest"),
+        "a newer version": resume("newer.ckpt", FormatVersionError, "99"),
+    }
+    for fault in ("missing", "truncated", "changed"):
+        file = sorted((copied(f"{fault}.ckpt") / "model").iterdir())[0]
+        data = file.read_bytes()
+        if fault == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(data[:-100] if fault == "truncated" else data[:-100] + bytes(100))
+        assert not checkpoint.verify(folder / f"{fault}.ckpt").ok
+        cases[f"a file that is {fault}"] = resume(f"{fault}.ckpt", CorruptCheckpointError, file.name)
+    copied("whole.ckpt")
+    lacking = r"2 missing \(model\.blocks\.3\.added"
+    cases["a missing tensor"] = resume("whole.ckpt", StateMismatchError, lacking, Extra)
+    cases["another shape"] = resume("whole.ckpt", StateMismatchError, "shape", Wider)
+    # as in torch
+    cases["another shape, not strict"] = resume("whole.ckpt", StateMismatchError, "shape", WiderAndLenient)
+    return cases
 
 
-def test_a_manifest_of_a_newer_version(saved: str, tmp_path: Path) -> None:
-    path = copied(saved, tmp_path)
-    edit(path, lambda manifest: manifest.update(format_version=99))
-    on_every_rank(PIPELINE, gpt, FormatVersionError, "99", resume=str(path))
-
-
-@pytest.mark.parametrize("fault", ["missing", "truncated", "changed"])
-def test_a_damaged_file(saved: str, tmp_path: Path, fault: str) -> None:
-    path = copied(saved, tmp_path)
-    file = sorted((path / "model").iterdir())[0]
-    data = file.read_bytes()
-    if fault == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(data[:-100] if fault == "truncated" else data[:-100] + bytes(100))
-    assert not checkpoint.verify(path).ok
-    on_every_rank(PIPELINE, gpt, CorruptCheckpointError, file.name, resume=str(path))
-
-
-def test_a_missing_tensor_and_one_of_another_shape(saved: str) -> None:
-    on_every_rank(PIPELINE, Extra, StateMismatchError, r"2 missing \(model\.blocks\.3\.added", resume=saved)
-    on_every_rank(PIPELINE, Wider, StateMismatchError, "shape", resume=saved)
-    on_every_rank(PIPELINE, WiderAndLenient, StateMismatchError, "shape", resume=saved)  # as in torch
+def test_checkpoints_that_no_run_resumes_from(resumes: dict[str, Refusal]) -> None:
+    messages = on_every_rank(resumes)
+    for name, case in resumes.items():
+        check(case, messages[name])
 
 
 def test_a_missing_tensor_where_loading_isnt_strict(saved: str) -> None:
@@ -359,29 +304,10 @@ def test_a_strategy_that_saves_on_one_rank_only(run: Callable[[str], str], tmp_p
 # -- modules that only look fine
 
 
-def test_an_optimizer_made_before_the_module_was_sharded() -> None:
-    says = "made before the module was sharded: make it in configure_optimizers"
-    on_every_rank(PIPELINE, MakesItsOptimizerEarly, ConfigurationError, says)
-    on_every_rank(layout(data=2), MakesItsOptimizerEarly, ConfigurationError, says)
-
-
-def test_a_stage_with_nothing_to_train() -> None:
-    on_every_rank(PIPELINE, TrainsOnlyItsHead, PlacementError, "Stage 0 would have nothing to train")
-
-
 def test_a_plan_that_only_one_stage_could_see_to_be_wrong() -> None:
-    sizes = layout(pipeline=2, tensor=2)
-    on_every_rank(
-        sizes, OddHead, PlanError, "head.weight .* has 63 out features", tensor_parallel_plan={"head": "colwise"}
-    )
-
-
-def test_numbers_on_meta_that_nothing_sets() -> None:
-    on_every_rank(layout(data=2), CountsOnMeta, ConfigurationError, "'places' of the .* nothing initialises it")
-
-
-def test_a_tie_over_two_modules_with_manual_optimization() -> None:
-    on_every_rank(layout(data=2), TiedByHand, ConfigurationError, "can't be one tied parameter of two modules")
+    plan = {"tensor_parallel_plan": {"head": "colwise"}}
+    case = Refusal(layout(pipeline=2, tensor=2), OddHead, PlanError, "head.weight .* has 63 out features", plan)
+    check(case, on_every_rank({"it": case}, ranks=4)["it"])
 
 
 # -- modules
@@ -581,3 +507,108 @@ class WiderAndLenient(Wider):
     def __init__(self) -> None:
         super().__init__()
         self.strict_loading = False
+
+
+# -- what is refused on two ranks before the first step
+
+DATA = layout(data=2)
+EARLY = "made before the module was sharded: make it in configure_optimizers"
+REFUSED = {
+    "three stages": Refusal(
+        {**layout(pipeline=3), "data_parallel_size": "auto"},
+        gpt,
+        LayoutError,
+        r"\(3\).* must divide the number of processes \(2\).*\[1, 2\]",
+        {"ranks": 2},
+    ),
+    "four data ranks": Refusal(
+        layout(data=4),
+        gpt,
+        LayoutError,
+        r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2",
+        {"ranks": 2},
+    ),
+    "more stages than blocks": Refusal(
+        PIPELINE,
+        OneBlock,
+        PlacementError,
+        r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1",
+        {"pipeline_blocks": "layers"},
+    ),
+    "no blocks": Refusal(PIPELINE, NoBlocks, PlacementError, r"no list of repeated blocks.*pipeline_blocks"),
+    "blocks of another name": Refusal(
+        PIPELINE,
+        gpt,
+        PlacementError,
+        r"pipeline_blocks='model.layers' is not a list.*model\.blocks",
+        {"pipeline_blocks": "model.layers"},
+    ),
+    "too few counts": Refusal(PIPELINE, gpt, PlacementError, "2", {"placement": [4]}),
+    "counts of too few blocks": Refusal(PIPELINE, gpt, PlacementError, "4", {"placement": [1, 2]}),
+    "a stage without blocks": Refusal(PIPELINE, gpt, PlacementError, "block", {"placement": [4, 0]}),
+    "a pattern without a match": Refusal(
+        TENSOR,
+        gpt,
+        PlanError,
+        r"'blocks\.\*\.attention\.q' matches no module",
+        {"tensor_parallel_plan": {**PLAN, "blocks.*.attention.q": "colwise"}},
+    ),
+    "an unknown style": Refusal(
+        TENSOR,
+        gpt,
+        PlanError,
+        r"style 'columns'; known are \['colwise'",
+        {"tensor_parallel_plan": {"mlp.up": "columns"}},
+    ),
+    "no plan": Refusal(TENSOR, gpt, PlanError, r"needs a plan and Model brings none: pass tensor_parallel_plan"),
+    "a size that a plan can't split": Refusal(
+        TENSOR,
+        OddWidth,
+        PlanError,
+        r"3 out features, which tensor_parallel_size \(2\) must divide",
+        {"tensor_parallel_plan": {"0.mix": "colwise"}},
+    ),
+    "mixed precision with a loss scaler": Refusal(
+        PIPELINE, gpt, ValueError, r"16-mixed.*bf16-mixed", {"trainer": {"precision": "16-mixed"}}
+    ),
+    "batch norm that should be synchronized": Refusal(
+        DATA,
+        Normalizes,
+        ConfigurationError,
+        r"sync_batchnorm=True isn't done by this strategy, and model\.norm would normalize",
+        {"trainer": {"sync_batchnorm": True}},
+    ),
+    "manual optimization": Refusal(
+        PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1"
+    ),
+    "a block that shares its weights with another stage": Refusal(
+        PIPELINE,
+        Tied,
+        PlacementError,
+        r"model\.blocks\.0\.mlp\.up\.weight and model\.blocks\.3\.mlp\.up\.weight are one tied .*\[0, 1\]",
+    ),
+    "a batch that can't be cut": Refusal(
+        PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}
+    ),
+    "an optimizer made early, with stages": Refusal(PIPELINE, MakesItsOptimizerEarly, ConfigurationError, EARLY),
+    "an optimizer made early": Refusal(DATA, MakesItsOptimizerEarly, ConfigurationError, EARLY),
+    "a stage with nothing to train": Refusal(
+        PIPELINE, TrainsOnlyItsHead, PlacementError, "Stage 0 would have nothing to train"
+    ),
+    "numbers on meta that nothing sets": Refusal(
+        DATA, CountsOnMeta, ConfigurationError, "'places' of the .* nothing initialises it"
+    ),
+    "a tie over two modules with manual optimization": Refusal(
+        DATA, TiedByHand, ConfigurationError, "can't be one tied parameter of two modules"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, list[str]]:
+    return on_every_rank(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses(name: str, messages: dict[str, list[str]]) -> None:
+    check(REFUSED[name], messages[name])

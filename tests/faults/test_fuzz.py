@@ -20,7 +20,7 @@ import torch
 
 from lightning_shard.checkpoint.foreign.files import _indexed
 from lightning_shard.checkpoint.foreign.torchfile import read_archive
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import build_header, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.format.text import signed
@@ -136,7 +136,7 @@ def test_trainer_states(ledger) -> None:
     seeds = [json.dumps({key: value}).encode() for key, value in tree.items()]
 
     def run(data: bytes) -> None:
-        codec.decode(codec.parse(data, "state"), {"t": torch.ones(1)}.get, str, lenient=True)
+        decode(parse(data, "state"), {"t": torch.ones(1)}.get, str, lenient=True)
 
     tried, _, lost = fuzz(seeds, 50_000, run)
     ledger(GROUP, "fuzzing of trainer states", tried=tried, lost=lost)

@@ -27,9 +27,11 @@ from tests.proxy import Fault, FaultOf, Proxy, behind, from_then_on, no_fault, o
 from tests.servers import BUCKET, Server, serve
 
 GROUP = "Stores that fail"
-STALL_S = 1.0
+STALL_S = 0.5
 BOUND_S = 240.0
 """Far more than any trial may take: a busy machine is no failure, a wait without end is."""
+LONG_S = 1800.0
+"""For a test that takes minutes where no request is left out."""
 PASSING = [500, "slow down", 429, "reset", "lost", "half sent", "cut"]
 """Faults that a second attempt outlasts."""
 HANGING = ["stall", "late", pytest.param("cut stall", marks=pytest.mark.long)]
@@ -52,8 +54,8 @@ def use_small_parts(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def full_run(request: pytest.FixtureRequest) -> bool:
-    """Whether the long run was asked for, which leaves no request out."""
-    return request.config.getoption("-m") == "long"
+    """Whether the long tests were asked for, with the others or without: then no request is left out."""
+    return request.config.getoption("-m") in ("long", "long or not long")
 
 
 @pytest.fixture(autouse=True)
@@ -139,9 +141,9 @@ def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
     return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in of]
 
 
-def entered(ledger: Ledger, fault: str, tried: int, lost: list[str]) -> None:
+def entered(ledger: Ledger, fault: str, tried: int, lost: list[str], sample: bool = False) -> None:
     print(*lost, sep="\n")  # pytest shows it with the failure
-    ledger(GROUP, fault, tried=tried, lost=len(lost))
+    ledger(GROUP, fault, tried=tried, lost=len(lost), sample=sample)
 
 
 def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | None = None) -> list[str]:
@@ -200,9 +202,11 @@ def test_answers_that_are_wrong_once(fault: Fault, place: Place, ledger: Ledger,
     total = count_requests(place, lambda: place.save(0))
     numbers = range(1, total + 1) if full_run else range(1, total + 1, 4)
     faults = [(number, once(number, fault)) for number in numbers]
-    entered(ledger, f"S3, a save: {fault} at one request", len(faults), save_under(place, faults))
+    lost = save_under(place, faults)
+    entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
 
 
+@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize("fault", HANGING)
 def test_a_save_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     """It may fail on a busy machine, which answers no sooner than a stalled one."""
@@ -210,16 +214,19 @@ def test_a_save_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_r
     total = count_requests(place, lambda: place.save(0))
     numbers = range(1, total + 1) if full_run else range(4, total + 1, 8)
     faults = [(number, once(number, fault)) for number in numbers]
-    entered(ledger, f"S3, a save: {fault} at one request", len(faults), save_under(place, faults, hasty(place)))
+    lost = save_under(place, faults, hasty(place))
+    entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
 
 
+@pytest.mark.timeout(LONG_S)
 def test_a_stall_that_stays_ends_in_time(place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
     numbers = range(1, total + 1) if full_run else (1, total // 3, 2 * total // 3)
     faults = [(number, from_then_on(number, "stall")) for number in numbers]
     lost = save_under(place, faults, hasty(place))
-    entered(ledger, "S3, a save: no answer from one request on", len(faults), lost)
+    what = "S3, a save: no answer from one request on, each in turn"
+    entered(ledger, what, len(faults), lost, sample=not full_run)
 
 
 @pytest.mark.parametrize("fault", ["expired", 500, "reset"])
@@ -237,7 +244,8 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(
         there = place.step_there(f"{path}-{number}")
         if there != 7 and (error is None or there is not None):
             lost.append(f"request {number}: {there} is there, {error!r}")
-    entered(ledger, f"S3, a first save: {fault} from one request on", len(numbers), lost)
+    what = f"S3, a first save: {fault} from one request on, each in turn"
+    entered(ledger, what, len(numbers), lost, sample=not full_run)
 
 
 @pytest.mark.parametrize("fault", [*PASSING, *FINAL, *WRONG])
@@ -261,15 +269,16 @@ def test_a_load_is_right_or_refused(fault: Fault, place: Place, ledger: Ledger) 
 
 
 @pytest.mark.parametrize("fault", HANGING)
-def test_a_load_under_a_stall(fault: Fault, place: Place, ledger: Ledger) -> None:
+def test_a_load_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(3)
     total = count_requests(place, lambda: load_all(place, 3))
-    for number in range(1, total + 1, 2):
+    numbers = range(1, total + 1, 1 if full_run else 2)
+    for number in numbers:
         place.proxy.arm(once(number, fault))
         attempt(lambda: load_all(hasty(place), 3))
     place.proxy.arm(from_then_on(1, fault))
     assert attempt(lambda: load_all(hasty(place), 3)) is not None
-    entered(ledger, f"S3, a load: {fault} at one request", (total + 1) // 2 + 1, [])
+    entered(ledger, f"S3, a load: {fault} at one request, each in turn", len(numbers) + 1, [], sample=not full_run)
 
 
 def load_all(place: Place, step: int) -> None:
@@ -365,6 +374,7 @@ def gather_to(place: Place, out: str) -> None:
     checkpoint.gather(place.path, out, **at)
 
 
+@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_one_rank_of_two_meets_the_faults(
     faulty: int, s3_server: Server, tmp_path: Path, ledger: Ledger, full_run: bool
@@ -374,8 +384,10 @@ def test_one_rank_of_two_meets_the_faults(
     cases = [(number, fault, stays) for fault in faults for number in numbers for stays in (False, True)]
     path = f"{s3_server.url}/{tmp_path.name}/c"
     arguments = (path, s3_server.endpoint, s3_server.options, str(s3_server.folder), faulty, cases)
-    lost = [line for lines in run_ranks(save_and_gather_with_a_bad_rank, 2, *arguments) for line in lines]
-    entered(ledger, f"S3, two ranks save and gather, rank {faulty} meets faults", 2 * len(cases), lost)
+    per_rank = run_ranks(save_and_gather_with_a_bad_rank, 2, *arguments, timeout_s=LONG_S if full_run else 60)
+    lost = [line for lines in per_rank for line in lines]
+    what = f"S3, two ranks save and gather, rank {faulty} meets faults"
+    entered(ledger, what, 2 * len(cases), lost, sample=not full_run)
 
 
 # -- WebDAV ------------------------------------------------------------------------------------------------------------

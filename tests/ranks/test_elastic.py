@@ -31,6 +31,7 @@ from tests.servers import Server, serve
 STEPS = 12  # two epochs of 96 samples
 LOST_AFTER = 5
 SAVED_EVERY = 2
+GROUP = "Preemption"
 PATIENCE_S = 280.0  # a loaded machine takes minutes to import torch in four processes
 REPETITIONS = int(os.environ.get("ELASTIC_REPETITIONS", "3"))
 """Of the long version."""
@@ -220,11 +221,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
     return lineage(notes(folder))
 
 
+def row(how: signal.Signals) -> str:
+    fate = "is killed" if how == signal.SIGKILL else "gets SIGTERM"
+    return f"torchrun on two machines with a store in common: one {fate}, the other goes on"
+
+
 @pytest.mark.timeout(600)
 def test_when_a_machine_is_lost_the_rest_goes_on_from_the_last_checkpoint(
-    tmp_path: Path, server: Server, undisturbed: Lineage
+    tmp_path: Path, server: Server, undisturbed: Lineage, ledger: Callable[..., None]
 ) -> None:
     run_and_lose(signal.SIGKILL, 0, tmp_path, server, undisturbed)
+    ledger(GROUP, row(signal.SIGKILL), tried=1, sample=True)
 
 
 @pytest.mark.long
@@ -232,9 +239,15 @@ def test_when_a_machine_is_lost_the_rest_goes_on_from_the_last_checkpoint(
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_time_and_again(
-    how: signal.Signals, survivor: int, tmp_path: Path, server: Server, undisturbed: Lineage
+    how: signal.Signals,
+    survivor: int,
+    tmp_path: Path,
+    server: Server,
+    undisturbed: Lineage,
+    ledger: Callable[..., None],
 ) -> None:
     for repetition in range(REPETITIONS):
         folder = tmp_path / f"{how.name}-{survivor}-{repetition}"
         folder.mkdir()
         run_and_lose(how, survivor, folder, server, undisturbed)
+    ledger(GROUP, row(how), tried=REPETITIONS)

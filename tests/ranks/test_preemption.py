@@ -23,6 +23,8 @@ from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, loader
 from tests.servers import Server, serve
 
+GROUP = "Preemption"
+Ledger = Callable[..., None]
 STEPS = 8  # an epoch has six
 
 
@@ -112,7 +114,7 @@ def stop_in_step_3(folder: str) -> tuple[Any, dict[int, float]]:
 
 
 def test_sigterm_on_one_of_four_ranks_stops_all_after_that_step_with_a_checkpoint_of_it(
-    tmp_path: Path, curve: dict[int, float]
+    tmp_path: Path, curve: dict[int, float], ledger: Ledger
 ) -> None:
     for code, losses in run_ranks(stop_in_step_3, 4, str(tmp_path), elastic=True):
         assert code == 128 + signal.SIGTERM
@@ -121,6 +123,7 @@ def test_sigterm_on_one_of_four_ranks_stops_all_after_that_step_with_a_checkpoin
     for code, losses in run_ranks(train, 2, str(tmp_path), elastic=True):
         assert code is None
         assert losses == pytest.approx({step: curve[step] for step in range(4, STEPS + 1)}, rel=2e-6)
+    ledger(GROUP, "SIGTERM to one of four ranks in a step; two go on", tried=1)
 
 
 def stop_in_a_save(url: str, options: dict[str, Any]) -> tuple[Any, dict[int, float]]:
@@ -136,7 +139,7 @@ def stop_in_a_save(url: str, options: dict[str, Any]) -> tuple[Any, dict[int, fl
 
 
 def test_sigterm_in_a_save_to_s3_ends_that_save_and_the_next_run_begins_the_next_epoch(
-    server: Server, curve: dict[int, float]
+    server: Server, curve: dict[int, float], ledger: Ledger
 ) -> None:
     url = f"{server.url}/save"
     for code, losses in run_ranks(stop_in_a_save, 2, url, server.options, elastic=True):
@@ -146,6 +149,7 @@ def test_sigterm_in_a_save_to_s3_ends_that_save_and_the_next_run_begins_the_next
     for code, losses in run_ranks(train, 2, url, options=server.options, elastic=True):
         assert code is None
         assert losses == pytest.approx({7: curve[7], 8: curve[8]}, rel=2e-6)
+    ledger(GROUP, "SIGTERM to both ranks, to one of them in a save to S3", tried=1)
 
 
 def slow_write(self: LocalStore, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
@@ -174,7 +178,7 @@ def stop_in_many_ways(folder: str) -> dict[str, tuple[Any, list[int]]]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_whatever_the_callback_was_told_to_keep_last_is_the_step_of_the_signal(tmp_path: Path) -> None:
+def test_whatever_the_callback_was_told_to_keep_last_is_the_step_of_the_signal(tmp_path: Path, ledger: Ledger) -> None:
     for stopped in run_ranks(stop_in_many_ways, 2, str(tmp_path), elastic=True):
         assert len(stopped) == 6
         for name, (code, steps) in stopped.items():
@@ -184,6 +188,7 @@ def test_whatever_the_callback_was_told_to_keep_last_is_the_step_of_the_signal(t
             assert not list((tmp_path / name).glob("*"))
         else:
             check_one_whole(str(tmp_path / name / "last.ckpt"), 2)
+    ledger(GROUP, "SIGTERM to one of two ranks, whatever the callback keeps as the last", tried=len(stopped))
 
 
 # -- SLURM
@@ -213,7 +218,7 @@ def requeued_in_step_2(folder: str, **options: Any) -> tuple[Any, dict[int, floa
 
 @pytest.mark.parametrize(("resume", "saved"), [(None, 2), ("last", 4)])
 def test_a_job_that_slurm_requeues_goes_on_from_the_signal(
-    resume: str | None, saved: int, tmp_path: Path, curve: dict[int, float]
+    resume: str | None, saved: int, tmp_path: Path, curve: dict[int, float], ledger: Ledger
 ) -> None:
     (tmp_path / "root" / ".hpc_saving").mkdir(parents=True)  # of a save that was cut off
     scontrol = tmp_path / "bin" / "scontrol"
@@ -232,6 +237,7 @@ def test_a_job_that_slurm_requeues_goes_on_from_the_signal(
     for code, losses in run_ranks(under_slurm, 2, str(tmp_path), resume=resume, init=False):
         assert code is None
         assert losses == pytest.approx({step: curve[step] for step in range(saved + 1, STEPS + 1)}, rel=2e-6)
+    ledger(GROUP, "SLURM's signal to one of two ranks, later SIGTERM to the other; requeued", tried=1)
 
 
 # -- Ranks that are gone without a signal
@@ -249,9 +255,12 @@ def kill_rank_1(folder: str) -> None:
 
 
 @pytest.mark.parametrize("how", [freeze_rank_1, kill_rank_1])
-def test_a_rank_that_doesnt_answer_is_named_in_an_error_of_ours(how: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_rank_that_doesnt_answer_is_named_in_an_error_of_ours(
+    how: Callable[[str], None], tmp_path: Path, ledger: Ledger
+) -> None:
     patience = mock.patch("lightning_shard.testing.FAILURE_GRACE_S", 10)  # rank 0 looks for signs of life first
     with pytest.raises(RanksFailed) as failed, patience if how is kill_rank_1 else contextlib.nullcontext():
         run_ranks(how, 2, str(tmp_path), elastic=True)
     said = failed.value.accounts[0]
     assert "RankFailure: rank 0 lost the others. The first failure was on rank 1: no sign of life" in said, said
+    ledger("Ranks that fail", "one of two ranks is killed or stopped in a fit", tried=1)

@@ -230,6 +230,33 @@ def test_a_conditional_put_whose_answer_is_lost_is_no_conflict(fault: Any, behin
         assert store.read("m") == content
 
 
+def test_another_stamp_of_the_same_bytes_is_no_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server gave another ETag when it was asked than at the put: then the new checkpoint's files were removed."""
+
+    def put_over(self: RemoteStore, name: str, data: bytes, _: object) -> str:
+        self.write(name, view(data), len(data), durable=False)
+        return "another"
+
+    monkeypatch.setattr(RemoteStore, "_put_over", put_over)
+    path, tensor = "memory://another-stamp/c", torch.arange(4.0)
+    checkpoint.save({"w": tensor}, path)
+    assert torch.equal(checkpoint.read(path)["w"].full(), tensor)
+
+
+def test_a_save_that_is_told_of_a_conflict_with_itself_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = RemoteStore.publish
+
+    def put_and_deny(self: RemoteStore, name: str, *args: Any, **kwargs: Any) -> None:
+        publish(self, name, *args, **kwargs)
+        raise CheckpointConflictError("another save came first")
+
+    monkeypatch.setattr(RemoteStore, "publish", put_and_deny)
+    path, tensor = "memory://own-conflict/c", torch.arange(4.0)
+    with pytest.raises(CheckpointConflictError):
+        checkpoint.save({"w": tensor}, path)
+    assert torch.equal(checkpoint.read(path)["w"].full(), tensor)
+
+
 @pytest.mark.parametrize("conditions", ["kept", "ignored", 501])
 def test_of_two_puts_that_saw_the_same_one_wins(conditions: Any, s3_server: Server, tmp_path: Path) -> None:
     """The other one comes between the look and the put; or, where a server has no conditions, before the look."""

@@ -11,6 +11,7 @@ import pathlib
 import types
 import uuid
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,14 +22,22 @@ from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import OmegaConf
 
 from lightning_shard.checkpoint import register_codec
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.decode import decode, parse
+from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.checkpoint.format.registered import Reference, by_name, by_type
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 
+@pytest.fixture
+def no_codecs_stay():
+    with mock.patch.dict(by_name), mock.patch.dict(by_type):
+        yield
+
+
 def there_and_back(value):
-    tree, tensors = codec.encode(value)
+    tree, tensors = encode(value)
     data = json.dumps(tree, allow_nan=False).encode()
-    return codec.decode(codec.parse(data, "state"), tensors.__getitem__)
+    return decode(parse(data, "state"), tensors.__getitem__)
 
 
 class Color(enum.Enum):
@@ -123,34 +132,33 @@ def test_arrays(array):
 def test_tensors_are_referred_to_by_their_place_and_shared_ones_once():
     weight = torch.randn(3)
     state = {"callbacks": [{"ema": weight}, weight], "a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
-    tree, tensors = codec.encode(state)
+    tree, tensors = encode(state)
     assert list(tensors) == ["callbacks.0.ema", "a.b", "a.b#2"]
-    back = codec.decode(tree, tensors.__getitem__)
+    back = decode(tree, tensors.__getitem__)
     assert back["callbacks"][1] is back["callbacks"][0]["ema"]
     assert back["a"]["b"].item() == 0
 
 
-def test_tensors_that_a_codec_makes_are_not_taken_for_each_other(monkeypatch):
-    monkeypatch.setattr(codec, "_by_name", dict(codec._by_name))
-    monkeypatch.setattr(codec, "_by_type", dict(codec._by_type))
+@pytest.mark.usefixtures("no_codecs_stay")
+def test_tensors_that_a_codec_makes_are_not_taken_for_each_other():
     register_codec(Point, lambda p: torch.full((3,), float(p.x)), lambda v: Point(int(v[0]), v))
     back = there_and_back([Point(i, None) for i in range(50)])
     assert [point.x for point in back] == list(range(50))
 
 
 def test_a_reference_stands_for_a_sharded_tensor():
-    tree, tensors = codec.encode({"ema": [codec.Reference("state/ema/0")]})
+    tree, tensors = encode({"ema": [Reference("state/ema/0")]})
     assert not tensors
     assert tree == {"ema": [{"$": "stored", "v": "state/ema/0"}]}
-    assert codec.decode(tree, tensors.__getitem__) == {"ema": [codec.Reference("state/ema/0")]}
-    assert codec.decode(tree, tensors.__getitem__, {"state/ema/0": 7}.__getitem__) == {"ema": [7]}
+    assert decode(tree, tensors.__getitem__) == {"ema": [Reference("state/ema/0")]}
+    assert decode(tree, tensors.__getitem__, {"state/ema/0": 7}.__getitem__) == {"ema": [7]}
 
 
 @pytest.mark.parametrize("text", ["${nothing}", "${missing}", "${oc.env:NO_SUCH_VARIABLE}"])
 def test_a_config_that_cannot_be_resolved_is_refused_by_its_key(text):
     config = OmegaConf.create({"a": text, "missing": "???"})
     with pytest.raises(UnsupportedStateError, match=r"'hparams\.config' is a config that can't be resolved"):
-        codec.encode({"hparams": {"config": config}})
+        encode({"hparams": {"config": config}})
 
 
 def test_configs_become_plain_mappings():
@@ -167,11 +175,10 @@ def test_enums_come_back_as_themselves_only_where_registered():
     assert there_and_back(Color.RED) is Color.RED
 
 
-def test_registered_types(monkeypatch):
-    monkeypatch.setattr(codec, "_by_name", dict(codec._by_name))
-    monkeypatch.setattr(codec, "_by_type", dict(codec._by_type))
+@pytest.mark.usefixtures("no_codecs_stay")
+def test_registered_types():
     with pytest.raises(UnsupportedStateError, match=r"'a\[0\]' is a .*Point.*register_codec\(Point"):
-        codec.encode({"a": [Point(1, torch.ones(2))]})
+        encode({"a": [Point(1, torch.ones(2))]})
     register_codec(Point, lambda p: (p.x, p.y), lambda v: Point(*v), name="point")
     back = there_and_back({"p": Point(1, torch.ones(2))})["p"]
     assert type(back) is Point
@@ -179,11 +186,11 @@ def test_registered_types(monkeypatch):
     assert torch.equal(back.y, torch.ones(2))
     with pytest.raises(ValueError, match="taken"):
         register_codec(Color, name="point")
-    tree, tensors = codec.encode(Point(2, torch.ones(1)))
-    codec._by_name.pop("point")
+    tree, tensors = encode(Point(2, torch.ones(1)))
+    by_name.pop("point")
     with pytest.raises(CheckpointError, match=r"'point'.*register_codec"):
-        codec.decode(tree, tensors.__getitem__)
-    lenient = codec.decode(tree, tensors.__getitem__, lenient=True)
+        decode(tree, tensors.__getitem__)
+    lenient = decode(tree, tensors.__getitem__, lenient=True)
     assert lenient["type"] == "point"
 
 
@@ -206,19 +213,19 @@ Pair = collections.namedtuple("Pair", "a b")
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused_by_its_key(value):
     with pytest.raises(UnsupportedStateError, match=r"'callbacks\.x\[1\]' is a"):
-        codec.encode({"callbacks": {"x": [0, value]}})
+        encode({"callbacks": {"x": [0, value]}})
 
 
 def test_cycles_and_depth_are_refused():
     loop: list = []
     loop.append(loop)
     with pytest.raises(UnsupportedStateError, match=r"'a\[0\]' contains itself"):
-        codec.encode({"a": loop})
+        encode({"a": loop})
     deep: list = []
     for _ in range(1000):
         deep = [deep]
     with pytest.raises(UnsupportedStateError, match="nested more than"):
-        codec.encode(deep)
+        encode(deep)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +242,7 @@ def test_cycles_and_depth_are_refused():
 )  # fmt: skip
 def test_a_damaged_or_hostile_tree_is_an_error_of_ours(tree):
     with pytest.raises(CorruptCheckpointError):
-        codec.decode(tree, {}.__getitem__)
+        decode(tree, {}.__getitem__)
 
 
 def test_decoding_a_class_name_imports_nothing(monkeypatch):
@@ -243,6 +250,6 @@ def test_decoding_a_class_name_imports_nothing(monkeypatch):
 
     tree = {"$": "enum", "type": "antigravity.Boom", "name": "X", "v": 3}
     monkeypatch.setattr(builtins, "__import__", lambda *a, **k: pytest.fail("imported"))
-    back = codec.decode(tree, {}.__getitem__)
+    back = decode(tree, {}.__getitem__)
     monkeypatch.undo()
     assert back == 3

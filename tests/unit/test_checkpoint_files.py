@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -507,6 +508,48 @@ def test_a_tensors_line_may_say_more_and_is_checked_when_it_is_needed(tmp_path):
             opened["t"].full()
     with pytest.raises(CorruptCheckpointError, match="not valid JSON"):
         rewrite('"offsets":[0]', '"offsets":[0')
+
+
+NO_CHUNK = {
+    "another field's kind": ('"file":0', '"file":"0"'),
+    "no file": ('"file":0,', ""),
+    "a file that isn't there": ('"file":0', '"file":1'),
+    "a negative number": ('"offsets":[0]', '"offsets":[-1]'),
+    "a fraction": ('"sizes":[4]', '"sizes":[4.0]'),
+    "a bool": ('"offsets":[0]', '"offsets":[false]'),
+    "no list": ('"offsets":[0]', '"offsets":0'),
+    "a dim more": ('"offsets":[0],"sizes":[4]', '"offsets":[0,0],"sizes":[4,1]'),
+    "outside of the tensor": ('"offsets":[0]', '"offsets":[1]'),
+    "a part of the tensor": ('"sizes":[4]', '"sizes":[3]'),
+    "a number of thousands of digits": ('"sizes":[4]', f'"sizes":[{"4" * 5000}]'),
+    "three ends": (re.compile(r'"bytes":\[(\d+),(\d+)\]'), r'"bytes":[\1,\2,\2]'),
+    "bytes in the header": (re.compile(r'"bytes":\[(\d+),(\d+)\]'), r'"bytes":[0,16]'),
+    "bytes beyond the end": (re.compile(r'"bytes":\[(\d+),(\d+)\]'), r'"bytes":[\g<1>0,\g<2>0]'),
+    "a digest too few": (re.compile(r',"digests":"[0-9a-f]*"'), ""),
+    "a digest too many": (re.compile(r'"digests":"([0-9a-f]*)"'), r'"digests":"\1\1"'),
+    "a digest of other digits": (re.compile(r'"digests":"..'), '"digests":"xy'),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHUNK)
+@pytest.mark.parametrize("laid_out", ["as ours", "otherwise"])
+def test_a_chunk_that_is_not_as_the_format_says_is_refused(tmp_path, kind, laid_out):
+    checkpoint.save({"t": torch.ones(4)}, tmp_path)
+    old, new = NO_CHUNK[kind]
+    pattern = old if isinstance(old, re.Pattern) else re.compile(re.escape(old))
+    edit_text(tmp_path, lambda text: pattern.sub(new, text))
+    if laid_out == "otherwise" and kind != "a number of thousands of digits":  # no JSON to our parser
+        edit_text(tmp_path, lambda text: text.replace('{"file"', '{ "file"').replace('{"bytes"', '{ "bytes"'))
+    with pytest.raises(CorruptCheckpointError):
+        checkpoint.load(tmp_path, {"t": torch.zeros(4)})
+    assert not checkpoint.verify(tmp_path).ok
+
+
+def test_a_number_with_leading_zeros_is_no_json(tmp_path):
+    checkpoint.save({"t": torch.ones(4)}, tmp_path)
+    edit_text(tmp_path, lambda text: text.replace('"offsets":[0]', '"offsets":[00]'))
+    with pytest.raises(CorruptCheckpointError, match="not valid JSON"):
+        checkpoint.read(tmp_path)
 
 
 def test_a_newer_format_is_told_as_such(tmp_path):

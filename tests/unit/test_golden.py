@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import FORMAT_VERSION
+from lightning_shard.checkpoint.format.registered import by_name, by_type
 from lightning_shard.checkpoint.memory import byte_view
 from tests.golden.values import OPTIMIZER, OTHER, PLAIN, RANK, SHARDED, Color, Point, data_of, trainer_state
 from tests.plain_reader import Damaged, PlainReader
@@ -42,11 +44,11 @@ def raw(tensor):
 
 
 @pytest.fixture
-def codecs(monkeypatch):
-    monkeypatch.setattr(codec, "_by_name", dict(codec._by_name))
-    monkeypatch.setattr(codec, "_by_type", dict(codec._by_type))
-    checkpoint.register_codec(Color, name="golden.Color")
-    checkpoint.register_codec(Point, lambda point: [point.x, point.y], lambda v: Point(*v), name="golden.Point")
+def codecs():
+    with mock.patch.dict(by_name), mock.patch.dict(by_type):
+        checkpoint.register_codec(Color, name="golden.Color")
+        checkpoint.register_codec(Point, lambda point: [point.x, point.y], lambda v: Point(*v), name="golden.Point")
+        yield
 
 
 def test_every_golden_checkpoint_is_looked_at_and_is_of_this_version():
@@ -101,7 +103,7 @@ def test_a_manifest_without_a_digest_of_its_own_says_so():
 
 def test_every_value_of_the_trainer_state(codecs):
     def tensor(name, dtype, shape):
-        return torch.frombuffer(bytearray(data_of(name, dtype, shape)), dtype=codec.DTYPES[dtype]).view(shape)
+        return torch.frombuffer(bytearray(data_of(name, dtype, shape)), dtype=DTYPES[dtype]).view(shape)
 
     stored = opened("sharded")
     found = stored.trainer_state()

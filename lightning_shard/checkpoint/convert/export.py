@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.convert.outfile import OutFile, Source
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY, put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.format.header import build_header, dtype_name
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
 from lightning_shard.checkpoint.names import Rename, new_names
@@ -140,7 +140,7 @@ def pretrained(
     tree = checkpoint.state_json()
     raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
     tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
-    known = codec.decode(raw, lambda name: tensors[name].full()) if raw else {"models": {}, "tokenizer": {}}
+    known = decode(raw, lambda name: tensors[name].full()) if raw else {"models": {}, "tokenizer": {}}
     models = known["models"]
     if prefix is None and (config is None or len(models) == 1):
         if len(models) > 1:
@@ -234,7 +234,7 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
         referred.add(name)
         return states[name]
 
-    rest = codec.decode(checkpoint.state_json(), others.__getitem__, refer)
+    rest = decode(checkpoint.state_json(), others.__getitem__, refer)
     own = {name: state for name, state in states.items() if name not in referred}
     return skeleton(put_together(model, own if optimizer else None, rest), fakes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -150,7 +150,7 @@ def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]
     step_bytes -= step_bytes % manifest.block_bytes if 0 < manifest.block_bytes <= step_bytes else 0
     for chunk in chunks:
         size = chunk.end - chunk.begin
-        as_bytes = TensorEntry("U8", (size,), (replace(chunk, offsets=(0,), sizes=(size,)),))
+        as_bytes = TensorEntry("U8", (size,), (chunk._replace(offsets=(0,), sizes=(size,)),))
         for at in range(0, size, step_bytes):
             box = Box((at,), (min(step_bytes, size - at),))
             yield Extent(source, as_bytes, box, torch.uint8, verbatim=True)

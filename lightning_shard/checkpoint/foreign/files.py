@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.foreign import lightning_ckpt
 from lightning_shard.checkpoint.foreign.torchfile import MAGIC, Archive, read_archive
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import (
     Chunk,
@@ -38,7 +38,7 @@ NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """Where another program's files are, what is in them, and its state as :func:`codec.encode` gives it."""
+    """Where another program's files are, what is in them, and its state as :func:`encode` gives it."""
 
     store: Store
     manifest: Manifest
@@ -153,7 +153,7 @@ def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
         archive = read_archive(file, path)
     try:
         model, optimizer, rest = _take_apart(archive.content, path)
-        state, others = codec.encode(rest, lambda name, tensor: None)  # what is stored already can be
+        state, others = encode(rest, lambda name, tensor: None)  # what is stored already can be
         sections = {"model": model, "optimizer": optimizer, "trainer": others}
         raw = {title: _entries(section, archive) for title, section in sections.items()}
     except CheckpointError:

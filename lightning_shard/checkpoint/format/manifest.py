@@ -1,7 +1,6 @@
 """The manifest: every file, every tensor, and where each chunk of it lies. See ``docs/format.md`` for the JSON.
 
-Only this module knows the JSON's field names. Chunks are parsed when a tensor is first asked for: a large run has
-hundreds of thousands of them, and a rank needs few.
+Only this module and ``text`` know the JSON's field names. A tensor is parsed when it is first asked for.
 """
 
 from __future__ import annotations
@@ -9,24 +8,28 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
-from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, is_grid
+from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_HEX_CHARS, Digest
+from lightning_shard.checkpoint.format.chunks import Chunk, Chunks, Places, TensorEntry, Tiling, tiling_of
 from lightning_shard.checkpoint.format.header import DTYPES, item_bytes
 from lightning_shard.checkpoint.format.strict_json import integer, text
 from lightning_shard.checkpoint.format.text import (
     OWN_DIGEST,
     TENSOR_SECTIONS,
+    ChunkText,
     Lines,
+    TensorText,
     block_of_lines,
     dump,
     own_digest_fits,
     parse,
     signed,
+    tensor_text,
 )
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 
@@ -37,6 +40,8 @@ MAX_DIMS = 64
 MAX_TENSOR_BYTES = 2**63 - 1
 MAX_BLOCK_BYTES = 2**28
 """A block is read whole, so its length is memory that a reader needs."""
+KINDS_KEPT = 256
+"""Of dtypes and shapes: most tensors have those of others."""
 MAX_PATH_CHARS, MAX_NAME_BYTES = 1024, 255
 _SECTIONS = (*TENSOR_SECTIONS, "ranks")
 _FIELDS = {
@@ -63,106 +68,6 @@ class FileEntry:
     digest: Digest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor, and its bytes (row-major) in a file.
-
-    ``offsets`` and ``sizes`` are in elements, one per dim; ``begin`` and ``end`` are bytes from the start of the file;
-    ``digests`` holds one digest per block of ``block_bytes`` counted from ``begin``, or nothing.
-    """
-
-    file: int
-    begin: int
-    end: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    digests: str = ""
-
-    def block_digest(self, block: int) -> Digest:
-        return self.digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor: its dtype by the format's name, its global shape and its chunks."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: Sequence[Chunk]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * item_bytes(self.dtype)
-
-    def check_coverage(self) -> None:
-        """Raise CorruptCheckpointError if its chunks don't make it up, each element once."""
-        if isinstance(self.chunks, _Chunks):
-            self.chunks.check_coverage()
-
-    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
-        """The chunks that hold a part of the box, each with that part."""
-        chunks = self.chunks.near(box) if isinstance(self.chunks, _Chunks) else self.chunks
-        parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in chunks)
-        return [(chunk, part) for chunk, part in parts if part is not None]
-
-
-ParseChunk = Callable[[Any], Chunk]
-
-
-class _Chunks(Sequence[Chunk]):
-    """A tensor's chunks, each parsed when it is needed, and not kept: large runs have many, and a rank needs few.
-
-    That together they make up the tensor is checked when they are first looked at, whichever of them is needed: readers
-    of other parts would else read other values where two overlap.
-
-    Args:
-        load: Gives them as JSON, from text each time where the manifest is kept as text.
-        check: Raises if these don't make up the tensor.
-    """
-
-    def __init__(
-        self, load: Callable[[], list[Any]], parse: ParseChunk, check: Callable[[list[Any], ParseChunk], None]
-    ) -> None:
-        self._load = load
-        self._parse = parse
-        self._check = check
-        self._checked = False
-
-    def _checked_json(self) -> list[Any]:
-        loaded = self._load()
-        if not self._checked:
-            self._check(loaded, self._parse)
-            self._checked = True
-        return loaded
-
-    def check_coverage(self) -> None:
-        if not self._checked:
-            self._checked_json()
-
-    def __len__(self) -> int:
-        return len(self._checked_json())
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return map(self._parse, self._checked_json())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def near(self, box: Box) -> list[Chunk]:
-        """Those that overlap with the box: the one that is equal to it, as on the layout that saved, or several."""
-        loaded = self._checked_json()
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        equal = next((raw for raw in loaded if raw["offsets"] == offsets and raw["sizes"] == sizes), None)
-        if equal is not None:
-            return [self._parse(equal)]
-        return [self._parse(raw) for raw in loaded if intersection(raw["offsets"], raw["sizes"], box) is not None]
-
-
 class Section(Mapping[str, TensorEntry]):
     """The tensors of one section by name; an alias gives the entry of the tensor that it shares storage with."""
 
@@ -186,10 +91,10 @@ class Section(Mapping[str, TensorEntry]):
         title = f"{self._title} tensor {name!r}"
         try:
             raw = self.raw[name]
-            target = text(raw["same_as"], "same_as") if "same_as" in raw else None
+            target = text(raw["same_as"], "same_as") if _is_alias(raw) else None
             if target is not None and "chunks" in raw:
                 raise ValueError("it is an alias, and has chunks")
-            lost = target is not None and (target not in self.raw or "same_as" in self.raw[target])
+            lost = target is not None and (target not in self.raw or _is_alias(self.raw[target]))
         except (ValueError, TypeError) as error:
             raise self._manifest.corrupt(f"{title} is damaged: {error}") from error
         if lost:
@@ -203,6 +108,10 @@ class Section(Mapping[str, TensorEntry]):
 
     def __len__(self) -> int:
         return len(self.raw)
+
+
+def _is_alias(raw: Any) -> bool:
+    return not isinstance(raw, TensorText) and "same_as" in raw
 
 
 @dataclass
@@ -337,80 +246,64 @@ class Manifest:
             raise self.corrupt(f"state_file is {self.files[self.state_file].path}, which is no JSON")
 
     def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
-        """A tensor's entry, with every number checked against the shape, the dtype and the file's size.
+        """A tensor's entry; its chunks are checked against the shape, the dtype and the files' sizes as they are used.
 
         Args:
             title: For errors.
-            raw: Its JSON; its chunks may still be text.
+            raw: Its JSON, or the text of that.
         """
         try:
-            dtype, shape, chunks = raw["dtype"], raw["shape"], raw["chunks"]
-            if text(dtype, "dtype") not in DTYPES:
-                raise FormatVersionError(
-                    f"{self.source}: {title} has dtype {dtype!r:.40}, which is unknown here: upgrade lightning-shard."
-                )
-            if not isinstance(shape, list) or not isinstance(chunks, list | bytes):
-                raise ValueError("its shape or its chunks are no list")
-            shape = tuple(integer(size, "a size in its shape") for size in shape)
-            if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) * item_bytes(dtype) > MAX_TENSOR_BYTES:
-                raise ValueError("no memory could hold its shape")
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            text_of = raw if isinstance(raw, TensorText) else tensor_text(raw)
+            dtype, shape = _dtype_and_shape(text_of.head)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise self._damaged(title, error) from error
+        if dtype not in DTYPES:
+            raise FormatVersionError(
+                f"{self.source}: {title} has dtype {dtype!r:.40}, which is unknown here: upgrade lightning-shard."
+            )
+        width = item_bytes(dtype)
+        if math.prod(filter(None, shape)) * width > MAX_TENSOR_BYTES:
+            raise self.corrupt(f"{title} is damaged: no memory could hold its shape")
+        return TensorEntry(
+            dtype,
+            shape,
+            Chunks(text_of.chunks, partial(self._tiling, title, shape), partial(self._chunk, title, width)),
+        )
 
-        def load() -> list[Any]:
-            try:
-                return chunks.copy() if isinstance(chunks, list) else json.loads(chunks)
-            except ValueError as error:
-                raise self._damaged(title, error) from error
-
-        parse_chunk = partial(self._parse_chunk, title, shape, item_bytes(dtype))
-        return TensorEntry(dtype, shape, _Chunks(load, parse_chunk, partial(self._check_coverage, title, shape)))
-
-    def _check_coverage(self, title: str, shape: tuple[int, ...], chunks: list[Any], parse: ParseChunk) -> None:
+    def _tiling(self, title: str, shape: tuple[int, ...], places: Places) -> Tiling:
         try:
-            places = [(tuple(raw["offsets"]), tuple(raw["sizes"])) for raw in chunks]
-            whole = is_grid(shape, places)
-        except (KeyError, TypeError, IndexError) as error:
-            raise self._damaged(title, error) from error
-        if not whole:
-            fault = coverage_fault(shape, [Box(chunk.offsets, chunk.sizes) for chunk in map(parse, chunks)])
-            if fault is not None:
-                raise self.corrupt(f"the chunks of {title} don't make it up: {fault}")
+            return tiling_of(shape, places)
+        except ValueError as error:
+            raise self.corrupt(f"the chunks of {title} don't make it up: {error}") from error
 
     def _damaged(self, title: str, error: Exception) -> CorruptCheckpointError:
         return self.corrupt(f"{title} is damaged: {type(error).__name__} {error}")
 
-    def _parse_chunk(self, title: str, shape: tuple[int, ...], width: int, raw: Any) -> Chunk:
+    def _chunk(self, title: str, width: int, text_of: ChunkText, box: Box) -> Chunk:
         try:
-            return self._checked_chunk(title, shape, width, raw)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            number, begin, end = map(int, text_of[:3])
+        except ValueError as error:  # of thousands of digits
             raise self._damaged(title, error) from error
-
-    def _checked_chunk(self, title: str, shape: tuple[int, ...], width: int, raw: Any) -> Chunk:
-        number, (begin, end) = raw["file"], raw["bytes"]
-        offsets, sizes = tuple(raw["offsets"]), tuple(raw["sizes"])
-        digests = raw.get("digests", "")
-        for value in (number, begin, end, *offsets, *sizes):
-            if type(value) is not int:
-                raise TypeError(f"{value!r} is no integer")
-        if type(digests) is not str:
-            raise TypeError(f"digests {digests!r}")
-        if not 0 <= number < len(self.files):
+        if number >= len(self.files):
             raise self.corrupt(f"{title} refers to file {number} of {len(self.files)}")
-        inside = len(offsets) == len(sizes) == len(shape)
-        nbytes = width
-        for offset, size, whole in zip(offsets, sizes, shape):
-            inside = inside and 0 <= offset <= offset + size <= whole
-            nbytes *= size
-        if not inside:
-            raise self.corrupt(f"{title} of shape {shape} has a chunk at {offsets} of {sizes}")
-        file = self.files[number]
+        file, nbytes = self.files[number], box.numel * width
         if end - begin != nbytes or not file.header_bytes <= begin <= end <= file.bytes:
             raise self.corrupt(f"{title} has a chunk at bytes {begin}..{end} of {file.path}")
+        digests = text_of[4].decode()
         blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
         if len(digests) != blocks * DIGEST_HEX_CHARS:
             raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
-        return Chunk(number, begin, end, offsets, sizes, digests)
+        return Chunk(number, begin, end, box.offsets, box.sizes, digests)
+
+
+@lru_cache(maxsize=KINDS_KEPT)
+def _dtype_and_shape(head: bytes) -> tuple[str, tuple[int, ...]]:
+    """Of a tensor, from the text before its chunks."""
+    raw = json.loads(head + b"}")
+    dtype, shape = text(raw["dtype"], "dtype"), raw["shape"]
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+        raise ValueError(f"its shape is no list of up to {MAX_DIMS} sizes")
+    return dtype, tuple(integer(size, "a size in its shape") for size in shape)
 
 
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.strict_json import loads
@@ -25,22 +25,29 @@ def own_digest_fits(data: bytes) -> bool:
     return bool(mark) and data == signed(body)
 
 
-PARSED_WHOLE_BYTES = 4096
-"""Of a tensor's line, where few chunks aren't worth parsing apart."""
+class TensorText(NamedTuple):
+    """A tensor as far as it is taken apart without parsing: ``{"dtype":…,"shape":…`` without the closing brace, and
+    its chunks, joined by commas.
+    """
+
+    head: bytes
+    chunks: bytes
 
 
-class Lines(Mapping[str, Any]):
-    """A section whose tensors are text, a line each, until they are asked for; then only their chunks are text."""
+ChunkText = tuple[bytes, bytes, bytes, bytes, bytes]
+"""A chunk's file, begin, end, place (``"offsets":…,"sizes":…``) and digests."""
+
+
+class Lines(Mapping[str, "TensorText | dict[str, Any]"]):
+    """A section whose tensors are text, a line each; aliases are parsed when they are asked for."""
 
     def __init__(self, lines: Mapping[str, bytes]) -> None:
         self._lines = lines
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> TensorText | dict[str, Any]:
         line = self._lines[name]
-        if len(line) <= PARSED_WHOLE_BYTES:
-            return json.loads(line)
-        head, found, chunks = line.partition(b',"chunks":[')
-        return {**json.loads(head + b"}"), "chunks": b"[" + chunks[:-1]} if found else json.loads(line)
+        head, found, chunks = line.partition(_CHUNKS)
+        return TensorText(head, chunks[:-2]) if found else json.loads(line)
 
     def text(self, name: str) -> str:
         return self._lines[name].decode()
@@ -53,6 +60,28 @@ class Lines(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._lines)
+
+
+def tensor_text(raw: Mapping[str, Any]) -> TensorText:
+    """The same of a tensor's JSON, however that was laid out; fields that this version doesn't know are left out.
+
+    Raises:
+        KeyError, TypeError, ValueError: A field is missing, or of another kind than the format says.
+    """
+    if not isinstance(raw["chunks"], list):
+        raise TypeError("its chunks are no list")
+    chunks = []
+    for chunk in raw["chunks"]:
+        text = dump({field: chunk[field] for field in _CHUNK_FIELDS if field in chunk}).encode()
+        if not _CHUNK_TEXT.fullmatch(text):
+            raise ValueError(f"its chunk {text.decode():.200} isn't as the format says")
+        chunks.append(text)
+    return TensorText(dump({"dtype": raw["dtype"], "shape": raw["shape"]}).encode()[:-1], b",".join(chunks))
+
+
+def chunk_texts(chunks: bytes) -> list[ChunkText]:
+    """A tensor's chunks, taken apart."""
+    return _CHUNK_TEXT.findall(chunks)
 
 
 def parse(data: bytes) -> Any:
@@ -76,10 +105,16 @@ class _OtherwiseLaidOut(Exception):
     pass
 
 
+_CHUNKS = b',"chunks":['
+_CHUNK_FIELDS = ("file", "bytes", "offsets", "sizes", "digests")
 _STRING = rb'"(?:[^"\\\x00-\x1f]|\\.)*+"'
-_NUMBERS = rb"\[(?:\d++(?:,\d++)*+)?\]"
-_CHUNK = rb'\{"file":\d++,"bytes":%(n)b,"offsets":%(n)b,"sizes":%(n)b(?:,"digests":"[0-9a-f]*+")?\}' % {b"n": _NUMBERS}
-_TENSOR = rb'\{"dtype":"\w++","shape":%b,"chunks":\[(?:%b(?:,(?=\{)|(?=\])))*+\]\}' % (_NUMBERS, _CHUNK)
+_NUMBER = rb"(?:0|[1-9]\d*+)"
+_NUMBERS = rb"\[(?:%(n)b(?:,%(n)b)*+)?\]" % {b"n": _NUMBER}
+_CHUNK_TEXT = re.compile(
+    rb'\{"file":(%(n)b),"bytes":\[(%(n)b),(%(n)b)\],("offsets":%(ns)b,"sizes":%(ns)b)(?:,"digests":"([0-9a-f]*+)")?\}'
+    % {b"n": _NUMBER, b"ns": _NUMBERS}
+)
+_TENSOR = rb'\{"dtype":"\w++","shape":%b,"chunks":\[(?:%b(?:,(?=\{)|(?=\])))*+\]\}' % (_NUMBERS, _CHUNK_TEXT.pattern)
 # Nothing else is on the line, and no bracket within a string is taken for one.
 _TENSOR_LINE = re.compile(rb'(%b):(%b|\{"same_as":%b\})' % (_STRING, _TENSOR, _STRING))
 
@@ -149,6 +184,19 @@ def _named(lines: list[bytes]) -> dict[str, bytes]:
     if len(found) != len(lines):
         raise _OtherwiseLaidOut
     return found
+
+
+def tensor_line(dtype: str, shape: Sequence[int], chunks: Iterable[str]) -> bytes:
+    return f'{{"dtype":"{dtype}","shape":{dump(shape)},"chunks":[{",".join(chunks)}]}}'.encode()
+
+
+def chunk_text(file: int, begin: int, end: int, place: str, digests: str) -> str:
+    more = f',"digests":"{digests}"' if digests else ""
+    return f'{{"file":{file},"bytes":[{begin},{end}],{place}{more}}}'
+
+
+def place_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    return f'"offsets":{dump(offsets)},"sizes":{dump(sizes)}'
 
 
 def dump(value: Any) -> str:

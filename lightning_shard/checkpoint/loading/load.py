@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ from lightning_shard.checkpoint.loading.open import Found, find, open_found, sta
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
-from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow
+from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
-from lightning_shard.checkpoint.store import as_path, open_store
+from lightning_shard.checkpoint.store import Buffer, as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
@@ -324,29 +324,25 @@ class _Arrived:
     """What has been read and checked on this rank.
 
     Attributes:
-        beside: Tensors to fill, and what was read for each beside it.
+        beside: Tensors to fill, and what was read for each beside it: as a tensor, and its bytes.
         in_place: Those that have been filled; marked as half loaded until the other ranks have theirs too.
     """
 
     nbytes: int = 0
-    beside: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    beside: list[tuple[Tensor, Tensor, Buffer]] = field(default_factory=list)
     in_place: list[Tensor] = field(default_factory=list)
 
-    def read_beside(self, read: Read) -> Read:
+    def read_beside(self, reads: Sequence[Read]) -> list[Read]:
         """The same into new memory."""
-        data = torch.empty(read.target.shape, dtype=read.target.dtype)
-        self.beside.append((read.target, data))
-        return Read(read.name, read.entry, read.box, data)
+        rooms = rooms_like([read.target for read in reads])
+        self.beside += [(read.target, *room) for read, room in zip(reads, rooms)]
+        return [Read(read.name, read.entry, read.box, *room) for read, room in zip(reads, rooms)]
 
     def hand_over(self) -> None:
         """When all ranks have what they need."""
-        for target, data in self.beside:
-            if is_plain(target):
-                byte_view(target)[:] = byte_view(data)
-            else:
-                target.copy_(data)
+        fill(self.beside)
         half_loaded.clear(self.in_place)
-        half_loaded.clear(target for target, _ in self.beside)
+        half_loaded.clear(target for target, _, _ in self.beside)
 
 
 def _fetch(wanted: Iterable[Wanted], verify: bool) -> _Arrived:
@@ -361,7 +357,7 @@ def _fetch(wanted: Iterable[Wanted], verify: bool) -> _Arrived:
         half_loaded.mark(arrived.in_place)
     try:
         for checkpoint, reads in of_each.values():
-            arrived.nbytes += checkpoint.fetch(map(arrived.read_beside, reads) if first else reads, verify=verify)
+            arrived.nbytes += checkpoint.fetch(arrived.read_beside(reads) if first else reads, verify=verify)
     except CheckpointError as error:
         if first:
             raise

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from lightning_shard.checkpoint.boxes import Box, coverage_fault
+from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import check_digest, digest
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
@@ -29,19 +31,28 @@ from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 BATCH_BYTES = 8 * 2**20
 """How much one thread fetches of one file at a time, or the store's ``step_bytes`` where that is more; times its
 ``requests``, the bound of what is in flight."""
+FEW_BYTES = 2**20
+"""On a disk, starting a thread takes longer than reading this."""
+MAPPED_BYTES = 2**18
+"""Less is faster read than mapped."""
 SPAN_BYTES = 16 * 2**20
 """A strided part of a chunk is read together with what lies between, up to this length at a time."""
+LAYOUTS_KEPT = 1024
+"""Most tensors are cut like others: what follows from that is reckoned once."""
 _SCRATCH_ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Read:
-    """Fill ``target``, of the sizes of ``box`` and of any strides and device, with that box of a stored tensor."""
+class Read(NamedTuple):
+    """Fill ``target``, of the sizes of ``box`` and of any strides and device, with that box of a stored tensor.
+
+    ``memory`` is the target's, where it lies in the CPU's in row-major order without gaps and that is known already.
+    """
 
     name: str
     entry: TensorEntry
     box: Box
     target: Tensor
+    memory: Buffer | None = None
 
 
 @dataclass
@@ -75,8 +86,9 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     reads = list(reads)
     settle(read.target for read in reads)
     batches = plan_reads(manifest, reads, verify=verify, batch_bytes=max(BATCH_BYTES, store.step_bytes))
+    nbytes = sum(job.end - job.begin for _, batch in batches for job in batch)
     threads = min(store.requests, len(batches))
-    if threads <= 1:
+    if threads <= 1 or (nbytes <= FEW_BYTES and not store.is_remote):
         for path, batch in batches:
             _fetch(store, path, batch, _scratch())
     else:
@@ -92,7 +104,7 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-    return sum(job.end - job.begin for _, batch in batches for job in batch)
+    return nbytes
 
 
 def plan_reads(
@@ -112,15 +124,14 @@ def plan_reads(
 
 def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _Job]]:
     found = read.entry.overlapping(read.box)
-    if len(found) != 1 or found[0][1] != read.box:
-        fault = coverage_fault(read.box.sizes, [part.within(read.box) for _, part in found])
-        if fault is not None:
-            raise manifest.corrupt(f"the chunks of {read.name!r} don't make up the tensor: {fault}")
     block_bytes = manifest.block_bytes if verify else 0
-    if len(found) == 1 and read.box.sizes == found[0][0].sizes and _lies_alike(read):
+    if len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes and _lies_alike(read):
         # the layout that saved, as nearly always
         yield from _whole_chunk(read, found[0][0], block_bytes)
         return
+    # of chunks that don't overlap: so the parts make up the box if they are as large as it
+    if sum(part.numel for _, part in found) != read.box.numel:
+        raise manifest.corrupt(f"the chunks of {read.name!r} don't make up {read.box}")
     for chunk, part in found:
         target = narrow(read.target, part.within(read.box))
         inside = part.within(Box(chunk.offsets, chunk.sizes))
@@ -129,12 +140,13 @@ def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _
 
 
 def _lies_alike(read: Read) -> bool:
-    return read.target.dtype == DTYPES[read.entry.dtype] and is_plain(read.target)
+    return read.target.dtype == DTYPES[read.entry.dtype] and (read.memory is not None or is_plain(read.target))
 
 
 def _whole_chunk(read: Read, chunk: Chunk, block_bytes: int) -> Iterator[tuple[int, _Job]]:
     """In place, as many whole blocks at a time as a batch takes."""
-    memory, block_bytes = byte_view(read.target), block_bytes if chunk.digests else 0
+    memory = byte_view(read.target) if read.memory is None else read.memory
+    block_bytes = block_bytes if chunk.digests else 0
     step = max(BATCH_BYTES // block_bytes, 1) * block_bytes if block_bytes else BATCH_BYTES
     for begin in range(0, memory.nbytes, step):
         end = min(begin + step, memory.nbytes)
@@ -177,6 +189,7 @@ def _jobs_in_place(
             yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, _blocks(chunk, begin, end, block_bytes))
 
 
+@lru_cache(maxsize=LAYOUTS_KEPT)
 def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
     """From the first to the last element of a region, as places in the row-major chunk."""
     if region.sizes == chunk_sizes:
@@ -296,6 +309,8 @@ def _copy_from_map(store: Store, path: str, job: _Job) -> bool:
     """Copy what can't be read in place, once, from where the store has it in memory; whether that was possible."""
     if job.target is None or job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
         return False
+    if job.end - job.begin < MAPPED_BYTES:
+        return False
     memory = store.mapped(path, job.begin, job.end)
     if memory is None:
         return False
@@ -362,5 +377,6 @@ def _check(job: _Job, memory: Buffer, file: str) -> None:
         check_digest(digest(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
+@lru_cache(maxsize=LAYOUTS_KEPT)
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,7 @@ SMALL_BYTES, PACK_BYTES = 2**20, 16 * 2**20
 _ALIGNMENT = 16  # of what is packed, so that every dtype can be seen in it
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """One box of a tensor of this rank, and the checkpoint that it is read from."""
 
     checkpoint: Checkpoint
@@ -191,8 +190,8 @@ def _assign(replicas: Replicas, items: Iterable[Placed]) -> list[Assigned]:
         section = [item for _, item in of_section]
         for number, index, box in deal([_shared(item) for item in section], len(replicas.ranks)):
             read = section[number].read
-            part = replace(read, box=box, target=narrow(read.target, box.within(read.box)))
-            assigned.append(Assigned(replicas, replicas.ranks[index], replace(section[number], read=part)))
+            part = Read(read.name, read.entry, box, narrow(read.target, box.within(read.box)))
+            assigned.append(Assigned(replicas, replicas.ranks[index], section[number]._replace(read=part)))
     return sorted(assigned, key=lambda item: item.owner)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Section, TensorEntry
 from lightning_shard.checkpoint.loading.index import select
@@ -214,13 +214,13 @@ class Checkpoint(StoredTensors):
             )
         if self.verify and file.digest is not None and digest(data) != file.digest:
             raise CorruptCheckpointError(f"{self.path}/{file.path} differs from its digest: use another checkpoint.")
-        return codec.parse(data, f"{self.path}/{file.path}")
+        return parse(data, f"{self.path}/{file.path}")
 
     def trainer_state(self, *, lenient: bool = False) -> Any:
         """The tree that was saved as ``trainer_state``, or None.
 
-        Tensors in it are read; sharded ones (:class:`codec.Reference`) are given as :class:`StoredTensor`.
-        ``lenient``: see :func:`codec.decode`.
+        Tensors in it are read; sharded ones (:class:`Reference`) are given as :class:`StoredTensor`.
+        ``lenient``: see :func:`decode`.
         """
         tree = self.state_json()
         tensors = StoredTensors(self.manifest.trainer, self).full() if tree is not None else {}
@@ -230,7 +230,7 @@ class Checkpoint(StoredTensors):
                 raise CorruptCheckpointError(f"{self.path}: the trainer state refers to a tensor {name!r}: no such.")
             return tensors[name]
 
-        return codec.decode(tree, tensor, self.optimizer.__getitem__, lenient=lenient)
+        return decode(tree, tensor, self.optimizer.__getitem__, lenient=lenient)
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
         """What that rank saved as ``rank_state``; nothing for a rank that didn't save any."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.format import codec
+from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.optimizers.named import (
@@ -124,7 +124,7 @@ def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
         return None
     tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
     raw = tree if "$" in tree else {OPTIMIZER_STATES: tree.get(OPTIMIZER_STATES)}
-    state = codec.decode(raw, lambda name: tensors[name].full(), checkpoint.optimizer.__getitem__)
+    state = decode(raw, lambda name: tensors[name].full(), checkpoint.optimizer.__getitem__)
     states = state.get(OPTIMIZER_STATES) if isinstance(state, Mapping) else None
     return None if states is None else [_described(index, item) for index, item in enumerate(states)]
 

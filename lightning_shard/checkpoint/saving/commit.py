@@ -126,13 +126,15 @@ def _conflict(store: Store, attempt: str) -> str:
 
 def failed_commit(store: Store, attempt: str, rank: int, error: BaseException) -> Failure:
     """The failure of a commit, as the other ranks are to know it: their files stay if it may have been one."""
-    stay = not isinstance(error, CheckpointConflictError) and may_be_committed(store, attempt)
-    return dataclasses.replace(Failure.of(rank, error), files_stay=stay)
+    return dataclasses.replace(Failure.of(rank, error), files_stay=may_be_committed(store, attempt, error))
 
 
-def may_be_committed(store: Store, attempt: str) -> bool:
-    """After putting the manifest has failed: whether it is there all the same, or may yet come."""
-    if not isinstance(store, LocalStore):
+def may_be_committed(store: Store, attempt: str, error: BaseException) -> bool:
+    """After putting the manifest has failed: whether it is there all the same, or may yet come.
+
+    Also after a conflict: what is told of a manifest that is there is believed less than the manifest itself.
+    """
+    if not isinstance(store, LocalStore) and not isinstance(error, CheckpointConflictError):
         return True  # the answer may have been lost, not the request
     try:
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt == attempt

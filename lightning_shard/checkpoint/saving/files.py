@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
-from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry
+from lightning_shard.checkpoint.format.manifest import FileEntry
+from lightning_shard.checkpoint.format.text import place_text
 from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
 from lightning_shard.checkpoint.store import Buffer, Store
 
@@ -76,8 +77,29 @@ class FilePlan:
     table: bytes
 
 
-WrittenChunk = tuple[str, str, tuple[int, ...], Chunk]
-"""The name, dtype and shape of a tensor, and a chunk of it."""
+class Row(NamedTuple):
+    """A row of a file's table: a tensor, and a box of it.
+
+    ``begin`` and ``end`` are counted from where the file's data begins; ``place`` is the box in the manifest's words.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: str
+
+
+class WrittenChunk(NamedTuple):
+    """A chunk of a tensor in a file, with its bytes counted from the file's start."""
+
+    row: Row
+    begin: int
+    end: int
+    digests: str
 
 
 @dataclass(frozen=True)
@@ -95,18 +117,15 @@ class Written:
     digests: list[str]
 
     def chunks(self) -> Iterator[WrittenChunk]:
-        """Each chunk's ``file`` is -1, until the manifest is made."""
         base = self.file.header_bytes
-        for (name, dtype, shape, begin, end, offsets, sizes), found in zip(
-            _rows(self.table), self.digests, strict=True
-        ):
-            yield name, dtype, shape, Chunk(-1, base + begin, base + end, offsets, sizes, found)
+        for row, digests in zip(_rows(self.table), self.digests, strict=True):
+            yield WrittenChunk(row, base + row.begin, base + row.end, digests)
 
 
 @lru_cache(maxsize=TABLES_KEPT)
-def _rows(table: bytes) -> list[tuple[Any, ...]]:
+def _rows(table: bytes) -> list[Row]:
     return [
-        (name, dtype, tuple(shape), begin, end, tuple(offsets), tuple(sizes))
+        Row(name, dtype, tuple(shape), begin, end, tuple(offsets), tuple(sizes), place_text(offsets, sizes))
         for name, dtype, shape, begin, end, offsets, sizes in json.loads(table)
     ]
 
@@ -202,21 +221,17 @@ def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None)
     """The file's bytes in order; fills ``sums`` with each tensor's block digests on the way."""
     yield memoryview(header)
     staging: list[Tensor] = []
-    packed, filled = memoryview(bytearray(WRITE_STEP_BYTES)), 0
+    small: list[tuple[int, Tensor]] = []
+    filled = 0
     for index, tensor in enumerate(data):
-        if tensor.nbytes <= min(SMALL_BYTES, WRITE_STEP_BYTES, BLOCK_BYTES) and is_plain(tensor):
-            if filled + tensor.nbytes > packed.nbytes:
-                yield packed[:filled]
-                filled = 0
-            place = packed[filled : filled + tensor.nbytes]
-            place[:] = byte_view(tensor)
+        fits = tensor.nbytes <= min(SMALL_BYTES, WRITE_STEP_BYTES, BLOCK_BYTES) and is_plain(tensor)
+        if small and not (fits and filled + tensor.nbytes <= WRITE_STEP_BYTES and tensor.dtype == small[0][1].dtype):
+            yield _together(small, sums)
+            small, filled = [], 0
+        if fits:
+            small.append((index, tensor))
             filled += tensor.nbytes
-            if sums is not None and tensor.nbytes:
-                sums[index].append(digest(place))
             continue
-        if filled:
-            yield packed[:filled]
-            filled = 0
         hasher, left = xxhash.xxh3_128(), BLOCK_BYTES
         for buffer in _buffers(tensor, staging):
             for start, stop in _steps(buffer.nbytes, left):
@@ -230,8 +245,19 @@ def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None)
                 yield step
         if sums is not None and left < BLOCK_BYTES:
             sums[index].append(hasher.hexdigest())
-    if filled:
-        yield packed[:filled]
+    if small:
+        yield _together(small, sums)
+
+
+def _together(numbered: Sequence[tuple[int, Tensor]], sums: list[list[str]] | None) -> Buffer:
+    """A copy of the bytes of small tensors of one dtype, each a digest block."""
+    memory, begin = byte_view(torch.cat([tensor.reshape(-1) for _, tensor in numbered])), 0
+    for index, tensor in numbered:
+        end = begin + tensor.nbytes
+        if sums is not None and begin < end:
+            sums[index].append(digest(memory[begin:end]))
+        begin = end
+    return memory
 
 
 def _steps(nbytes: int, to_boundary: int) -> Iterator[tuple[int, int]]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
-from lightning_shard.checkpoint.format.manifest import Chunk, FileEntry, Manifest, chunk_to_json, tensor_to_json
-from lightning_shard.checkpoint.saving.files import Written
+from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
+from lightning_shard.checkpoint.format.text import Lines, chunk_text, dump, tensor_line
+from lightning_shard.checkpoint.saving.files import Written, WrittenChunk
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.errors import CheckpointError
 
+LAYOUTS_KEPT = 64
+"""Shapes and how they are cut, most of them alike in each layer and from save to save: checked once."""
 Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
@@ -63,7 +68,12 @@ class _Held:
     mesh: int
     dtype: str
     shape: tuple[int, ...]
-    chunks: list[tuple[Chunk, int]] = field(default_factory=list)
+    chunks: list[tuple[WrittenChunk, int]] = field(default_factory=list)
+
+    def line(self) -> bytes:
+        """In the manifest."""
+        chunks = [chunk_text(file, c.begin, c.end, c.row.place, c.digests) for c, file in self.chunks]
+        return tensor_line(self.dtype, self.shape, chunks)
 
 
 class Merged:
@@ -115,7 +125,8 @@ class Merged:
             for written in of_section:
                 index = len(self._files)
                 self._files.append(written.file)
-                for name, dtype, shape, chunk in written.chunks():
+                for chunk in written.chunks():
+                    name, dtype, shape = chunk.row[:3]
                     held = tensors.get(name)
                     if held is None:
                         held = tensors[name] = _Held(mesh, dtype, shape)
@@ -193,15 +204,16 @@ class Merged:
         )
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
-        raw: dict[str, Any] = {"model": {}, "optimizer": {}, "trainer": {}, "ranks": {}}
+        sections: dict[str, dict[str, bytes]] = {"model": {}, "optimizer": {}, "trainer": {}}
+        ranks: dict[str, Any] = {}
         for title, tensors in self._tensors.items():
-            rank = title.removeprefix("rank ")
-            target = raw[title] if rank == title else raw["ranks"].setdefault(rank, {})
-            for name, held in tensors.items():
-                chunks = [chunk_to_json(chunk, index) for chunk, index in held.chunks]
-                target[name] = tensor_to_json(held.dtype, held.shape, chunks)
+            lines = {name: held.line() for name, held in tensors.items()}
+            if title in sections:
+                sections[title] = lines
+            else:
+                ranks[title.removeprefix("rank ")] = {name: json.loads(line) for name, line in lines.items()}
         for section, aliases in self._aliases.items():
-            raw[section].update({name: {"same_as": target} for name, target in aliases.items()})
+            sections[section].update({name: dump({"same_as": of}).encode() for name, of in aliases.items()})
         return Manifest(
             attempt=attempt,
             files=self._files,
@@ -210,12 +222,13 @@ class Merged:
             writer=writer,
             block_bytes=BLOCK_BYTES if digests else 0,
             state_file=self._state_file,
-            raw_sections=raw,
+            raw_sections={**{title: Lines(lines) for title, lines in sections.items()}, "ranks": ranks},
         )
 
 
-def _digests(held: _Held) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
-    return {(chunk.offsets, chunk.sizes): chunk.digests for chunk, _ in held.chunks if 0 not in chunk.sizes}
+def _digests(held: _Held) -> dict[str, str]:
+    """Of the chunks' blocks, by the chunks' places."""
+    return {chunk.row.place: chunk.digests for chunk, _ in held.chunks if chunk.begin < chunk.end}
 
 
 def _check_agreement(accounts: list[Account]) -> None:
@@ -260,13 +273,18 @@ def _check_contents(account: Account, other: Account) -> None:
 
 
 def _check_coverage(name: str, held: _Held) -> None:
-    fault = coverage_fault(held.shape, [Box(chunk.offsets, chunk.sizes) for chunk, _ in held.chunks])
+    fault = _coverage_fault(held.shape, tuple((chunk.row.offsets, chunk.row.sizes) for chunk, _ in held.chunks))
     if fault is not None:
         raise CheckpointError(
             f"The ranks' parts of {name!r} of shape {held.shape} don't make up the tensor: {fault}. Either a"
             " rank that holds a part of it isn't saving, or not all ranks that save together hold the same tensors (as"
             " with pipeline stages): then pass mesh=, the mesh of the ranks that do."
         )
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _coverage_fault(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> str | None:
+    return coverage_fault(shape, [Box(*box) for box in boxes])
 
 
 def _short(ranks: Iterable[int]) -> str:

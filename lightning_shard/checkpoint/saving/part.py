@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
@@ -136,7 +136,7 @@ def plan_part(
         part.files.append(PartFile(section, f"{section}/{own}", file, data))
     part.aliases = {section: found for section, found in aliases.items() if found}
     if ranks.first and trainer_state is not None:
-        part.state, tensors = codec.encode(trainer_state)
+        part.state, tensors = encode(trainer_state)
         if tensors:
             part.files.append(_whole("trainer", f"trainer/state-{attempt}.safetensors", tensors))
     if rank_state:

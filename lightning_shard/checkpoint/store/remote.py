@@ -201,7 +201,7 @@ class RemoteStore:
         # Looks before and after: many stores have no conditions, and some servers ignore them and don't say so.
         if self.stamp(name) not in (None, replaces):
             raise conflict(self.root, name)
-        self._look_after(name, self._put_over(name, data, replaces), data)
+        self._look_after(name, data, self._put_over(name, data, replaces))
 
     def _put_over(self, name: str, data: bytes, replaces: Stamp | None) -> Stamp:
         """Put a file in the place of another, on that condition where the store knows any; returns its stamp."""
@@ -247,16 +247,21 @@ class RemoteStore:
         if self._is_object_store:
             self.remove(name)
 
-    def _look_after(self, name: str, put: Stamp, data: bytes) -> None:
-        """See whether what was put is there. Some servers stamp an object anew after it was put: bytes decide.
+    def _look_after(self, name: str, data: bytes, put: Stamp) -> None:
+        """See whether what was put is there.
 
         A look that finds nothing is no conflict, since it may be the look that failed: after a conflict, the files that
-        the manifest names are removed.
+        the manifest names are removed. Nor is another stamp, before the bytes were compared: some servers give other
+        ETags when they are asked for one than they gave at the put.
         """
-        there = self.stamp(name)
-        if there is None:
-            raise OSError(errno.EIO, f"{self.root}/{name} was put and isn't there: it may have been removed since")
-        if there != put and self.read(name) != data:
+        if self.stamp(name) == put:
+            return
+        try:
+            there = self.read(name)
+        except FileNotFoundError as error:
+            lost = f"{self.root}/{name} was put and isn't there: it may have been removed since"
+            raise OSError(errno.EIO, lost) from error
+        if there != data:
             raise conflict(self.root, name)
 
     def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:

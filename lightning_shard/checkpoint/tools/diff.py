@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
-from lightning_shard.checkpoint.format.codec import TAG
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
 from lightning_shard.checkpoint.format.manifest import Section, TensorEntry
+from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint

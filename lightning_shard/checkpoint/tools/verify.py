@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lightning_shard.checkpoint.format import codec
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, digest
+from lightning_shard.checkpoint.format.decode import parse
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, TensorEntry
 from lightning_shard.checkpoint.loading.open import read
@@ -233,7 +233,7 @@ def _check_json(checkpoint: Checkpoint, file: FileEntry) -> Iterator[Fault]:
     if file.digest is not None and digest(data) != file.digest:
         yield Fault(file.path, None, "differs from its digest")
     else:
-        codec.parse(data, file.path)
+        parse(data, file.path)
 
 
 def _bytes(checkpoint: Checkpoint, file: FileEntry, begin: int, end: int) -> memoryview:

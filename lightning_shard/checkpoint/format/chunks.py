@@ -1,0 +1,166 @@
+"""A tensor's chunks: the boxes that make it up, and where in which file the bytes of each lie.
+
+A large run has hundreds of thousands of chunks, most tensors are cut alike, and a rank needs few of the chunks of each.
+So their text is only taken apart; boxes are made and checked once for all tensors that are cut alike
+(:class:`Tiling`), and a chunk's numbers are looked at when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
+from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest
+from lightning_shard.checkpoint.format.header import item_bytes
+from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts
+
+TILINGS_KEPT = 32
+"""Models have few shapes, most of them in each layer."""
+PARTS_KEPT = 1024
+"""Of the boxes that are read of these."""
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and its bytes (row-major) in a file.
+
+    ``offsets`` and ``sizes`` are in elements, one per dim; ``begin`` and ``end`` are bytes from the start of the file;
+    ``digests`` holds one digest per block of ``block_bytes`` counted from ``begin``, or nothing.
+    """
+
+    file: int
+    begin: int
+    end: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    digests: str = ""
+
+    def block_digest(self, block: int) -> Digest:
+        return self.digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its dtype by the format's name, its global shape, and its chunks, which make it up.
+
+    Each of its elements is in one chunk: :class:`Chunks` sees to that.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    def check_coverage(self) -> None:
+        """Raise CorruptCheckpointError if its chunks don't make it up, each element once."""
+        if isinstance(self.chunks, Chunks):
+            self.chunks.check_coverage()
+
+    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
+        """The chunks that hold a part of the box, each with that part."""
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.overlapping(box)
+        parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in self.chunks)
+        return [(chunk, part) for chunk, part in parts if part is not None]
+
+
+class Chunks(Sequence[Chunk]):
+    """A tensor's chunks as text, each checked when it is needed, and not kept.
+
+    That together they make up the tensor is checked when they are first looked at, whichever of them is needed: readers
+    of other parts would else read other values where two overlap.
+
+    Args:
+        tile: Gives the tiling that the boxes are; raises if they are none.
+        check: Gives a chunk of its text and its box; raises if its numbers don't fit.
+    """
+
+    def __init__(self, text: bytes, tile: Callable[[Places], Tiling], check: Callable[[ChunkText, Box], Chunk]) -> None:
+        self._text = text
+        self._tile = tile
+        self._check = check
+        self._tiling: Tiling | None = None
+
+    def _look(self) -> tuple[list[ChunkText], Tiling]:
+        texts = chunk_texts(self._text)
+        if self._tiling is None:
+            self._tiling = self._tile(tuple(map(_place, texts)))
+        return texts, self._tiling
+
+    def check_coverage(self) -> None:
+        if self._tiling is None:
+            self._look()
+
+    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
+        """Those that hold a part of the box, each with that part."""
+        texts, tiling = self._look()
+        return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
+
+    def __len__(self) -> int:
+        return len(self._look()[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        texts, tiling = self._look()
+        return map(self._check, texts, tiling.boxes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Places = tuple[bytes, ...]
+"""The boxes of a tensor's chunks as text."""
+_place: Callable[[ChunkText], bytes] = itemgetter(3)
+
+
+class Tiling:
+    """Boxes that make up a tensor, each element once. One object for all tensors that are cut alike, told by identity.
+
+    Raises:
+        ValueError: They don't make it up; says why.
+    """
+
+    def __init__(self, shape: tuple[int, ...], places: Places) -> None:
+        self.boxes: list[Box] = []
+        for place in places:
+            fields = json.loads(b"{" + place + b"}")
+            box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
+            if not len(box.offsets) == len(box.sizes) == len(shape) or any(
+                offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, shape)
+            ):
+                raise ValueError(f"a chunk at {box.offsets} of {box.sizes} isn't inside of {shape}")
+            self.boxes.append(box)
+        fault = coverage_fault(shape, self.boxes)
+        if fault is not None:
+            raise ValueError(fault)
+        self._numbers = {box: number for number, box in enumerate(self.boxes)}
+
+    def parts(self, box: Box) -> list[tuple[int, Box]]:
+        """The numbers of the boxes that overlap with this one, each with what they have in common."""
+        number = self._numbers.get(box)
+        # the layout that saved, as nearly always
+        return [(number, box)] if number is not None and box.numel else _parts(self, box)
+
+    def _search(self, box: Box) -> list[tuple[int, Box]]:
+        found = ((number, own.intersect(box)) for number, own in enumerate(self.boxes))
+        return [(number, part) for number, part in found if part is not None]
+
+
+@lru_cache(maxsize=PARTS_KEPT)
+def _parts(tiling: Tiling, box: Box) -> list[tuple[int, Box]]:
+    return tiling._search(box)
+
+
+tiling_of = lru_cache(maxsize=TILINGS_KEPT)(Tiling)

@@ -1,0 +1,255 @@
+"""JSON with typed tags to Python values. See ``docs/format.md``, "Typed JSON"; ``encode`` is the way there.
+
+Decoding builds values of the types listed here and of types that the reading program registered, and nothing else: no
+name in a file is ever imported, looked up in a module, or called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import decimal
+import enum
+import math
+import pathlib
+import re
+import types
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.checkpoint.format.registered import FACTORIES, INT64, TAG, Reference, by_name
+from lightning_shard.checkpoint.format.strict_json import integer, loads, text
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError
+
+
+def decode(
+    tree: Any,
+    tensor: Callable[[str], torch.Tensor],
+    stored: Callable[[str], Any] = Reference,
+    *,
+    lenient: bool = False,
+) -> Any:
+    """The value that was encoded.
+
+    Args:
+        tensor: Gives the tensor of a name.
+        stored: Gives what stands for a :class:`Reference` to a name.
+        lenient: Give the encoded form of types that aren't registered here, where otherwise it is an error.
+
+    Raises:
+        CheckpointError: A type that was registered by the program that saved, and isn't here.
+        CorruptCheckpointError: Not what :func:`encode` gives.
+    """
+    try:
+        return _Decoder(tensor, stored, lenient).value(tree)
+    except CheckpointError:
+        raise
+    except RecursionError as error:
+        raise CorruptCheckpointError("The trainer state is damaged: it is nested too deep.") from error
+    except Exception as error:  # of whatever Python's types say to values that they can't be made of
+        raise CorruptCheckpointError(f"The trainer state is damaged: {type(error).__name__} {error}.") from error
+
+
+@dataclass
+class _Decoder:
+    tensor: Callable[[str], torch.Tensor]
+    stored: Callable[[str], Any]
+    lenient: bool
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return self._values(tree)
+        if not isinstance(tree, dict):
+            if type(tree) is int and tree not in INT64:
+                raise ValueError("an integer of more than 64 bits, without its tag")
+            return tree
+        if TAG not in tree:
+            return {key: self.value(item) for key, item in tree.items()}
+        tag, raw = text(tree[TAG], "a tag"), tree["v"]
+        if tag in _FROM_TEXT:
+            return _FROM_TEXT[tag](text(raw, f"the value of a {tag}"))
+        if tag in _FROM_LIST:
+            return _FROM_LIST[tag](*_list(raw, tag))
+        if tag in _FROM_ITEMS:
+            return _FROM_ITEMS[tag](self._values(_list(raw, tag)))
+        if tag in _MAPPINGS:
+            pairs = [_list(pair, tag) for pair in _list(raw, tag)]
+            return self._mapping(tag, tree, [(self.value(key), self.value(item)) for key, item in pairs])
+        if tag == "deque":
+            limit = tree["maxlen"]
+            return collections.deque(self._values(_list(raw, tag)), None if limit is None else integer(limit, "maxlen"))
+        if tag == "tensor":
+            return self.tensor(text(raw, "a tensor's name"))
+        if tag == "stored":
+            return self.stored(text(raw, "a tensor's name"))
+        if tag in ("namespace", "simple_namespace"):
+            space = argparse.Namespace() if tag == "namespace" else types.SimpleNamespace()
+            vars(space).update({text(key, "an attribute"): item for key, item in dict(self.value(raw)).items()})
+            return space
+        if tag == "enum":
+            return self._enum(tree)
+        if tag == "custom":
+            return self._custom(tree)
+        if tag in ("ndarray", "numpy"):
+            return _numpy_from_json(tag, tree)
+        raise ValueError(f"unknown tag {tag!r:.40}")
+
+    def _values(self, trees: list[Any]) -> list[Any]:
+        return [self.value(item) for item in trees]
+
+    def _mapping(self, tag: str, tree: dict[str, Any], pairs: list[tuple[Any, Any]]) -> Any:
+        if tag == "dict":
+            return dict(pairs)
+        if tag == "ordered_dict":
+            return collections.OrderedDict(pairs)
+        if tag == "counter":
+            return collections.Counter(dict(pairs))
+        factory = tree.get("factory")
+        return collections.defaultdict(None if factory is None else FACTORIES[factory], pairs)
+
+    def _enum(self, tree: dict[str, Any]) -> Any:
+        codec = by_name.get(text(tree["type"], "an enum's type"))
+        if codec is not None and issubclass(codec.type, enum.Enum):
+            members: Any = codec.type.__members__
+            return members[tree["name"]]
+        return self.value(tree["v"])
+
+    def _custom(self, tree: dict[str, Any]) -> Any:
+        name = text(tree["type"], "a type's name")
+        codec = by_name.get(name)
+        value = self.value(tree["v"])
+        if codec is not None and codec.decode is not None:
+            return codec.decode(value)
+        if self.lenient:
+            return {"type": name, "value": value}
+        raise CheckpointError(
+            f"The checkpoint holds a value of type {name!r}, for which this program has no codec: call"
+            " checkpoint.register_codec for it, as the program that saved it did, before loading."
+        )
+
+
+def _list(raw: Any, tag: str) -> list[Any]:
+    if not isinstance(raw, list):  # of a text or another tagged value Python would take the items
+        raise ValueError(f"the value of a {tag} is no array")
+    return raw
+
+
+def _numpy_from_json(tag: str, tree: dict[str, Any]) -> Any:
+    import numpy as np
+
+    described = text(tree["dtype"], "a numpy dtype")
+    if not _NUMPY_DTYPE.fullmatch(described):
+        raise ValueError(f"unknown numpy dtype {described!r:.40}")
+    dtype = np.dtype(described)
+    shape = [integer(size, "a size") for size in _list(tree["shape"], "shape")] if tag == "ndarray" else []
+    data = base64.b64decode(text(tree["v"], "base64"), validate=True)
+    count = math.prod(shape)
+    if not dtype.itemsize and count:
+        raise ValueError(f"an array of shape {shape} of elements without bytes")
+    if len(data) != count * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for an array of shape {shape} of {dtype}")
+    array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if dtype.itemsize else np.zeros(shape, dtype)
+    array = array.astype(dtype.newbyteorder("="), copy=False)
+    return array if tag == "ndarray" else array[()]
+
+
+def _dtype_from_json(name: str) -> torch.dtype:
+    if name not in _TORCH_DTYPES:
+        raise ValueError(f"unknown dtype {name!r:.40}")
+    return _TORCH_DTYPES[name]
+
+
+def _device_from_json(name: str) -> torch.device:
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(f"unknown device {name!r:.40}")
+    return torch.device(name)
+
+
+def _complex_from_json(real: Any, imag: Any) -> complex:
+    parts = [text(part, "a part of a complex number") for part in (real, imag)]
+    if not all(_DECIMAL.fullmatch(part) for part in parts):
+        raise ValueError(f"{parts!r:.60} is no complex number")
+    return complex(*map(float, parts))
+
+
+def _float_from_json(name: str) -> float:
+    if name not in ("inf", "-inf", "nan"):
+        raise ValueError(f"{name!r:.40} is not inf, -inf or nan")
+    return float(name)
+
+
+def _int_from_json(digits: str) -> int:
+    if not _HEX.fullmatch(digits):
+        raise ValueError(f"{digits!r:.40} is no hexadecimal integer")
+    return int(digits, 16)  # not decimal, of which Python bounds the digits
+
+
+def _timezone_from_json(offset_s: Any, name: Any) -> datetime.timezone:
+    offset = datetime.timedelta(seconds=offset_s)
+    zone = datetime.timezone(offset)
+    return zone if zone.tzname(None) == name else datetime.timezone(offset, text(name, "a time zone's name"))
+
+
+def _integers(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*raw: Any) -> Any:
+        if any(type(value) is not int for value in raw):
+            raise ValueError("an item is no integer")
+        return make(*raw)
+
+    return made
+
+
+_MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
+_HEX = re.compile(r"-?0x[0-9a-f]+")
+_DECIMAL = re.compile(r"-?(inf|nan|[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)")
+_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
+_NUMPY_DTYPE = re.compile(
+    r"\|b1|[<|][iu][1248]|<f(2|4|8|12|16)|<c(8|16|24|32)|[<|]S[0-9]{1,9}|<U[0-9]{1,9}|<[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?"
+)
+_TORCH_DTYPES = {
+    **{str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **DTYPES,
+}
+# By tag, what a string means, and what an array does of which each item is an argument, or of which all are the items.
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "int": _int_from_json,
+    "float": _float_from_json,
+    "bytes": lambda raw: base64.b64decode(raw, validate=True),
+    "bytearray": lambda raw: bytearray(base64.b64decode(raw, validate=True)),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "decimal": decimal.Decimal,
+    "uuid": uuid.UUID,
+    "path": pathlib.Path,
+    "pure_path": pathlib.PurePath,
+    "torch.dtype": _dtype_from_json,
+    "torch.device": _device_from_json,
+}
+_FROM_LIST: dict[str, Callable[..., Any]] = {
+    "complex": _complex_from_json,
+    "timedelta": _integers(datetime.timedelta),
+    "timezone": _timezone_from_json,
+    "range": _integers(range),
+    "torch.Size": lambda *sizes: torch.Size(integer(size, "a size", -(2**63), 2**63 - 1) for size in sizes),
+}
+_FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def parse(data: bytes, source: str) -> Any:
+    """The JSON of a state file.
+
+    Raises:
+        CorruptCheckpointError: It isn't JSON.
+    """
+    try:
+        return loads(data, surrogates=True)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{source} is not valid JSON: {error}.") from error

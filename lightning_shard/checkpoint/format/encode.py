@@ -1,0 +1,240 @@
+"""Python values to JSON with typed tags. See ``docs/format.md``, "Typed JSON"; ``decode`` is the way back.
+
+A value that JSON has is itself; any other is an object with the key ``"$"``, its tag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import decimal
+import enum
+import math
+import pathlib
+import types
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_shard.checkpoint.format.header import DTYPE_NAMES
+from lightning_shard.checkpoint.format.registered import FACTORIES, INT64, TAG, Reference, by_type
+from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.checkpoint.tensors import is_dtensor
+from lightning_shard.errors import UnsupportedStateError
+
+MAX_DEPTH = 200
+_NUMPY_KINDS = "biufcSUMm"
+
+
+def encode(
+    value: Any, check: Callable[[str, torch.Tensor], None] = check_storable
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A tree as JSON values, and the tensors in it by the names that the JSON refers to them by.
+
+    Args:
+        check: Refuses a tensor, given the path to it, that can't be stored.
+
+    Raises:
+        UnsupportedStateError: A value that the format can't hold; names its key path and the way out.
+    """
+    encoder = _Encoder(check)
+    return encoder.value(value, ()), encoder.tensors
+
+
+@dataclass
+class _Encoder:
+    check: Callable[[str, torch.Tensor], None]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _names: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    """By id, and with the tensor itself: a freed one's id, as of what a codec made, is given to another."""
+    _open: set[int] = field(default_factory=set)
+
+    def value(self, value: Any, path: tuple[str, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if value in INT64 else {TAG: "int", "v": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
+        if len(path) > MAX_DEPTH:
+            raise UnsupportedStateError(f"{_shown(path[:4])}… is nested more than {MAX_DEPTH} deep.")
+        if id(value) in self._open:
+            raise UnsupportedStateError(f"{_shown(path)} contains itself: break the cycle before saving.")
+        self._open.add(id(value))
+        try:
+            return self._tagged(value, kind, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _tagged(self, value: Any, kind: type, path: tuple[str, ...]) -> Any:
+        codec = by_type.get(kind)
+        if codec is not None and codec.encode is not None:
+            return {TAG: "custom", "type": codec.name, "v": self.value(codec.encode(value), path)}
+        if isinstance(value, enum.Enum):
+            label = codec.name if codec else f"{kind.__module__}.{kind.__qualname__}"
+            return {TAG: "enum", "type": label, "name": value.name, "v": self.value(value.value, path)}
+        if kind is list:
+            return self._items(value, path)
+        if kind is dict:
+            return self._mapping(value, path, "dict")
+        if isinstance(value, torch.Tensor):
+            return {TAG: "tensor", "v": self._tensor(value, path)}
+        if kind is Reference:
+            return {TAG: "stored", "v": value.name}
+        scalar = _SCALARS.get(kind)
+        if scalar is not None:
+            tag, to_json = scalar
+            return {TAG: tag, "v": to_json(value)}
+        container = _CONTAINERS.get(kind)
+        if container is not None:
+            return {TAG: container, "v": self._items(_ordered(value), path)}
+        if kind is collections.OrderedDict:
+            return self._mapping(value, path, "ordered_dict")
+        if kind is collections.Counter:
+            return self._mapping(value, path, "counter")
+        if kind is collections.defaultdict:
+            return self._defaultdict(value, path)
+        if kind is collections.deque:
+            return {TAG: "deque", "maxlen": value.maxlen, "v": self._items(value, path)}
+        if kind in (argparse.Namespace, types.SimpleNamespace, types.MappingProxyType):
+            tag = "namespace" if kind is argparse.Namespace else "simple_namespace"
+            if kind is types.MappingProxyType:
+                return self._mapping(dict(value), path, "dict")
+            return {TAG: tag, "v": self._mapping(vars(value), path, "dict")}
+        if isinstance(value, pathlib.PurePath):
+            return {TAG: "path" if isinstance(value, pathlib.Path) else "pure_path", "v": str(value)}
+        return self._foreign(value, kind, path)
+
+    def _foreign(self, value: Any, kind: type, path: tuple[str, ...]) -> Any:
+        """Types of packages that may not be installed, told by their names; the value's existence means they are."""
+        module = kind.__module__.partition(".")[0]
+        if module == "numpy":
+            return self._numpy(value, path)
+        if module == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig"):
+            return self.value(_plain_config(value, path), path)
+        if kind.__name__ == "AttributeDict" and isinstance(value, dict) and "lightning" in module:
+            return self._mapping(dict(value), path, "dict")
+        raise UnsupportedStateError(
+            f"{_shown(path)} is a {kind.__module__}.{kind.__qualname__}, which the checkpoint can't hold (nothing is"
+            f" pickled): store plain values instead, or call checkpoint.register_codec({kind.__qualname__}, encode,"
+            " decode) in the programs that save and load."
+        )
+
+    def _items(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
+        return [self.value(item, (*path, f"[{index}]")) for index, item in enumerate(values)]
+
+    def _mapping(self, value: dict[Any, Any], path: tuple[str, ...], tag: str) -> Any:
+        if tag == "dict" and TAG not in value and all(type(key) is str for key in value):
+            return {key: self.value(item, (*path, key)) for key, item in value.items()}
+        pairs = [
+            [self.value(key, (*path, f"key {key!r:.40}")), self.value(item, (*path, str(key)))]
+            for key, item in value.items()
+        ]
+        return {TAG: tag, "v": pairs}
+
+    def _defaultdict(self, value: collections.defaultdict[Any, Any], path: tuple[str, ...]) -> Any:
+        factory = value.default_factory
+        name = next((name for name, known in FACTORIES.items() if known is factory), None)
+        if factory is not None and name is None:
+            raise UnsupportedStateError(
+                f"{_shown(path)} is a defaultdict of {factory!r}, a function, which the checkpoint can't hold: use one"
+                f" of {', '.join(FACTORIES)}, or a plain dict."
+            )
+        return {**self._mapping(value, path, "defaultdict"), "factory": name}
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        known = self._names.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if is_dtensor(tensor):
+            raise UnsupportedStateError(
+                f"{_shown(path)} is a DTensor: pass sharded tensors in state= or optimizer=, where each rank writes its"
+                " part (a Trainer's callbacks: in dicts, lists or tuples)."
+            )
+        self.check(_shown(path).strip("'"), tensor)
+        name = base = ".".join(part.strip("[]") for part in path) or "tensor"
+        number = 1
+        while name in self.tensors:
+            number += 1
+            name = f"{base}#{number}"
+        self.tensors[name] = tensor.detach()
+        self._names[id(tensor)] = (tensor, name)
+        return name
+
+    def _numpy(self, value: Any, path: tuple[str, ...]) -> Any:
+        import numpy as np
+
+        array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else None
+        if array is None or array.dtype.kind not in _NUMPY_KINDS or type(value) not in (np.ndarray, array.dtype.type):
+            what = type(value).__qualname__ if array is None else f"{type(value).__qualname__} of {array.dtype}"
+            raise UnsupportedStateError(
+                f"{_shown(path)} is a numpy {what}, which the checkpoint can't hold: convert it to an array of numbers,"
+                " or to lists, or register a codec (checkpoint.register_codec)."
+            )
+        little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        encoded = {"dtype": little.dtype.str, "v": _base64(little.tobytes())}
+        if isinstance(value, np.ndarray):
+            return {TAG: "ndarray", "shape": list(array.shape), **encoded}
+        return {TAG: "numpy", **encoded}
+
+
+def _plain_config(value: Any, path: tuple[str, ...]) -> Any:
+    """An omegaconf config as dicts and lists: interpolations resolved, missing values as ``"???"``."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedStateError(
+            f"{_shown(path)} is a config that can't be resolved ({reason}): give it the missing value, or save"
+            " OmegaConf.to_container(config) instead."
+        ) from error
+
+
+def _ordered(value: Any) -> Any:
+    if not isinstance(value, set | frozenset):
+        return value
+    # a set has no order of its own; this one doesn't change from save to save
+    return sorted(value, key=lambda item: (type(item).__name__, repr(item)))
+
+
+def _shown(path: tuple[str, ...]) -> str:
+    text = ""
+    for part in path:
+        text += part if part.startswith("[") else f".{part}" if text else part
+    return repr(text) if text else "the state"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _timezone(zone: datetime.timezone) -> list[Any]:
+    return [zone.utcoffset(None).total_seconds(), zone.tzname(None)]
+
+
+_CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    bytes: ("bytes", _base64),
+    bytearray: ("bytearray", _base64),
+    complex: ("complex", lambda v: [repr(v.real), repr(v.imag)]),
+    datetime.datetime: ("datetime", lambda v: v.isoformat()),
+    datetime.date: ("date", lambda v: v.isoformat()),
+    datetime.time: ("time", lambda v: v.isoformat()),
+    datetime.timedelta: ("timedelta", lambda v: [v.days, v.seconds, v.microseconds]),
+    datetime.timezone: ("timezone", _timezone),
+    decimal.Decimal: ("decimal", str),
+    uuid.UUID: ("uuid", str),
+    range: ("range", lambda v: [v.start, v.stop, v.step]),
+    torch.dtype: ("torch.dtype", lambda v: DTYPE_NAMES.get(v) or str(v).removeprefix("torch.")),
+    torch.device: ("torch.device", str),
+    torch.Size: ("torch.Size", list),
+}
