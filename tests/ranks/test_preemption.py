@@ -250,7 +250,9 @@ def kill_rank_1(folder: str) -> None:
 
 @pytest.mark.parametrize("how", [freeze_rank_1, kill_rank_1])
 def test_a_rank_that_doesnt_answer_is_named_in_an_error_of_ours(how: Callable[[str], None], tmp_path: Path) -> None:
-    patience = mock.patch("lightning_shard.testing.FAILURE_GRACE_S", 10)  # rank 0 looks for signs of life first
+    patience = mock.patch(
+        "lightning_shard.testing.processes.FAILURE_GRACE_S", 10
+    )  # rank 0 looks for signs of life first
     with pytest.raises(RanksFailed) as failed, patience if how is kill_rank_1 else contextlib.nullcontext():
         run_ranks(how, 2, str(tmp_path), elastic=True)
     said = failed.value.accounts[0]
