@@ -41,7 +41,8 @@ class TrainsDifferently(AssertionError):
         first = self.first
         yield f"{self.layout} parts from one process at {self.moment}, first in {first}:"
         yield f"  one process: {first.expected}"
-        yield f"  {self.layout}: {first.found} (on rank {', '.join(map(str, first.ranks))})"
+        where = f" (on rank {', '.join(map(str, first.ranks))})" if first.ranks else ""
+        yield f"  {self.layout}: {first.found}{where}"
         if math.isfinite(first.relative):
             yield f"  difference: {first.relative:.2g} of the largest value; tolerance={tolerance:.2g}"
         if self.others:

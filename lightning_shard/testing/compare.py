@@ -65,12 +65,14 @@ class Facts:
         batch_norms: Names of layers that take statistics over a batch.
         padded: What in the batches says that samples count unequally; empty where nothing does.
         has_plan: Whether it brings a tensor-parallel plan.
+        precision: The Trainer's.
     """
 
     draws: list[str] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
     padded: str = ""
     has_plan: bool = False
+    precision: str = "32-true"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Apart:
     Attributes:
         kind: ``"output"``, ``"log"``, ``"gradient"``, ``"gradient norm"`` or ``"state"``.
         name: Of the quantity within its kind.
-        ranks: Where it was found.
+        ranks: Where it was found; empty where it is missing on all.
         relative: The largest difference relative to the scale that the tolerance is of; ``inf`` for another shape or
             type, or none at all.
         ratio: What the expected value has to be multiplied with, if that is all.
@@ -145,20 +147,20 @@ def _all_apart(
     for ranks in _columns(layout):
         yield from _logs_apart(expected.logs, [found[rank].logs for rank in ranks], ranks, tolerance)
 
-    stages = _keepers(layout)
+    stages = [(rank, found[rank]) for rank in range(layout.world_size) if keeps(layout, rank)]
     largest = max((_scale(gradient) for gradient in expected.gradients.values()), default=0.0)
-    whole = _union([found[rank].gradients for rank in stages])
-    zero = {name: torch.zeros_like(t) for name, t in [*expected.gradients.items(), *whole.items()]}  # as None is
-    yield from _tensors_apart(
-        "gradient", {**zero, **expected.gradients}, {**zero, **whole}, stages, tolerance, _GRADIENTS_FLOOR * largest
-    )
+    gradients = _union([(rank, moment.gradients) for rank, moment in stages])
+    zeros = {name: torch.zeros_like(t) for name, t in [*expected.gradients.items(), *gradients.values.items()]}
+    wanted = {**zeros, **expected.gradients}  # a gradient of None is one of zeros
+    gradients.values = {**zeros, **gradients.values}
+    yield from _tensors_apart("gradient", wanted, gradients, tolerance, _GRADIENTS_FLOOR * largest)
     if expected.norm is not None:
         for rank, norm in enumerate(moment.norm for moment in found):
             if apart := _apart("gradient norm", "", expected.norm, norm, (rank,), _NORMS * tolerance, _FLOOR):
                 yield apart
-    state = _union([found[rank].state for rank in stages])
-    allowed = steps.allowance(expected, whole, state)
-    yield from _tensors_apart("state", expected.state, state, stages, tolerance, _FLOOR, allowed)
+    state = _union([(rank, moment.state) for rank, moment in stages])
+    allowed = steps.allowance(expected, gradients.values, state.values)
+    yield from _tensors_apart("state", expected.state, state, tolerance, _FLOOR, allowed)
 
 
 # Who holds what
@@ -173,18 +175,25 @@ def _columns(layout: NamedLayout) -> list[tuple[int, ...]]:
     return [tuple(sorted(ranks, key=lambda rank: layout.at(rank).data_rank)) for ranks in columns.values()]
 
 
-def _keepers(layout: NamedLayout) -> tuple[int, ...]:
-    """The ranks that record gradients and state of their stage."""
-    return tuple(rank for rank in range(layout.world_size) if keeps(layout, rank))
-
-
 def keeps(layout: NamedLayout, rank: int) -> bool:
     place = layout.at(rank)
     return place.data_rank == place.tensor_rank == 0
 
 
-def _union(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: value for part in parts for name, value in part.items()}
+@dataclass
+class _Union:
+    """What the stages have together, and on which ranks each is."""
+
+    values: dict[str, Tensor]
+    ranks: dict[str, tuple[int, ...]]
+
+
+def _union(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> _Union:
+    union = _Union({}, {})
+    for rank, part in parts:
+        union.values.update(part)
+        union.ranks.update({name: (*union.ranks.get(name, ()), rank) for name in part})
+    return union
 
 
 # Kinds of quantities
@@ -239,18 +248,19 @@ def _logs_apart(
 def _tensors_apart(
     kind: str,
     expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-    ranks: tuple[int, ...],
+    found: _Union,
     tolerance: float,
     floor: float,
     allowed: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Apart]:
     for name, value in expected.items():
         more = allowed.get(name) if allowed else None
-        if apart := _apart(kind, name, value, found.get(name), ranks, tolerance, floor, more):
+        if apart := _apart(
+            kind, name, value, found.values.get(name), found.ranks.get(name, ()), tolerance, floor, more
+        ):
             yield apart
-    for name in sorted(found.keys() - expected.keys()):
-        yield Apart(kind, name, "nothing", _shown(found[name]), ranks, math.inf)
+    for name in sorted(found.values.keys() - expected.keys()):
+        yield Apart(kind, name, "nothing", _shown(found.values[name]), found.ranks[name], math.inf)
 
 
 class _Steps:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from lightning_shard.testing.compare import Facts, Parting
 from lightning_shard.testing.layouts import NamedLayout
 
+_ROUNDING = 1e-2
+"""Of bf16, relative to a gradient's largest value, after a few layers."""
+
 
 def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
     """A sentence or two; the likeliest cause only."""
@@ -19,6 +22,8 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
             "make_module must make the same weights each time: have it draw from torch's, numpy's or random's global"
             " generators only, which are seeded before it is called."
         )
+    if facts.precision != "32-true" and first.relative < _ROUNDING:
+        return f"With precision={facts.precision!r} rounding is larger: try tolerance={_ROUNDING:g}."
     if facts.batch_norms and parts > 1:
         return (
             f"{_some(facts.batch_norms)} takes statistics over the samples that it sees: with stages those of a"

@@ -153,6 +153,7 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self._facts is not None:
             _describe(module, self._facts)
+            self._facts.precision = str(trainer.precision)
         self.record["before training"] = Moment(state=self._state(trainer))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:

@@ -37,7 +37,7 @@ from tests.models.page import page
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 ONE_BATCH = {"limit_val_batches": 1, "limit_predict_batches": 1}
 OWN = "torch modules"
 
