@@ -258,7 +258,8 @@ def kill_rank_1(folder: str) -> None:
 def test_a_rank_that_doesnt_answer_is_named_in_an_error_of_ours(
     how: Callable[[str], None], tmp_path: Path, ledger: Ledger
 ) -> None:
-    patience = mock.patch("lightning_shard.testing.FAILURE_GRACE_S", 10)  # rank 0 looks for signs of life first
+    # rank 0 looks for signs of life first
+    patience = mock.patch("lightning_shard.testing.processes.FAILURE_GRACE_S", 10)
     with pytest.raises(RanksFailed) as failed, patience if how is kill_rank_1 else contextlib.nullcontext():
         run_ranks(how, 2, str(tmp_path), elastic=True)
     said = failed.value.accounts[0]

@@ -10,8 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_shard import testing
-from lightning_shard.testing import RanksFailed, ranks, run_ranks
+from lightning_shard.testing import RanksFailed, processes, ranks, run_ranks
 
 
 @pytest.mark.parametrize("shift", [1, 5])
@@ -180,7 +179,7 @@ def never_exit():
 
 
 def test_a_rank_that_does_not_exit_is_an_error(monkeypatch):
-    monkeypatch.setattr(testing, "EXIT_GRACE_S", 1.0)
+    monkeypatch.setattr(processes, "EXIT_GRACE_S", 1.0)
     with pytest.raises(RanksFailed, match="didn't exit"):
         run_ranks(never_exit, 1)
 

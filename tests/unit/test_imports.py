@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": GROUND | TRADES | {"plugin", "report", "dryrun"},
     "__init__": GROUND | TRADES | {"plugin"},
 }
-KNOWS_LIGHTNING = {"plugin", "dryrun", "cli"}
+KNOWS_LIGHTNING = {"plugin", "dryrun", "cli", "testing"}
 KNOWS_HYDRA = {"cli"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}

@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -54,16 +54,29 @@ PATIENCE = 3
 STACKS_GRACE_S = 5.0
 """How long all ranks together may take to write their stacks: on a starved machine even a signal handler waits."""
 
-_preloaded = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "lightning.pytorch", "lightning_shard"]
+_preloaded = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "lightning.pytorch",
+    "lightning_shard.plugin.strategy",
+]
 
 
 class RanksFailed(AssertionError):
-    """At least one rank raised, died or hung; ``accounts`` holds one text per rank, the first to fail first."""
+    """At least one rank raised, died or hung.
 
-    def __init__(self, headline: str, accounts: dict[int, str]) -> None:
+    Attributes:
+        accounts: A text per rank, the first to fail first.
+        errors: What ranks raised, in the same order; without what doesn't pickle.
+    """
+
+    def __init__(
+        self, headline: str, accounts: dict[int, str], errors: Mapping[int, BaseException] | None = None
+    ) -> None:
         body = "\n".join(f"──── rank {rank} ────\n{text.rstrip()}" for rank, text in accounts.items())
         super().__init__(f"{headline}\n{body}")
         self.accounts = accounts
+        self.errors = dict(errors or {})
 
 
 def preload(*modules: str) -> None:
@@ -178,6 +191,7 @@ class _Rank:
         self.index = index
         self.pipe: connection.Connection = ours
         self.stacks = job.stacks
+        self.error: BaseException | None = None
         # not a daemon: those may not have children, and a DataLoader's workers are children
         self.process: BaseProcess = context.Process(target=_serve, args=(job, theirs), daemon=False)
         self.process.start()
@@ -187,12 +201,14 @@ class _Rank:
         """What the rank sent, or how it died; called when there is one or the other."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
-                kind, payload = pickle.loads(self.pipe.recv_bytes())
+                kind, payload, pickled = pickle.loads(self.pipe.recv_bytes())
                 if kind == "result":
                     try:
                         return "result", pickle.loads(payload)
                     except Exception:
                         return "error", "its result can't be unpickled here:\n" + traceback.format_exc()
+                with contextlib.suppress(Exception):
+                    self.error = pickle.loads(pickled)
                 return kind, payload
         self.process.join(EXIT_GRACE_S)
         return "error", self.death()
@@ -302,7 +318,9 @@ def _collect(processes: list[_Rank], options: _Options) -> list[Any]:
         accounts[index] = f"{waited}; its stacks, the innermost call first:\n{stacks}"
     for rank in processes:
         accounts.setdefault(rank.index, "returned")
-    raise RanksFailed(_headline(failures, list(pending), options), accounts)
+    errors = {rank.index: rank.error for rank in processes if rank.error is not None}
+    in_order = {index: errors[index] for index in accounts if index in errors}
+    raise RanksFailed(_headline(failures, list(pending), options), accounts, in_order)
 
 
 def _headline(failures: dict[int, str], pending: list[int], options: _Options) -> str:
@@ -426,12 +444,12 @@ def _serve(job: _Job, pipe: connection.Connection) -> None:
             with _process_group(job.options):
                 function, args, kwargs = pickle.loads(job.call)
                 result = pickle.dumps(function(*args, **kwargs))
-                pipe.send_bytes(pickle.dumps(("result", result)))
+                pipe.send_bytes(pickle.dumps(("result", result, b"")))
                 # a group torn down while another rank still talks would fail that one
                 pipe.recv_bytes()
         except BaseException as error:
             kind, payload = _account(error)
-            pipe.send_bytes(pickle.dumps((kind, payload)))
+            pipe.send_bytes(pickle.dumps((kind, payload, _pickled(error))))
             if kind == "error":
                 _wait_to_be_killed(pipe)
             with contextlib.suppress(EOFError, OSError):
@@ -468,6 +486,13 @@ def _account(error: BaseException) -> tuple[str, str]:
     if pytest is not None and isinstance(error, pytest.skip.Exception):
         return "skip", str(error)
     return "error", "".join(traceback.format_exception(error))
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Nothing where it doesn't pickle: its text is there in any case."""
+    with contextlib.suppress(Exception):
+        return pickle.dumps(error)
+    return b""
 
 
 def _wait_to_be_killed(pipe: connection.Connection) -> NoReturn:

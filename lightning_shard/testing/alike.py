@@ -1,0 +1,227 @@
+"""One LightningModule on one process and on layouts: whether it trains alike, and where it first doesn't."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from lightning_shard.errors import ConfigurationError, RankFailure, ShardError
+from lightning_shard.testing.compare import Apart, Facts, Parting, Record, first_parting
+from lightning_shard.testing.hints import hint
+from lightning_shard.testing.layouts import DEFAULT, NamedLayout, parse, parse_all
+from lightning_shard.testing.processes import RanksFailed, run_ranks
+
+TOLERANCE = 1e-4
+"""Relative, in fp32: rounding moves gradients of networks of a few layers by 1e-6 to 1e-5 of their largest value."""
+
+_SHOWN = 6
+"""So many other quantities that differ at the same moment are named."""
+
+
+class TrainsDifferently(AssertionError):
+    """A module computes something else on a layout than on one process.
+
+    Attributes:
+        layout: Its name.
+        moment: The first at which anything differs, such as ``"training batch 0"``.
+        first: The first quantity that differs then.
+        others: What else does.
+    """
+
+    def __init__(self, layout: NamedLayout, parting: Parting, facts: Facts, tolerance: float) -> None:
+        self.layout = layout.name
+        self.moment = parting.moment
+        self.first, *self.others = parting.apart
+        self.hint = hint(parting, facts, layout)
+        super().__init__("\n".join(self._lines(tolerance)))
+
+    def _lines(self, tolerance: float) -> Iterable[str]:
+        first = self.first
+        yield f"{self.layout} parts from one process at {self.moment}, first in {first}:"
+        yield f"  one process: {first.expected}"
+        where = f" (on rank {', '.join(map(str, first.ranks))})" if first.ranks else ""
+        yield f"  {self.layout}: {first.found}{where}"
+        if math.isfinite(first.relative):
+            yield f"  difference: {first.relative:.2g} of the largest value; tolerance={tolerance:.2g}"
+        if self.others:
+            more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
+            yield f"Also different then: {', '.join(map(_brief, self.others[:_SHOWN]))}{more}."
+        yield self.hint
+
+
+def _brief(apart: Apart) -> str:
+    return f"{apart} ({apart.relative:.1g})" if math.isfinite(apart.relative) else str(apart)
+
+
+def assert_trains_alike(
+    make_module: Callable[[], Any],
+    make_batches: Callable[[], Iterable[Any]],
+    layouts: str | Mapping[str, Any] | Iterable[str | Mapping[str, Any]] | None = None,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    allow_random: bool = False,
+    trainer: Mapping[str, Any] | None = None,
+    timeout_s: float = 120,
+    **options: Any,
+) -> list[str]:
+    """Train a small LightningModule on one plain process and on layouts of several, and compare all that they compute.
+
+    ::
+
+        def test_my_module_trains_alike():
+            assert_trains_alike(make_module, make_batches, ["pp2", "pp2 x dp2"], pipeline_blocks="model.layers")
+
+    Compared are the weights before training; for each training batch what the step returned (as
+    ``on_train_batch_end`` gets it), what was logged, every gradient, their norm, and parameters and buffers
+    afterwards; what a validation returned and logged; and predictions. A module without ``validation_step`` or
+    ``predict_step`` of its own goes without. On data ranks, each has its part of every batch, and their joined outputs
+    and averaged logs are compared.
+
+    It starts its processes on the CPU of this machine; a script calls it below ``if __name__ == "__main__":``.
+
+    Args:
+        make_module: Makes the module, with weights from the global random generators, which are seeded before. Like
+            ``make_batches`` a function that processes can import by its name, or a ``functools.partial`` of one.
+        make_batches: Makes the batches of one epoch, as steps get them; the same ones each time. With stages a batch
+            needs samples for two microbatches per stage and data rank: 8 samples do for all layouts of up to 4 ranks.
+        layouts: ``"pp2"``, ``"pp2 x dp2"``, ``"tp2"``, …, or dicts of arguments of ``HybridShardStrategy``; one of them
+            or several. Default: ``"pp2"`` and ``"dp2"``, and ``"tp2"`` where there is a tensor-parallel plan.
+        steps: So many batches at most.
+        seed: Of the weights.
+        tolerance: Relative to each tensor's largest value.
+        allow_random: Take modules that draw random numbers in training; then only names, shapes and types are compared.
+        trainer: More arguments of the Trainer, such as ``{"gradient_clip_val": 1.0}``.
+        timeout_s: For one layout.
+        options: More arguments of ``HybridShardStrategy``, for all layouts.
+
+    Returns:
+        The layouts that were compared.
+
+    Raises:
+        TrainsDifferently: On the first layout that isn't alike; says where it parts first, and what that usually means.
+        ShardError: The layout or the module is refused: raised as it is.
+        ConfigurationError: Arguments that can't work, and random numbers that have an effect in training: each layout
+            draws others.
+        RanksFailed: Anything else that a process raised, also one process by itself.
+    """
+    from lightning_shard import HybridShardStrategy
+
+    chosen = parse_all(DEFAULT if layouts is None else layouts, options)
+    for layout in chosen:
+        HybridShardStrategy(**layout.arguments)  # refuses what can't be before anything runs
+    alone = OneProcess(
+        make_module,
+        make_batches,
+        steps=steps,
+        seed=seed,
+        allow_random=allow_random,
+        trainer=trainer,
+        timeout_s=timeout_s,
+    )
+    if layouts is None and not (alone.facts.has_plan or options.get("tensor_parallel_plan")):
+        chosen = [layout for layout in chosen if layout.name != "tp2"]
+    for layout in chosen:
+        alone.compare(layout, tolerance)
+    return [layout.name for layout in chosen]
+
+
+class OneProcess:
+    """A module's run on one process, which runs on layouts are compared with."""
+
+    def __init__(
+        self,
+        make_module: Callable[[], Any],
+        make_batches: Callable[[], Iterable[Any]],
+        *,
+        steps: int = 3,
+        seed: int = 0,
+        allow_random: bool = False,
+        trainer: Mapping[str, Any] | None = None,
+        timeout_s: float = 120,
+    ) -> None:
+        from lightning_shard.testing import recorder
+
+        for name, function in (("make_module", make_module), ("make_batches", make_batches)):
+            _check_importable(name, function)
+        self._run = recorder.Run(make_module, make_batches, steps, seed, trainer or {})
+        self._timeout_s = timeout_s
+        self._random = False
+        self.record: Record
+        self.facts: Facts
+        try:
+            [(self.record, again, self.facts)] = run_ranks(
+                recorder.on_one_process, 1, self._run, timeout_s=timeout_s, init=False
+            )
+        except RanksFailed as failed:
+            failed.add_note("This was a plain Trainer on one process: it has to run there first.")
+            _raise_refusal(failed)
+        if not any(moment.outputs for moment in self.record.values()):
+            raise ConfigurationError("make_batches gave no batch: there is nothing to compare.")
+        parting = first_parting(self.record, [again], parse("dp1", {}), 0.0)
+        if parting is not None:
+            if not allow_random:
+                raise ConfigurationError(_random_numbers(parting, self.facts))
+            self._random = True
+
+    def compare(self, layout: NamedLayout, tolerance: float = TOLERANCE) -> None:
+        """Run on a layout and compare.
+
+        Raises:
+            TrainsDifferently: It isn't alike.
+            ShardError: It is refused.
+            RanksFailed: A rank raised anything else.
+        """
+        from lightning_shard.testing import recorder
+
+        try:
+            ranks = run_ranks(
+                recorder.on_a_layout, layout.world_size, self._run, layout, elastic=True, timeout_s=self._timeout_s
+            )
+        except RanksFailed as failed:
+            _raise_refusal(failed)
+        allowed = math.inf if self._random else tolerance
+        parting = first_parting(self.record, ranks, layout, allowed)
+        if parting is not None:
+            raise TrainsDifferently(layout, parting, self.facts, allowed)
+
+
+def _raise_refusal(failed: RanksFailed) -> NoReturn:
+    """Our own error, where it is what came first; what other ranks say of a lost one isn't."""
+    causes = [error for error in failed.errors.values() if not isinstance(error, RankFailure)]
+    if causes and isinstance(causes[0], ShardError):
+        raise causes[0] from failed
+    raise failed
+
+
+def _random_numbers(parting: Parting, facts: Facts) -> str:
+    where = f" They are drawn by {', '.join(facts.draws[:8])}." if facts.draws else ""
+    return (
+        "Two runs on one process, of equal weights and batches and with other random numbers, part at"
+        f" {parting.moment}, first in {parting.apart[0]}: random numbers have an effect, and each layout draws"
+        f" others, so nothing could be compared.{where} Set dropout and the like to 0 in make_module, and draw noise"
+        " when the batches are made; or pass allow_random=True, which compares names, shapes and types only."
+    )
+
+
+def _check_importable(name: str, function: Callable[..., Any]) -> None:
+    inner: Any = getattr(function, "func", function)
+    qualified = getattr(inner, "__qualname__", "")
+    shown = f"{name} ({qualified or function!r})"
+    remedy = (
+        "Other processes import it by its name: define it at the top level of a module or script, and pass arguments by"
+        " functools.partial."
+    )
+    if "<lambda>" in qualified or "<locals>" in qualified:
+        what = "a lambda" if "<lambda>" in qualified else "defined inside a function"
+        raise ConfigurationError(f"{shown} is {what}. {remedy}")
+    main = __import__("__main__")
+    if getattr(inner, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise ConfigurationError(f"{shown} is defined in a session that is no file. {remedy}")
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise ConfigurationError(f"{shown} can't be sent to other processes: {error}. {remedy}") from error

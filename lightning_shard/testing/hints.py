@@ -1,0 +1,82 @@
+"""What it usually means that a quantity is another on a layout than on one process."""
+
+from __future__ import annotations
+
+from lightning_shard.testing.compare import Facts, Parting
+from lightning_shard.testing.layouts import NamedLayout
+
+_ROUNDING = 1e-2
+"""Of bf16, relative to a gradient's largest value, after a few layers."""
+
+
+def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
+    """A sentence or two; the likeliest cause only."""
+    first = parting.apart[0]
+    stages = layout.arguments.get("pipeline_parallel_size", 1)
+    data = layout.arguments.get("data_parallel_size", 1)
+    parts = data * (layout.arguments.get("microbatches") or 2 * stages if stages > 1 else 1)
+    kinds = {apart.kind for apart in parting.apart}
+
+    if parting.moment == "before training":
+        return (
+            "make_module must make the same weights each time: have it draw from torch's, numpy's or random's global"
+            " generators only, which are seeded before it is called."
+        )
+    if facts.precision != "32-true" and first.relative < _ROUNDING:
+        return f"With precision={facts.precision!r} rounding is larger: try tolerance={_ROUNDING:g}."
+    if facts.batch_norms and parts > 1:
+        return (
+            f"{_some(facts.batch_norms)} takes statistics over the samples that it sees: with stages those of a"
+            " microbatch, on data ranks those of the rank's part. Use GroupNorm or LayerNorm, or take the difference"
+            " for granted as with any data parallelism."
+        )
+    if facts.draws:
+        return (
+            f"Random numbers are drawn by {_some(facts.draws)}; each layout draws others. Set such layers to 0 for this"
+            " test if they have an effect."
+        )
+    if kinds == {"log"}:
+        return _of_logs(first.ratio, parts, stages, data)
+    if facts.padded and parts > 1 and kinds & {"output", "gradient"}:
+        return (
+            f"{facts.padded}: if the loss is a mean over what counts, each part's mean weighs the same, whatever it is"
+            " over. Give all samples equally many for this test, or divide a sum by a number that doesn't depend on"
+            " the part."
+        )
+    if parts > 1 and first.ratio is not None and first.kind in ("output", "gradient", "gradient norm"):
+        return (
+            f"It is {first.ratio:.4g} times as large. A batch is cut into {parts} parts here, whose losses and numbers"
+            " are averaged: a sum (reduction='sum'), or a count of samples, becomes a mean of the parts' sums. Divide"
+            " by the number of samples."
+        )
+    if parts > 1 and first.kind == "output":
+        return (
+            f"A batch is cut into {parts} parts here, and the step sees one at a time: a loss that compares samples of"
+            " a batch with each other, or takes a mean over a number that differs, is another then."
+        )
+    if layout.arguments.get("tensor_parallel_size", 1) > 1:
+        return (
+            "Look at the tensor-parallel plan: what is split by features (colwise) must meet the layer that is split by"
+            " its input (rowwise), and what runs between them must work on each feature by itself."
+        )
+    return "If nothing in the module explains it, please report it with this text."
+
+
+def _of_logs(ratio: float | None, parts: int, stages: int, data: int) -> str:
+    if stages > 1:
+        scaled = f"It is {ratio:.4g} times as large. " if ratio is not None and abs(ratio - 1) > 1e-3 else ""
+        return (
+            f"{scaled}All else is alike, so this is what is logged and how. A step runs for each of {parts} parts of a"
+            " batch: self.log averages over them (a count of samples becomes that of a part; reduce_fx sums over parts,"
+            " not batches), and what a step keeps itself after calling the network is kept on the last stage only."
+        )
+    if data > 1:
+        return (
+            "All else is alike, so this is what is logged: each data rank logs its own, and the ranks' mean was"
+            " compared. Log with sync_dist=True, and a count with reduce_fx='sum'."
+        )
+    return "All else is alike, so this is what is logged and how."
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

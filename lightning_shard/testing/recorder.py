@@ -1,0 +1,326 @@
+"""One rank's run of a LightningModule, and a record of what it computed.
+
+The only room of ``testing`` that knows Lightning; it is imported in the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import BatchError, ConfigurationError
+from lightning_shard.parallel.clip import gradient_norm
+from lightning_shard.parallel.tensor import own_plan
+from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.taint import Hollow
+from lightning_shard.sharding import full_tensor
+from lightning_shard.testing.compare import Facts, Moment, Record, keeps
+from lightning_shard.testing.layouts import NamedLayout
+
+_QUIET = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+}
+_IGNORED = -100
+"""The target that torch's losses leave out."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every run of a comparison has in common."""
+
+    make_module: Callable[[], Any]
+    make_batches: Callable[[], Iterable[Any]]
+    steps: int
+    seed: int
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+def on_one_process(run: Run) -> tuple[Record, Record, Facts]:
+    """The record of a plain Trainer's run; that of a second one with other random numbers; what the module is like."""
+    facts = Facts()
+    return _record(run, None, facts=facts), _record(run, None, facts=facts, other_numbers=True), facts
+
+
+def on_a_layout(run: Run, layout: NamedLayout) -> Record:
+    """This rank's record."""
+    return _record(run, layout)
+
+
+def _record(run: Run, layout: NamedLayout | None, **options: Any) -> Record:
+    _be_quiet()
+    L.seed_everything(run.seed, verbose=False)
+    module = run.make_module()
+    if not isinstance(module, L.LightningModule):
+        raise ConfigurationError(f"make_module returned a {type(module).__name__}: return a LightningModule.")
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ConfigurationError(
+            f"make_module returned a {type(module).__name__} on meta, and one plain process can't train that: have it"
+            " build the (small) module with real weights in this test."
+        )
+    recorder = Recorder(run.seed, layout, **options)
+    trainer = L.Trainer(
+        strategy="auto" if layout is None else HybridShardStrategy(**layout.arguments),
+        devices=1 if layout is None else layout.world_size,
+        callbacks=[*run.trainer.get("callbacks", ()), recorder],
+        **{**_QUIET, **{key: value for key, value in run.trainer.items() if key != "callbacks"}},
+        logger=_Logger(),
+        use_distributed_sampler=False,
+        max_epochs=1,
+    )
+    batches = _Batches(run, trainer)
+    trainer.fit(module, batches, batches if is_overridden("validation_step", module) else None)
+    if is_overridden("predict_step", module):
+        trainer.predict(module, batches, return_predictions=False)
+    return recorder.record
+
+
+def _be_quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for package in ("lightning", "torch"):
+        warnings.filterwarnings("ignore", module=package)
+
+
+class _Logger(DummyLogger):
+    """Takes everything; Lightning keeps ``logged_metrics`` only where there is a logger."""
+
+
+class _Batches:
+    """The batches, of which a data rank has its part: not a DataLoader, so that nothing else deals them."""
+
+    def __init__(self, run: Run, trainer: L.Trainer) -> None:
+        self._run = run
+        self._trainer = trainer
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._whole())
+
+    def __iter__(self) -> Iterator[Any]:
+        strategy = self._trainer.strategy
+        rank, size = 0, 1
+        if isinstance(strategy, HybridShardStrategy):
+            rank, size = strategy.layout.data_rank, strategy.layout.data_parallel_size
+        for batch in self._whole():
+            if size > 1 and (samples := tree.batch_size(batch)) % size:
+                raise BatchError(
+                    f"make_batches gave a batch of {samples} samples, which {size} data ranks can't share equally:"
+                    f" use a multiple of {size}."
+                )
+            yield tree.split(batch, size)[rank] if size > 1 else batch
+
+    def _whole(self) -> Iterator[Any]:
+        return islice(iter(self._run.make_batches()), self._run.steps)
+
+
+class Recorder(L.Callback):
+    """Records moments, and on one process what there is to know of the module."""
+
+    def __init__(
+        self, seed: int, layout: NamedLayout | None, *, facts: Facts | None = None, other_numbers: bool = False
+    ) -> None:
+        self.record: Record = {}
+        self._seed = seed
+        self._layout = layout
+        self._facts = facts
+        self._other_numbers = other_numbers
+        self._watch = _Watch()
+        self._step = Moment()
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":  # module.setup and configure_model may make weights
+            _seed_all(self._seed)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self._facts is not None:
+            _describe(module, self._facts)
+            self._facts.precision = str(trainer.precision)
+        self.record["before training"] = Moment(state=self._state(trainer))
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step = Moment()
+        if self._facts is not None:
+            self._facts.padded = self._facts.padded or _padding(batch)
+            _seed_all(self._seed + 1000 * (1 + self._other_numbers) + batch_idx)
+            if self._other_numbers:
+                self._watch.begin(module)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._step.norm = _gradient_norm(trainer, module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter.grad is None or isinstance(parameter, Hollow):
+                continue
+            gradient = full_tensor(parameter.grad)
+            if self._keeps and gradient.any():
+                self._step.gradients[name] = gradient.clone()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._facts is not None and self._other_numbers:
+            self._facts.draws = self._watch.end(module, self._facts.draws)
+        self._step.outputs = _leaves(outputs)
+        self._step.logs = _logs(trainer)
+        self._step.state = self._state(trainer)
+        self.record[f"training batch {batch_idx}"] = self._step
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self.record[f"validation batch {batch_idx}"] = Moment(outputs=_leaves(outputs))
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.record["the end of training"] = Moment(logs=_logs(trainer))
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self.record[f"prediction of batch {batch_idx}"] = Moment(outputs=_leaves(outputs))
+
+    @property
+    def _keeps(self) -> bool:
+        return self._layout is None or keeps(self._layout, torch.distributed.get_rank())
+
+    def _state(self, trainer: L.Trainer) -> dict[str, Tensor]:
+        """What a checkpoint would hold of this stage; whole on the rank that keeps it. A collective call."""
+        state = trainer.strategy.lightning_module_state_dict()
+        whole = {name: full_tensor(value) for name, value in state.items() if isinstance(value, Tensor)}
+        return {name: value.clone() for name, value in whole.items()} if self._keeps else {}
+
+
+def _logs(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in {**trainer.logged_metrics, **trainer.callback_metrics}.items()}
+
+
+def _gradient_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
+    strategy = trainer.strategy
+    if isinstance(strategy, HybridShardStrategy):
+        mesh = strategy.device_mesh[strategy.layout.stage_axes]
+        return float(gradient_norm(module.parameters(), mesh, strategy.root_device))
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return float(torch.linalg.vector_norm(torch.stack([gradient.double().norm() for gradient in gradients])))
+
+
+def _leaves(outputs: Any) -> dict[str, Any]:
+    """What can be compared of what a step returned, by path; a list of plain values is one leaf."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, np.ndarray):
+            value = torch.as_tensor(value) if value.dtype.kind in "biuf" else value.tolist()
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, Tensor):
+            value = full_tensor(value).cpu()
+            found[path] = value.item() if not value.ndim and not value.is_complex() else value.clone()
+        elif isinstance(value, list) and not tree.tensors(value) and all(_is_plain(entry) for entry in value):
+            found[path] = list(value)
+        elif tree.is_node(value):
+            for key, child in tree.children(value):
+                walk(child, f"{path}.{key}" if path else str(key))
+        elif _is_plain(value):
+            found[path] = value
+
+    walk(outputs, "")
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, bytes, bool, int, float))
+
+
+# What one process shows of a module
+
+
+def _describe(module: nn.Module, facts: Facts) -> None:
+    facts.has_plan = bool(own_plan(module))
+    norms = torch.nn.modules.batchnorm._NormBase
+    facts.batch_norms = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, norms) and not isinstance(part, torch.nn.modules.instancenorm._InstanceNorm)
+    ]
+
+
+def _padding(batch: Any) -> str:
+    """What says that samples count unequally: targets that are ignored, or a mask with zeros."""
+    for path, leaf in tree.walk(batch):
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.ndim:
+            name = ".".join(path) or "the batch"
+            if (leaf == _IGNORED).any():
+                return f"{name} has targets of {_IGNORED}, which losses leave out"
+            if "mask" in name and not leaf.all():
+                return f"{name} has zeros"
+    return ""
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class _Watch:
+    """Finds which modules draw random numbers, by looking at the generators whenever a module begins or ends."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._running: list[str] = []
+        self._state: Any = None
+        self._draws: dict[str, None] = {}
+
+    def begin(self, root: nn.Module) -> None:
+        self._running = [f"{type(root).__name__}'s step, outside of its modules"]
+        self._state = _generators()
+        for name, module in root.named_modules():
+            if name:
+                shown = f"{name} ({type(module).__name__})"
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, shown)))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def end(self, root: nn.Module, known: list[str]) -> list[str]:
+        self._look()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return [*dict.fromkeys([*known, *self._draws])]
+
+    def _enter(self, shown: str, *_: Any) -> None:
+        self._look()
+        self._running.append(shown)
+
+    def _leave(self, *_: Any) -> None:
+        self._look()
+        self._running.pop()
+
+    def _look(self) -> None:
+        now = _generators()
+        if now != self._state:
+            self._draws[self._running[-1]] = None
+            self._state = now
+
+
+def _generators() -> Any:
+    numbers = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), numbers["key"].tobytes(), numbers["pos"], torch.get_rng_state().numpy().tobytes()

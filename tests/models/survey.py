@@ -1,0 +1,189 @@
+"""Which architectures train on which layouts as on one process: ``docs/models.md``, and beside it the JSON of it.
+
+::
+
+    python -m tests.models.survey --jobs 2                   # what isn't in the JSON yet; all of it in half an hour
+    python -m tests.models.survey --again --layouts pp2      # all of it anew, on these layouts
+    python -m tests.models.survey --only llama,bert,nn.LSTM  # names, classes or families that contain one of these
+    python -m tests.models.survey --page                     # the page alone
+
+Each architecture is built, run and compared in processes of its own, with limits of time and memory. An interrupted
+survey goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.testing import RanksFailed, TrainsDifferently, preload, processes, run_ranks
+from lightning_shard.testing.alike import OneProcess
+from lightning_shard.testing.layouts import DEFAULT, parse
+from tests.models import networks, transformers_models
+from tests.models.page import page
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS, PAGE = DOCS / "models.json", DOCS / "models.md"
+TIMEOUT_S = 120
+ONE_BATCH = {"limit_val_batches": 1, "limit_predict_batches": 1}
+OWN = "torch modules"
+
+Row = dict[str, Any]
+
+
+def survey_own(name: str, layouts: Sequence[str] = DEFAULT) -> Row:
+    row: Row = {"name": name, "family": OWN, "class": name}
+    plan = networks.NETWORKS[name].plan
+    makers = partial(networks.make, name), partial(networks.batches, name)
+    return row | _compare(*makers, layouts, **({"tensor_parallel_plan": plan} if plan else {}))
+
+
+def survey_transformers(family: str, model_type: str, architecture: str, layouts: Sequence[str] = DEFAULT) -> Row:
+    row: Row = {"name": model_type, "family": family, "class": architecture}
+    try:
+        [found] = run_ranks(
+            transformers_models.find_small, 1, family, model_type, architecture, init=False, timeout_s=TIMEOUT_S
+        )
+    except RanksFailed as failed:
+        return row | {"not built": _reason(failed)}
+    makers = transformers_models.makers(architecture, found)
+    return row | {"parameters": found.parameters} | _compare(*makers, layouts)
+
+
+def _compare(
+    make_module: Callable[[], Any], make_batches: Callable[[], Any], layouts: Sequence[str], **options: Any
+) -> Row:
+    """``layouts``, with one result for each; or why there are none."""
+    try:
+        alone = OneProcess(make_module, make_batches, trainer=ONE_BATCH, timeout_s=TIMEOUT_S)
+    except RanksFailed as failed:
+        return {"not built": _reason(failed)}
+    except ConfigurationError as random:
+        return {"random": str(random)}
+    results = {}
+    for layout in layouts:
+        if layout == "tp2" and not (alone.facts.has_plan or options):
+            results[layout] = {"result": "no plan"}
+            continue
+        try:
+            alone.compare(parse(layout, options if layout == "tp2" else {}))
+            results[layout] = {"result": "alike"}
+        except ShardError as refusal:
+            results[layout] = {"result": "refused", "error": type(refusal).__name__, "why": str(refusal)}
+        except TrainsDifferently as different:
+            results[layout] = {"result": "different", "why": str(different)}
+        except RanksFailed as failed:
+            results[layout] = {"result": "crashed", "why": _reason(failed), "account": str(failed)[-4000:]}
+    return {"layouts": results}
+
+
+def _reason(failed: RanksFailed) -> str:
+    return str(failed).partition("\n")[0].partition("failed first: ")[2] or str(failed).partition("\n")[0]
+
+
+class Results:
+    """Rows by class, kept in a file from row to row."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self.rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
+
+    def put(self, row: Row) -> None:
+        with self._lock:
+            before = self.rows.get(row["class"], {}).get("layouts", {})
+            if "layouts" in row:  # what was compared on other layouts stays
+                both = before | row["layouts"]
+                row["layouts"] = {name: both[name] for name in DEFAULT if name in both}
+            self.rows[row["class"]] = row
+            partial_file = self._path.with_suffix(".partial")
+            rows = dict(sorted(self.rows.items()))
+            partial_file.write_text(json.dumps({"made": made(), "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+            os.replace(partial_file, self._path)
+
+
+def made() -> dict[str, str]:
+    """When, with what."""
+    versions = {}
+    for name in ("torch", "lightning", "transformers", "peft"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {"date": date.today().isoformat(), "python": platform.python_version(), **versions}
+
+
+def all_of_it() -> dict[str, partial[Row]]:
+    """By class, in the order of the page."""
+    own: dict[str, partial[Row]] = {name: partial(survey_own, name) for name in networks.NETWORKS}
+    others = transformers_models.architectures()
+    return {**own, **{name: partial(survey_transformers, *what) for name, what in others.items()}}
+
+
+def wanted(task: partial[Row], only: Iterable[str]) -> bool:
+    texts = list(map(str, task.args))
+    return not only or any(part.lower() in text.lower() for part in only for text in texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="parts of names, classes or families, with commas between them")
+    parser.add_argument("--again", action="store_true", help="also what the JSON has already")
+    parser.add_argument("--layouts", default=",".join(DEFAULT), help="with commas between them")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="write the page from the JSON and do nothing else")
+    arguments = parser.parse_args()
+    results = Results(arguments.results)
+    only = [part for part in arguments.only.split(",") if part]
+    if not arguments.page:
+        preload("transformers", "tests.models.networks", "tests.models.transformers_models")
+        preload("lightning_shard.testing.recorder")
+        processes.FAILURE_GRACE_S = 1.0  # type: ignore[misc]  # most failures here are of all ranks at once
+        tasks = {
+            name: task
+            for name, task in all_of_it().items()
+            if wanted(task, only) and (only or arguments.again or name not in results.rows)
+        }
+        started, done = time.monotonic(), 0
+
+        def run(name: str, task: partial[Row]) -> None:
+            nonlocal done
+            begun = time.monotonic()
+            row = task(layouts=arguments.layouts.split(","))
+            row["seconds"] = round(time.monotonic() - begun, 1)
+            results.put(row)
+            done += 1
+            print(f"{done}/{len(tasks)} {time.monotonic() - started:.0f} s  {name}: {in_short(row)}", flush=True)
+
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(run, tasks.keys(), tasks.values()))
+    path = PAGE if arguments.results == RESULTS else arguments.results.with_suffix(".md")
+    path.write_text(page(json.loads(arguments.results.read_text())))
+
+
+def in_short(row: Row) -> str:
+    if "layouts" not in row:
+        return re.sub(r"\s+", " ", next(f"{key}: {row[key]}" for key in ("not built", "random") if key in row))[:160]
+    shown = (f"{name} {result['result']}" for name, result in row["layouts"].items())
+    why = next(
+        (result["why"] for result in row["layouts"].values() if result["result"] not in ("alike", "no plan")), ""
+    )
+    return ", ".join(shown) + (f": {why[:160]!r}" if why else "") + f" ({row['seconds']} s)"
+
+
+if __name__ == "__main__":
+    main()

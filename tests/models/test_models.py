@@ -1,0 +1,45 @@
+"""What ``docs/models.md`` says of architectures is still so: a sample here, all of them with ``-m long``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_shard.testing import preload
+from tests.models import page, survey
+
+preload("tests.models.networks", "tests.models.transformers_models", "lightning_shard.testing.recorder")
+
+RESULTS: dict[str, Any] = json.loads(survey.RESULTS.read_text())
+SAMPLE = ("diffusion transformer", "T5ForConditionalGeneration")
+
+
+def test_nothing_is_wrong_or_a_raw_exception() -> None:
+    assert set(SAMPLE) <= RESULTS["rows"].keys()
+    bad = {name for name, row in RESULTS["rows"].items() if {"different", "crashed"} & {*_kinds(row).values()}}
+    assert not bad
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert page.page(RESULTS) == survey.PAGE.read_text(), "write it: python -m tests.models.survey --page"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_is_on_two_stages_as_the_page_says(name: str) -> None:
+    row = survey.all_of_it()[name](layouts=["pp2"])
+    assert _kinds(row)["pp2"] == _kinds(RESULTS["rows"][name])["pp2"], row
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RESULTS["rows"])
+def test_an_architecture_is_as_the_page_says(name: str) -> None:
+    row = survey.all_of_it()[name]()
+    assert _kinds(row) == _kinds(RESULTS["rows"][name]), row
+
+
+def _kinds(row: dict[str, Any]) -> dict[str, str]:
+    if "layouts" not in row:
+        return {key: "" for key in ("not built", "random") if key in row}
+    return {layout: result["result"] for layout, result in row["layouts"].items()}
