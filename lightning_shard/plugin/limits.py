@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -60,6 +62,25 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
                 f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
                 " pipeline_parallel_size=1."
             )
+
+
+@contextmanager
+def warning_of_numbers_kept(module: pl.LightningModule, method: str, microbatches: int) -> Iterator[None]:
+    """Warn on this rank of numbers that a pipelined step keeps as attributes of the module: counters, running sums."""
+    before = _numbers(module)
+    yield
+    changed = [name for name, value in _numbers(module).items() if name in before and before[name] != value]
+    if changed:
+        warnings.warn(
+            f"{method} changed {', '.join(f'self.{name}' for name in changed)}. With several pipeline stages a step"
+            f" runs for each of {microbatches} microbatches, and to its end on the last stage only: count batches in"
+            " on_train_batch_end (on_validation_batch_end, …), and samples by a torchmetrics metric.",
+            stacklevel=2,
+        )
+
+
+def _numbers(module: pl.LightningModule) -> dict[str, float]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layout) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from lightning_shard.plugin.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.limits import refuse, refuse_optimizers
+from lightning_shard.plugin.limits import refuse, refuse_optimizers, warning_of_numbers_kept
 from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
 from lightning_shard.plugin.pipelined import PipelinedSteps
@@ -50,6 +50,7 @@ from lightning_shard.plugin.state import (
     check_same_groups,
     groups_of,
 )
+from lightning_shard.plugin.weights import LossWeights, Weight, weighted
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -69,6 +70,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         schedule: ``"1F1B"`` or ``"GPipe"``.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``. Default: found.
+        loss_weight: A function of a batch that says how much its loss counts, such as its number of tokens that aren't
+            padding: then losses that are means over tokens are so over the whole global batch, however it was cut
+            into microbatches and dealt to data ranks. Default: all parts count alike.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
         activation_checkpointing: Not in this version.
@@ -96,6 +100,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         placement: Literal["auto", "even"] | Sequence[int] = "auto",
         pipeline_blocks: str | None = None,
         tensor_parallel_plan: Plan | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
         activation_checkpointing: Any = None,
         cpu_offload: bool = False,
         compile_blocks: bool = False,
@@ -133,6 +138,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan)
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
+        self._loss_weight = loss_weight
+        self._weights: LossWeights | None = None
+        self._weight = Weight()
         self._steps: PipelinedSteps | None = None
         self._names = {}
         self._accumulating = False
@@ -242,9 +250,14 @@ class HybridShardStrategy(CheckpointedStrategy):
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values."""
-        if not isinstance(tensor, Tensor):
+        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values.
+
+        Does nothing before processes are connected, as Lightning's other strategies.
+        """
+        if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
         return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -334,6 +347,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._has_stepped = False
         self.model = module
         self._connect_checkpoint_io(trainer)
+        self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
         if known.stage is not None:
             reshard(module)
             self._steps = PipelinedSteps(
@@ -345,6 +359,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self._microbatches,
                 self._schedule,
                 known.ties,
+                self._weights,
             )
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
@@ -396,16 +411,23 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._check_batch("training_step", args)
+        look = self._first_look("training_step", args)
         trainer = self.lightning_module.trainer
         draw = randomness.derive(self._seed, "train", loops.batches_started(trainer))
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0 and self._accumulating:
             forget_gradients(self.lightning_module)
         self._accumulating = loops.is_accumulating(trainer)
         if self._steps is not None:
-            return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
+            with look:
+                return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
+        assert self._weights is not None
+        [self._weight] = self._weights.of(args[:1] or [None])
         with self.precision_plugin.train_step_context():
             return self._whole_step("training_step", draw, args, kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Of a step that isn't pipelined; what the step returned stays as it is."""
+        return super().backward(weighted(closure_loss, self._weight.of_gradient), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
@@ -427,17 +449,22 @@ class HybridShardStrategy(CheckpointedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_batch(method, args)
+        look = self._first_look(method, args)
         draw = randomness.derive(self._seed, method, *args[1:])
         if self._steps is not None:
-            return self._steps.evaluate(method, draw, *args, **kwargs)
+            with look:
+                return self._steps.evaluate(method, draw, *args, **kwargs)
         return self._whole_step(method, draw, args, kwargs)
 
-    def _check_batch(self, method: str, args: tuple[Any, ...]) -> None:
-        """Once for each kind of step of a run."""
+    def _first_look(self, method: str, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Once for each kind of step of a run; what is returned goes around the step."""
+        assert self.lightning_module is not None
         if method not in self._checked:
             self._checked.add(method)
             check_same_batch(args[0] if args else None, self.layout)
+            if self._steps is not None:
+                return warning_of_numbers_kept(self.lightning_module, method, self._microbatches)
+        return nullcontext()
 
     def _whole_step(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
