@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,10 @@ _ELSEWHERE = "_lightning_shard_counted_elsewhere"
 def count_elsewhere(parameter: Tensor) -> None:
     """Have norms leave out a parameter that another stage holds too, and counts."""
     setattr(parameter, _ELSEWHERE, True)
+
+
+def is_counted_elsewhere(parameter: Tensor) -> bool:
+    return hasattr(parameter, _ELSEWHERE)
 
 
 def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
@@ -50,17 +54,43 @@ def gradient_norm(
         device: Where the norm is wanted.
         norm_type: ``p`` of the p-norm; ``inf`` for the largest absolute value.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and not hasattr(p, _ELSEWHERE)]
-    local = [local_tensor(g) for g in gradients if counts_here(g, stage_mesh)]
-    parts = [torch.linalg.vector_norm(gradient, norm_type) for gradient in local if gradient.numel()]
+    gradients = [p.grad for p in parameters if p.grad is not None and not is_counted_elsewhere(p)]
+    return norm_over_ranks(gradients, stage_mesh, device, norm_type)
+
+
+def norm_over_ranks(
+    tensors: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """The common norm of all ranks' tensors, each element counted once; a collective call over all ranks."""
+    norms = [_own_norm(tensor, stage_mesh, device, norm_type) for tensor in tensors]
     largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    if parts:
-        stacked = torch.stack([part.to(device=device, dtype=torch.float32) for part in parts])
+    if norms:
+        stacked = torch.stack(norms)
         total = stacked.max() if largest else stacked.pow(norm_type).sum()
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
     return total if largest else total.pow(1.0 / norm_type)
+
+
+def norms_over_stage(
+    tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float
+) -> Tensor:
+    """The norm of each tensor that a stage's ranks hold, ``[len(tensors)]``; a collective call over those ranks."""
+    norms = torch.stack([_own_norm(tensor, stage_mesh, device, norm_type) for tensor in tensors])
+    largest = math.isinf(norm_type)
+    total = norms if largest else norms.pow(norm_type)
+    for axis in range(stage_mesh.ndim):
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stage_mesh.get_group(axis))
+    return total if largest else total.pow(1.0 / norm_type)
+
+
+def _own_norm(tensor: Tensor, stage_mesh: DeviceMesh, device: torch.device, norm_type: float) -> Tensor:
+    """Of what this rank counts of a tensor."""
+    local = local_tensor(tensor)
+    if not local.numel() or not counts_here(tensor, stage_mesh):
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.linalg.vector_norm(local, norm_type).to(device=device, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -75,12 +105,18 @@ def clip_by_norm(
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, stage_mesh, device, norm_type)
+    scale_to_norm(parameters, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of the common norm ``norm`` to ``max_norm``, where they exceed it."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local_tensor(parameter.grad)
             gradient.mul_(scale.to(device=gradient.device, dtype=gradient.dtype))
-    return norm
 
 
 @torch.no_grad()

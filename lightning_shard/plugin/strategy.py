@@ -38,8 +38,8 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_optimizers, warning_of_numbers_kept
 from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
+from lightning_shard.plugin.norms import WholeNorms
 from lightning_shard.plugin.pipelined import PipelinedSteps
-from lightning_shard.plugin.precision import clip_over_all_axes
 from lightning_shard.plugin.preemption import AgreedSIGTERM, Preemption
 from lightning_shard.plugin.redirect import call_through
 from lightning_shard.plugin.rendezvous import Meeting
@@ -50,6 +50,7 @@ from lightning_shard.plugin.state import (
     check_same_groups,
     groups_of,
 )
+from lightning_shard.plugin.walks import Walks
 from lightning_shard.plugin.weights import LossWeights, Weight, weighted
 from lightning_shard.sharding import local_tensor
 
@@ -142,6 +143,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weights: LossWeights | None = None
         self._weight = Weight()
         self._steps: PipelinedSteps | None = None
+        self._walks: Walks | None = None
         self._names = {}
         self._accumulating = False
         self._checked: set[str] = set()
@@ -306,6 +308,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             raise failure from error
 
     def teardown(self) -> None:
+        if self._walks is not None:
+            self._walks.release()
         try:
             self.checkpoint_io.teardown()
         finally:
@@ -350,6 +354,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
         if known.stage is not None:
             reshard(module)
+            self._walks = Walks(known.stage.incomplete)
             self._steps = PipelinedSteps(
                 module,
                 known.stage,
@@ -390,7 +395,9 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        clip_over_all_axes(self.precision_plugin, self.device_mesh[self.layout.stage_axes], self.root_device)
+        assert self.lightning_module is not None
+        mesh = self.device_mesh[self.layout.stage_axes]
+        WholeNorms(self.lightning_module, mesh, self.groups, self.root_device).take_over(self.precision_plugin)
 
     # Steps
 
@@ -400,8 +407,12 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
+        if self._walks is not None:
+            self._walks.guard()
 
     def on_train_end(self) -> None:
+        if self._walks is not None:
+            self._walks.release()
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
