@@ -32,6 +32,7 @@ from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.frozen import Frozen
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.other_files import WEIGHTS_ALONE
+from lightning_shard.plugin.own_loading import loads_itself
 from lightning_shard.plugin.pretrained import describe
 from lightning_shard.plugin.state import load_module
 
@@ -172,6 +173,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             strict=strict,
             also=stage.foreign_buffers if stage else (),
             left_out=excluded["tensors"] if excluded is not None else (),
+            by_own_code=any(self.groups.gather_over_stages(loads_itself(self.lightning_module))),
         )
         if excluded is not None:
             self._frozen().check(excluded)

@@ -13,6 +13,7 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.pipeline.taint import Hollow
+from lightning_shard.plugin.own_loading import load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 
@@ -79,6 +80,7 @@ def load_module(
     strict: bool,
     also: Iterable[str] = (),
     left_out: Collection[str] = (),
+    by_own_code: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Fill a module's parameters and buffers, in place.
 
@@ -89,6 +91,7 @@ def load_module(
         strict: Refuse missing and unexpected names.
         also: Buffers that are filled too, though they are another stage's state.
         left_out: Names that may be missing: the module has what they should be.
+        by_own_code: Call its ``load_state_dict``, since some stage has loading code of its own; the same on all ranks.
 
     Returns:
         Missing and unexpected names.
@@ -100,7 +103,12 @@ def load_module(
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     live = {name for name, _ in (*parameters, *buffers)}
     own = {name: state[name] for name in state if name in live}
-    own |= {name: module.get_buffer(name) for name in also if name in stored}
+    foreign = {name: module.get_buffer(name) for name in also if name in stored}
+    if by_own_code:
+        ckpt.load_together(lambda: _pairs(foreign, stored))
+        plain = state.keys() - live
+        return load_by_own_code(module, stored, set(elsewhere), strict=strict, plain=plain, left_out=left_out)
+    own |= foreign
     # What a module keeps in other ways (extra state, a metric's state) goes in as it would come from a plain
     # checkpoint.
     others = {name: stored[name] for name in state if name in stored and name not in live}
