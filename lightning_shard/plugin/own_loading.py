@@ -124,7 +124,7 @@ def load_by_own_code(
             half_loaded.clear(own)
         except RuntimeError as error:
             raise StateMismatchError(
-                f"{type(module).__name__}.load_state_dict refused the checkpoint: {' '.join(str(error).split())} Set"
+                f"The module's own load_state_dict refused the checkpoint: {' '.join(str(error).split())} Set"
                 " strict_loading = False on the module to load the names that they share."
             ) from error
         finally:

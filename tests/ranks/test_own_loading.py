@@ -89,6 +89,6 @@ def lack(path: str) -> None:
 
 def test_what_is_missing_then_is_refused_by_name(tmp_path: Path) -> None:
     old(str(tmp_path / "old.ckpt"))
-    says = r"StateMismatchError: Lacking\.load_state_dict .*Missing key.*model\.norm\.count.*strict_loading"
+    says = r"StateMismatchError: The module.s own load_state_dict .*Missing key.*model\.norm\.count.*strict_loading"
     with pytest.raises(RanksFailed, match=says):
         run_ranks(lack, 2, str(tmp_path / "old.ckpt"), elastic=True)
