@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.checkpoint.format.codec import encode
+from lightning_shard.errors import ConfigurationError, UnsupportedStateError
 from lightning_shard.layout import Layout
 
 
@@ -62,6 +63,25 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
                 f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
                 " pipeline_parallel_size=1."
             )
+
+
+def refuse_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Encode what ``save_hyperparameters`` keeps, as each save will, where a callback is to save.
+
+    Raises:
+        UnsupportedStateError: A value that a checkpoint can't hold; names its key.
+    """
+    if not trainer.checkpoint_callbacks:
+        return
+    for holder in (module, getattr(trainer, "datamodule", None)):
+        kept = holder.hparams if holder is not None else {}
+        try:
+            encode({"hparams": dict(kept) if isinstance(kept, dict) else kept})
+        except UnsupportedStateError as error:
+            raise UnsupportedStateError(
+                f"{error} The first save would fail on what {type(holder).__name__}.save_hyperparameters() keeps: leave"
+                " it out by save_hyperparameters(ignore=[…])."
+            ) from error
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from lightning_shard.plugin.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.limits import refuse, refuse_optimizers, warning_of_numbers_kept
+from lightning_shard.plugin.limits import refuse, refuse_hyperparameters, refuse_optimizers, warning_of_numbers_kept
 from lightning_shard.plugin.metrics import share_metrics
 from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
 from lightning_shard.plugin.norms import WholeNorms
@@ -327,6 +327,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.accelerator.setup(trainer)
         loops.forbid_inference_mode(trainer)
         refuse(trainer, module, self.layout, self.precision_plugin)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_hyperparameters(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         if known is None:
             self.precision_plugin.convert_module(module)
