@@ -53,10 +53,15 @@ class PipelinedSteps:
         self._microbatches = microbatches
         self._schedule = schedule
         self._whole_batch: int | None = None
-        self._step = PipelinedStep(stage, Channel(groups.pipeline, groups.backward, stage.index, device))
+        self.begin_anew()
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
         self._weights = weights
+
+    def begin_anew(self) -> None:
+        """Learn anew what passes between stages, as where other parameters train; on all stages alike."""
+        channel = Channel(self._groups.pipeline, self._groups.backward, self._stage.index, self._device)
+        self._step = PipelinedStep(self._stage, channel)
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""

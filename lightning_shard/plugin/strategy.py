@@ -33,6 +33,7 @@ from lightning_shard.plugin.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.failure import FailureWatch, lost_the_others
+from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_hyperparameters, refuse_optimizers, warning_of_numbers_kept
@@ -144,6 +145,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weight = Weight()
         self._steps: PipelinedSteps | None = None
         self._walks: Walks | None = None
+        self._trains: list[list[bool]] = []
         self._names = {}
         self._accumulating = False
         self._checked: set[str] = set()
@@ -382,18 +384,26 @@ class HybridShardStrategy(CheckpointedStrategy):
         reshard(self.lightning_module)
         parameters = dict(self.lightning_module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        trains = self.groups.gather_over_stages(any(p.requires_grad for p in parameters.values()))
-        if not all(trains):
+        several = self.layout.pipeline_parallel_size > 1
+        take_over_unfreezing(several)
+        with optimizers_of_nothing() if several else nullcontext():
+            super().setup_optimizers(trainer)
+        self._trains = self._what_trains()
+        if several and not any(map(any, self._trains)):
             raise PlacementError(
-                f"Stage {trains.index(False)} would have nothing to train: unfreeze some of its parameters, place the"
-                " blocks otherwise, or use pipeline_parallel_size=1."
+                "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
+                " pipeline_parallel_size=1."
             )
-        super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self._names)
         assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
         check_same_groups(self.groups.gather_over_stages(groups_of(self.optimizers, self._names, tied)))
         refuse_optimizers(self.optimizers, self.layout)
+
+    def _what_trains(self) -> list[list[bool]]:
+        """Of each stage's parameters; a collective call over the pipeline."""
+        assert self.lightning_module is not None
+        return self.groups.gather_over_stages([p.requires_grad for p in self.lightning_module.parameters()])
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -418,9 +428,16 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._steps is not None:
-            assert self.lightning_module is not None
-            loops.skip_backward(self.lightning_module.trainer)
+        if self._steps is None:
+            return
+        assert self.lightning_module is not None
+        loops.skip_backward(self.lightning_module.trainer)
+        if (
+            finetuning_callbacks(self.lightning_module.trainer) and batch_idx == 0
+        ):  # they unfreeze where an epoch begins
+            before, self._trains = self._trains, self._what_trains()
+            if self._trains != before:
+                self._steps.begin_anew()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
