@@ -1,8 +1,8 @@
 """What trains may be a part of the model, on some stages nothing, and change in mid-run by Lightning's callbacks.
 
 Private parts of Lightning 2.6 used here: ``BaseFinetuning._internal_optimizer_metadata``, each optimizer's groups with
-the names of their parameters, and ``_restarting``: the callback lays groups out anew in ``on_fit_start``, which is before
-a strategy that restores after its setup has restored the callback.
+the names of their parameters, and ``_restarting``: the callback lays groups out anew in ``on_fit_start``, before a
+strategy that restores after its setup has restored the callback.
 """
 
 from __future__ import annotations
