@@ -18,11 +18,19 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
 from lightning_shard.layout import Layout, check_sizes
-from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
+from lightning_shard.parallel.data import (
+    average_gradients,
+    differentiating_by_inputs,
+    forget_gradients,
+    no_gradient_sync,
+    reduce_gradients,
+    reshard,
+    scalar_parameters,
+)
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
@@ -145,6 +153,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weight = Weight()
         self._steps: PipelinedSteps | None = None
         self._walks: Walks | None = None
+        self._scalars: list[nn.Parameter] = []
+        self._reduces = True
         self._trains: list[list[bool]] = []
         self._names = {}
         self._accumulating = False
@@ -180,6 +190,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         """
         assert self.lightning_module is not None
         reduce_gradients(self.lightning_module)
+        average_gradients(self._scalars, self.groups.data)
 
     # Processes
 
@@ -410,6 +421,15 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
         WholeNorms(self.lightning_module, mesh, self.groups, self.root_device).take_over(self.precision_plugin)
+        self._scalars = scalar_parameters(self.lightning_module)
+        whole = self.precision_plugin.post_backward
+
+        def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
+            if self._reduces:
+                average_gradients((p for p in self._scalars if p.requires_grad), self.groups.data)
+            return whole(loss, module)
+
+        self.precision_plugin.__dict__["post_backward"] = post_backward
 
     # Steps
 
@@ -452,7 +472,8 @@ class HybridShardStrategy(CheckpointedStrategy):
                 return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
         assert self._weights is not None
         [self._weight] = self._weights.of(args[:1] or [None])
-        with self.precision_plugin.train_step_context():
+        penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces)
+        with self.precision_plugin.train_step_context(), penalties:
             return self._whole_step("training_step", draw, args, kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -508,11 +529,14 @@ class HybridShardStrategy(CheckpointedStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Backwards inside gather gradients without reducing them over the data-parallel ranks."""
         assert self.lightning_module is not None
-        if self._steps is not None:  # decides by itself, microbatch by microbatch
-            yield
-            return
-        with no_gradient_sync(self.lightning_module):
-            yield
+        # a pipelined step decides by itself, microbatch by microbatch
+        units = no_gradient_sync(self.lightning_module) if self._steps is None else nullcontext()
+        self._reduces = False
+        try:
+            with units:
+                yield
+        finally:
+            self._reduces = True
 
     def on_validation_end(self) -> None:
         self._free_gathered()
