@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
+from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.data import (
     average_gradients,
@@ -40,7 +40,7 @@ from lightning_shard.plugin.assemble import Settings, assemble
 from lightning_shard.plugin.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.failure import FailureWatch, lost_the_others
+from lightning_shard.plugin.failure import FailureWatch, lost_the_others, note_missing_state
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
@@ -287,12 +287,15 @@ class HybridShardStrategy(CheckpointedStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
+        self._report(exception)
+        failure = self._watch.failure_elsewhere(exception) if self._watch is not None else None
+        if failure is not None:  # Lightning raises the one that it has: what it says is replaced
+            exception.args = (f"{failure}\n{exception}",)
+
+    def _report(self, exception: BaseException) -> None:
         stage = self._assembly.stage if self._assembly else None
-        if stage is not None and not stage.is_last and not isinstance(exception, ShardError):
-            exception.add_note(
-                "With several pipeline stages, what a step does after calling the network runs on the last stage only:"
-                " self.log reaches all stages, other state that a step keeps doesn't."
-            )
+        if stage is not None and not stage.is_last:
+            note_missing_state(exception)
         # before the others are told, who then stop: the save that is under way needs them
         try:
             self.checkpoint_io.drain()
@@ -314,7 +317,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         except Exception as error:
             if self._watch is None or not lost_the_others(error):
                 raise
-            self.on_exception(error)
+            self._report(error)
             failure = self._watch.failure_elsewhere(error)
             if failure is None:
                 raise
