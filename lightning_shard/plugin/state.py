@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,37 @@ from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.plugin.own_loading import load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
+
+
+class Built:
+    """A module's parameters as they were before it was sharded, by id; they are not kept alive."""
+
+    def __init__(self, known: dict[int, tuple[weakref.ref[Tensor], str]]) -> None:
+        self._known = known
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Built:
+        return cls({id(p): (weakref.ref(p), name) for name, p in module.named_parameters()})
+
+    def replace(self, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> None:
+        """Give optimizers that were made early, as LightningCLI's are, what the parameters have become.
+
+        What is on another stage is left out. One that has state, or keeps its parameters elsewhere too, stays.
+        """
+        for optimizer in optimizers:
+            if optimizer.state or hasattr(optimizer, "_params"):  # LBFGS
+                continue
+            for group in optimizer.param_groups:
+                names = [self._name_of(parameter) for parameter in group["params"]]
+                group["params"] = [
+                    parameter if name is None else parameters[name]
+                    for parameter, name in zip(group["params"], names)
+                    if name is None or name in parameters
+                ]
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        reference, name = self._known.get(id(parameter), (None, None))
+        return name if reference is not None and reference() is parameter else None
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]) -> None:

@@ -46,7 +46,6 @@ from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.limits import refuse, refuse_hyperparameters, refuse_optimizers, warning_of_numbers_kept
 from lightning_shard.plugin.metrics import share_metrics
-from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
 from lightning_shard.plugin.norms import WholeNorms
 from lightning_shard.plugin.pipelined import PipelinedSteps
 from lightning_shard.plugin.preemption import AgreedSIGTERM, Preemption
@@ -55,6 +54,7 @@ from lightning_shard.plugin.rendezvous import Meeting
 from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
 from lightning_shard.plugin.state import (
+    Built,
     check_optimizers,
     check_same_groups,
     groups_of,
@@ -153,6 +153,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weight = Weight()
         self._steps: PipelinedSteps | None = None
         self._walks: Walks | None = None
+        self._built: Built | None = None
         self._scalars: list[nn.Parameter] = []
         self._reduces = True
         self._trains: list[list[bool]] = []
@@ -212,6 +213,9 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._watch = FailureWatch(self._meeting())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        # imported here: beside Lightning's class of its name, LightningCLI wouldn't know which is meant
+        from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
+
         trainer = self.lightning_module.trainer
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
@@ -342,11 +346,13 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         loops.forbid_inference_mode(trainer)
+        loops.refuse_precision(str(self.precision_plugin.precision))
         refuse(trainer, module, self.layout, self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_hyperparameters(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         if known is None:
+            self._built = Built.of(module)
             self.precision_plugin.convert_module(module)
             known = assemble(
                 module,
@@ -408,6 +414,8 @@ class HybridShardStrategy(CheckpointedStrategy):
                 "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
                 " pipeline_parallel_size=1."
             )
+        if self._built is not None:
+            self._built.replace(self.optimizers, parameters)
         check_optimizers(self.optimizers, self._names)
         assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
@@ -554,3 +562,6 @@ class HybridShardStrategy(CheckpointedStrategy):
         """Only a backward frees what stays gathered, and an evaluation has none."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
+
+
+loops.name_refused_precisions(HybridShardStrategy)

@@ -374,10 +374,10 @@ def test_a_strategy_that_saves_on_one_rank_only(run: Callable[[str], str], tmp_p
 # -- modules that only look fine
 
 
-def test_an_optimizer_made_before_the_module_was_sharded() -> None:
+def test_an_optimizer_that_stepped_before_the_module_was_sharded() -> None:
     says = "made before the module was sharded: make it in configure_optimizers"
-    on_every_rank(PIPELINE, MakesItsOptimizerEarly, ConfigurationError, says)
-    on_every_rank(layout(data=2), MakesItsOptimizerEarly, ConfigurationError, says)
+    on_every_rank(PIPELINE, StepsEarly, ConfigurationError, says)
+    on_every_rank(layout(data=2), StepsEarly, ConfigurationError, says)
 
 
 def test_stages_with_nothing_to_train() -> None:
@@ -600,10 +600,13 @@ class RecomputesReentrantly(Plain):
         self.model = Recomputes()
 
 
-class MakesItsOptimizerEarly(Plain):
+class StepsEarly(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.made = torch.optim.AdamW(self.parameters())
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.made.step()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.made

@@ -40,6 +40,29 @@ def groups_of_one_stage(sizes: dict[str, int] | None, folder: str) -> Seen:
     return seen
 
 
+class MadeEarly(Model):
+    """As LightningCLI makes optimizers: from the module as it was built."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.made = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.made, 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return [self.made], [{"scheduler": self.schedule, "interval": "step"}]
+
+
+def made_early(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=MadeEarly)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(layout(data=2), marks=pytest.mark.long)], ids=["pp2", "dp2"])
+def test_an_optimizer_made_before_the_module_was_sharded(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, made_early), made_early(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
 class SaveAtEnd(L.Callback):
     def __init__(self, folder: str) -> None:
         self.folder = folder
