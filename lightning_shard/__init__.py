@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.plugin.from_checkpoint import take_over_reading
+from lightning_shard.plugin.from_checkpoint import take_over_command_line, take_over_reading
 
 if TYPE_CHECKING:
     from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
@@ -56,14 +56,18 @@ def _register() -> None:
     take_over_reading()
 
 
+_ONCE_IMPORTED = {_REGISTRY: _register, "lightning.pytorch.cli": take_over_command_line}
+"""What to do once a module of Lightning's has been imported."""
+
+
 class _RegisterWithLightning(MetaPathFinder):
-    """Registers the strategy as soon as Lightning has made its registry. Finds nothing itself.
+    """Registers the strategy as soon as Lightning has made its registry, and so on. Finds nothing itself.
 
     It stays where it is: an import that failed may be tried again.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname not in _ONCE_IMPORTED:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
@@ -73,7 +77,7 @@ class _RegisterWithLightning(MetaPathFinder):
 
             def execute_and_register(module: Any) -> None:
                 execute(module)
-                _register()
+                _ONCE_IMPORTED[fullname]()
 
             loader.exec_module = execute_and_register
         return spec
@@ -81,5 +85,6 @@ class _RegisterWithLightning(MetaPathFinder):
 
 if _REGISTRY in sys.modules and hasattr(sys.modules[_REGISTRY], "StrategyRegistry"):
     _register()
-else:
-    sys.meta_path.insert(0, _RegisterWithLightning())
+if hasattr(sys.modules.get("lightning.pytorch.cli"), "LightningCLI"):
+    take_over_command_line()
+sys.meta_path.insert(0, _RegisterWithLightning())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,10 @@ _ELSEWHERE = "_lightning_shard_counted_elsewhere"
 def count_elsewhere(parameter: Tensor) -> None:
     """Have norms leave out a parameter that another stage holds too, and counts."""
     setattr(parameter, _ELSEWHERE, True)
+
+
+def is_counted_elsewhere(parameter: Tensor) -> bool:
+    return hasattr(parameter, _ELSEWHERE)
 
 
 def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
@@ -50,27 +54,53 @@ def gradient_norm(
         device: Where the norm is wanted.
         norm_type: ``p`` of the p-norm; ``inf`` for the largest absolute value.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and not hasattr(p, _ELSEWHERE)]
-    local = [local_tensor(g) for g in gradients if counts_here(g, stage_mesh)]
-    local = [gradient for gradient in local if gradient.numel()]
+    gradients = [p.grad for p in parameters if p.grad is not None and not is_counted_elsewhere(p)]
+    return norm_over_ranks(gradients, stage_mesh, device, norm_type)
+
+
+def norm_over_ranks(
+    tensors: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """The common norm of all ranks' tensors, each element counted once; a collective call over all ranks."""
+    norms = _own_norms(list(tensors), stage_mesh, device, norm_type)
     largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    if local:
-        stacked = torch.stack([part.to(device=device, dtype=torch.float32) for part in _norms(local, norm_type)])
-        total = stacked.max() if largest else stacked.pow(norm_type).sum()
+    if len(norms):
+        total = norms.max() if largest else norms.pow(norm_type).sum()
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
     return total if largest else total.pow(1.0 / norm_type)
 
 
-def _norms(gradients: Iterable[Tensor], norm_type: float) -> Iterator[Tensor]:
-    """Of each, in one launch for all; in 32 bits, as what is rounded to 16 would depend on how gradients are cut."""
-    by_kind: dict[torch.dtype | None, list[Tensor]] = {}
-    for gradient in gradients:
-        kind = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
-        by_kind.setdefault(kind, []).append(gradient)
-    for dtype, alike in by_kind.items():
-        yield from torch._foreach_norm(alike, norm_type, dtype=dtype)
+def norms_over_stage(
+    tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float
+) -> Tensor:
+    """The norm of each tensor that a stage's ranks hold, ``[len(tensors)]``; a collective call over those ranks."""
+    norms = _own_norms(tensors, stage_mesh, device, norm_type)
+    largest = math.isinf(norm_type)
+    total = norms if largest else norms.pow(norm_type)
+    for axis in range(stage_mesh.ndim):
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stage_mesh.get_group(axis))
+    return total if largest else total.pow(1.0 / norm_type)
+
+
+def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float) -> Tensor:
+    """Of what this rank counts of each tensor, ``[len(tensors)]``; one launch for all of a kind.
+
+    In 32 bits: what is rounded to 16 would depend on how tensors are cut.
+    """
+    norms = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for place, tensor in enumerate(tensors):
+        local = local_tensor(tensor)
+        if local.numel() and counts_here(tensor, stage_mesh):
+            by_kind.setdefault((local.device, local.dtype), []).append((place, local))
+    for (_, dtype), alike in by_kind.items():
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+        found = torch._foreach_norm([local for _, local in alike], norm_type, dtype=wide)
+        places = torch.tensor([place for place, _ in alike], device=device)
+        norms[places] = torch.stack(list(found)).to(device=device, dtype=torch.float32)
+    return norms
 
 
 @torch.no_grad()
@@ -85,6 +115,13 @@ def clip_by_norm(
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, stage_mesh, device, norm_type)
+    scale_to_norm(parameters, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of the common norm ``norm`` to ``max_norm``, where they exceed it."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
@@ -93,7 +130,6 @@ def clip_by_norm(
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (place, dtype), alike in by_kind.items():
         torch._foreach_mul_(alike, scale.to(device=place, dtype=dtype))
-    return norm
 
 
 @torch.no_grad()

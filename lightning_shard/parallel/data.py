@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -32,10 +35,11 @@ def apply_fully_sharded(
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered)
+    whole = set(scalar_parameters(root))
+    for unit in chain.from_iterable(map(_with_forward, blocks)):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, ignored_params=whole)
     if whole_steps:
-        fully_shard(root, mesh=mesh)
+        fully_shard(root, mesh=mesh, ignored_params=whole)
         return
     bare = [name for name, _ in root.named_parameters(recurse=False)]
     if bare:
@@ -53,16 +57,47 @@ def apply_fully_sharded(
             )
     for module in called:
         if not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh)
+            # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
 
 
 def _called(root: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules below ``root`` that have a forward, and parameters."""
     for child in root.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(child)
-        elif any(True for _ in child.parameters()):
-            yield child
+        if any(True for _ in child.parameters()):
+            yield from _with_forward(child)
+
+
+def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or the outermost ones in a container that is never called itself."""
+    if type(module).forward is nn.Module.forward:
+        yield from _called(module)
+    else:
+        yield module
+
+
+def scalar_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters without dimensions, of which FSDP2 has no shards: each rank holds them whole."""
+    return [parameter for parameter in root.parameters() if not parameter.ndim]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients of scalar parameters over a group's ranks, in place; one that no rank has stays ``None``.
+
+    A collective call of the group. What an earlier call has averaged may be among them.
+    """
+    parameters = list(parameters)
+    if not parameters:
+        return
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    present = [torch.zeros_like(p) if p.grad is None else torch.ones_like(p) for p in parameters]
+    both = torch.stack([*gradients, *present]).float()
+    dist.all_reduce(both, group=group)
+    means, ranks = (both / dist.get_world_size(group)).chunk(2)
+    for parameter, mean, any_rank in zip(parameters, means, ranks.tolist()):
+        if any_rank:
+            parameter.grad = mean.to(parameter.dtype)
 
 
 def parallelizes_itself(root: nn.Module) -> bool:
@@ -88,6 +123,29 @@ def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True) ->
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_reshard_after_backward(reshards, recurse=False)
         unit.set_is_last_backward(reshards)
+
+
+@contextmanager
+def differentiating_by_inputs(root: nn.Module, reduces: Callable[[], bool]) -> Iterator[None]:
+    """Inside, ``torch.autograd.grad`` leaves parameters gathered, since a graph that it creates uses them once more.
+
+    Args:
+        reduces: Whether the next backward after it is to reduce gradients.
+    """
+    plain = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        expect_backward(root, reduces=False, reshards=False)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            expect_backward(root, reduces=reduces())
+
+    torch.autograd.grad = grad
+    try:
+        yield
+    finally:
+        torch.autograd.grad = plain
 
 
 def reshard(root: nn.Module) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
 
-Plan = Mapping[str, "str | ParallelStyle"]
+Plan = Mapping[str, str | ParallelStyle]
 
 _REPLICATED, _LAST, _SEQUENCE = Replicate(), Shard(-1), Shard(1)
 

@@ -12,7 +12,7 @@ Anything else can't be known, such as a vector with an element per class: it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from numbers import Number
 from typing import Any, NoReturn
@@ -145,10 +145,6 @@ def _refuse(path: tree.Path, what: str, remedy: str) -> NoReturn:
     )
 
 
-def scalar_losses(results: Sequence[Any]) -> Iterator[Any]:
-    """Results of training steps, each loss without dimensions."""
-    for result in results:
-        if isinstance(result, Mapping) and isinstance(loss := result.get("loss"), Tensor):
-            yield {**result, "loss": loss.reshape(())}
-        else:
-            yield result.reshape(()) if isinstance(result, Tensor) else result
+def with_losses(results: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:
+    """Results of training steps with other losses."""
+    return [{**r, "loss": loss} if isinstance(r, Mapping) else loss for r, loss in zip(results, losses)]

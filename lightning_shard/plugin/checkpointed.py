@@ -29,9 +29,11 @@ from lightning_shard.plugin.agreement import check_copies, check_replicas, same_
 from lightning_shard.plugin.assemble import Assembly
 from lightning_shard.plugin.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
+from lightning_shard.plugin.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.frozen import Frozen
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.other_files import WEIGHTS_ALONE
+from lightning_shard.plugin.own_loading import loads_itself
 from lightning_shard.plugin.pretrained import describe
 from lightning_shard.plugin.state import load_module
 
@@ -121,6 +123,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
             for key in ("state_dict", "current_model_state")  # the second is the first's where that is an average
             if key in checkpoint
         }
+        if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
+            whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
         own: dict[str, Any] = {"seed": self._seed}
         if self.checkpoint_io.exclude_frozen:
             states["state_dict"], own["excluded"] = self._frozen().leave_out(states["state_dict"])
@@ -172,6 +176,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             strict=strict,
             also=stage.foreign_buffers if stage else (),
             left_out=excluded["tensors"] if excluded is not None else (),
+            by_own_code=any(self.groups.gather_over_stages(loads_itself(self.lightning_module))),
         )
         if excluded is not None:
             self._frozen().check(excluded)
@@ -183,6 +188,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
         if checkpoint.get(WEIGHTS_ALONE) and not states:
             return
+        assert self.lightning_module is not None
+        add_unfrozen_groups(self.lightning_module.trainer, self.lightning_module, self.optimizers)
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
                 f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
@@ -207,7 +214,6 @@ class CheckpointedStrategy(ModelParallelStrategy):
         load_together(pairs)
         for plan in plans:
             plan.finish()
-        assert self.lightning_module is not None
         drop_replaced_schedulers(self.lightning_module.trainer)
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -199,5 +199,18 @@ def lost_the_others(exception: BaseException) -> bool:
     return False
 
 
+def note_missing_state(exception: BaseException) -> None:
+    """On a stage before the last, tell a user's hook that ends something why what steps keep may be missing."""
+    note = (
+        "With several pipeline stages, what a step does after calling the network runs on the last stage only: self.log"
+        " reaches all stages, other state that a step keeps doesn't."
+    )
+    frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
+    hooks = (f for f in frames if f.f_code.co_name.startswith("on_") and f.f_code.co_name.endswith("_end"))
+    of_user = any(not str(hook.f_globals.get("__name__")).startswith("lightning") for hook in hooks)
+    if of_user and not lost_the_others(exception) and note not in getattr(exception, "__notes__", ()):
+        exception.add_note(note)
+
+
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -35,6 +35,36 @@ def take_over_reading() -> None:
     saving.pl_load = read
 
 
+def take_over_command_line() -> None:
+    """Have LightningCLI take hyperparameters from a checkpoint of ours as it does from a file; imports nothing.
+
+    Private in Lightning 2.6: ``LightningCLI._parse_ckpt_path``, which looks at files only.
+    """
+    cli: Any = sys.modules["lightning.pytorch.cli"].LightningCLI
+    parse_file = cli._parse_ckpt_path
+
+    def parse(self: Any) -> None:
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        if not path or path in ("best", "last", "hpc", "registry") or os.path.isfile(path):
+            return parse_file(self)
+        from lightning_shard.errors import CheckpointNotFoundError
+        from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+
+        try:
+            kept = dict(ShardedCheckpointIO().open_checkpoint(path).get("hyper_parameters", {}))
+        except CheckpointNotFoundError:
+            return parse_file(self)
+        kept.pop("_instantiator", None)
+        if "_class_path" in kept:
+            kept = {"class_path": kept.pop("_class_path"), "dict_kwargs": kept}
+        if kept:
+            self.config = self.parser.parse_object({command: {"model": kept}}, self.config)
+        return None
+
+    cli._parse_ckpt_path = parse
+
+
 def _read_ours(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any] | None:
     """Lightning's dict with tensors on the CPU, or on the device of ``map_location``; None where none of ours is."""
     import torch

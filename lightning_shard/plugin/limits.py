@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +17,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.errors import ConfigurationError, UnsupportedStateError
 from lightning_shard.layout import Layout
 
 
@@ -60,6 +63,44 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
                 f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
                 " pipeline_parallel_size=1."
             )
+
+
+def refuse_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Encode what ``save_hyperparameters`` keeps, as each save will, where a callback is to save.
+
+    Raises:
+        UnsupportedStateError: A value that a checkpoint can't hold; names its key.
+    """
+    if not trainer.checkpoint_callbacks:
+        return
+    for holder in (module, getattr(trainer, "datamodule", None)):
+        kept = holder.hparams if holder is not None else {}
+        try:
+            encode({"hparams": dict(kept) if isinstance(kept, dict) else kept})
+        except UnsupportedStateError as error:
+            raise UnsupportedStateError(
+                f"{error} The first save would fail on what {type(holder).__name__}.save_hyperparameters() keeps: leave"
+                " it out by save_hyperparameters(ignore=[…])."
+            ) from error
+
+
+@contextmanager
+def warning_of_numbers_kept(module: pl.LightningModule, method: str, microbatches: int) -> Iterator[None]:
+    """Warn on this rank of numbers that a pipelined step keeps as attributes of the module: counters, running sums."""
+    before = _numbers(module)
+    yield
+    changed = [name for name, value in _numbers(module).items() if name in before and before[name] != value]
+    if changed:
+        warnings.warn(
+            f"{method} changed {', '.join(f'self.{name}' for name in changed)}. With several pipeline stages a step"
+            f" runs for each of {microbatches} microbatches, and to its end on the last stage only: count batches in"
+            " on_train_batch_end (on_validation_batch_end, …), and samples by a torchmetrics metric.",
+            stacklevel=2,
+        )
+
+
+def _numbers(module: pl.LightningModule) -> dict[str, float]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layout) -> None:

@@ -1,8 +1,14 @@
 """``self.log`` inside a pipelined step: held back per microbatch, then said once on every stage.
 
-Only the last stage sees losses and metrics. What it logged for each microbatch is combined as the user asked
-(``reduce_fx``), sent to all stages and logged there once, so progress bars, monitors, early stopping and schedulers
-agree on all ranks.
+Only the last stage sees losses and metrics. What it logged for each microbatch is combined to what it would have logged
+for the batch, sent to all stages and logged there once, so progress bars, monitors, early stopping and schedulers agree
+on all ranks.
+
+- A float whose ``reduce_fx`` is ``"mean"`` is a mean over samples, as the loss is: averaged, weighted by ``batch_size``
+  where that is given.
+- An integer whose ``reduce_fx`` is ``"sum"`` counts samples, tokens or the like: added up, and said so once.
+- Anything else may be one number per batch or an amount of its samples, and can't be told apart: it is refused, unless
+  the batch is one microbatch.
 """
 
 from __future__ import annotations
@@ -10,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.taint import refuse
@@ -34,7 +41,10 @@ class Record:
 
 @dataclass(frozen=True)
 class LoggedMetric:
-    """A logged torchmetrics Metric: where the module holds it, and its value for the step (the microbatches' mean)."""
+    """A logged torchmetrics Metric: where the module holds it, and its value for the step.
+
+    That of a microbatch, then the batch's: a sum's is their sum, and what isn't an extreme is taken to be a mean.
+    """
 
     path: str
     of_step: Tensor | None
@@ -46,11 +56,14 @@ class HeldLogs:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._records: dict[str, Record] = {}
+        self._microbatches = 1
+        self._said_to_be_sums: set[str] = set()
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Hold back every ``log`` and ``log_dict`` inside."""
+    def holding(self, microbatches: int) -> Iterator[None]:
+        """Hold back every ``log`` and ``log_dict`` inside, which come from so many calls of the step."""
         self._records = {}
+        self._microbatches = microbatches
         self._module.__dict__["log"] = self._hold
         try:
             yield
@@ -75,28 +88,58 @@ class HeldLogs:
             options = dict(record.options)
             if record.batch_sizes:
                 options["batch_size"] = sum(record.batch_sizes)
-            said.append((record.name, _combine(record), options))
+            said.append((record.name, self._combine(record), options))
         return said
 
     def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
         """Log what the last stage combined."""
         for name, value, options in said:
-            self._module.log(name, self._own(value) if isinstance(value, LoggedMetric) else value, **options)
+            metric = isinstance(value, LoggedMetric)
+            if not metric and self._microbatches > 1 and _reduction(options) == "sum":
+                self._tell_of_sum(name)
+            self._module.log(name, self._own(value) if metric else value, **options)
+
+    def _tell_of_sum(self, name: str) -> None:
+        if name not in self._said_to_be_sums:
+            self._said_to_be_sums.add(name)
+            rank_zero_warn(
+                f"self.log({name!r}, …, reduce_fx='sum') adds up what the microbatches log: right for a count of"
+                " samples or tokens, not for one number per batch."
+            )
 
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_POSITIONAL, args)), **kwargs}
+        refuse(value, f"self.log({name!r}, …)")
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
-        elif not isinstance(value, (Number, Tensor)):
-            raise StepError(
-                f"self.log({name!r}, …) takes a number, a tensor or a Metric, not a {type(value).__name__}."
-            )
-        refuse(value, f"self.log({name!r}, …)")
+        elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
+            type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, and says what can be logged
+            return
         size = options.pop("batch_size", None)
         record = self._records.setdefault(name, Record(name, options))
+        if self._microbatches > 1 and not isinstance(value, LoggedMetric):
+            _check_combinable(record, value)
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
+
+    def _combine(self, record: Record) -> Any:
+        last = record.values[-1]
+        if isinstance(last, LoggedMetric):
+            of_step = [value.of_step.cpu().float() for value in record.values if value.of_step is not None]
+            metric = self._module.get_submodule(last.path)
+            reduce: Any = next((by for kind, by in _OF_AGGREGATORS.items() if isinstance(metric, kind)), torch.mean)
+            return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
+        if len(record.values) == 1:
+            return last.cpu() if isinstance(last, Tensor) else last
+        values = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu().reshape(()) for value in record.values])
+        if _reduction(record.options) == "sum":
+            return values.sum().to(torch.get_default_dtype())
+        mean = values.mean()
+        if len(record.batch_sizes) == len(values):
+            weights = torch.tensor(record.batch_sizes, dtype=torch.float64)
+            mean = (values.where(weights > 0, 0.0) * weights).sum() / weights.sum()  # a mean over nothing is NaN
+        return mean if isinstance(last, Tensor) and last.dtype == torch.float64 else mean.to(torch.float32)
 
     def _own(self, logged: LoggedMetric) -> Metric:
         metric: Any = self._module.get_submodule(logged.path)
@@ -110,25 +153,38 @@ class HeldLogs:
         raise StepError(f"self.log({name!r}, …) of a Metric that is no attribute of the LightningModule: make it one.")
 
 
+_OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}
 _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
 
 
-def _combine(record: Record) -> Any:
-    last = record.values[-1]
-    if isinstance(last, LoggedMetric):
-        of_step = [value.of_step for value in record.values if value.of_step is not None]
-        return LoggedMetric(last.path, torch.stack([v.cpu().float() for v in of_step]).mean(0) if of_step else None)
-    values = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu().reshape(()) for value in record.values])
-    reduce = record.options.get("reduce_fx", "mean")
-    kind = getattr(reduce, "__name__", reduce)
-    if kind in ("mean", "avg"):
-        if len(record.batch_sizes) == len(values):
-            weights = torch.tensor(record.batch_sizes, dtype=torch.float64)
-            combined = (values * weights).sum() / weights.sum()
-        else:
-            combined = values.mean()
-    elif kind in ("sum", "min", "max", "amin", "amax"):
-        combined = getattr(values, {"amin": "min", "amax": "max"}.get(kind, kind))()
-    else:
-        combined = reduce(values)
-    return combined.to(torch.float32)
+def _reduction(options: dict[str, Any]) -> str:
+    """``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or what Lightning refuses."""
+    given = options.get("reduce_fx", "mean")
+    name = str(getattr(given, "__name__", given)).lower()
+    return {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
+
+
+def _check_combinable(record: Record, value: Number | Tensor) -> None:
+    reduction = _reduction(record.options)
+    if reduction == ("sum" if _is_integer(value) else "mean") or reduction not in _REMEDIES:
+        return
+    raise StepError(
+        f"self.log({record.name!r}, …, reduce_fx={reduction!r}) of the {type(value).__name__} {value} runs for each of"
+        f" several microbatches, which don't tell what it is for the batch. {_REMEDIES[reduction]} For one number per"
+        " batch, return what it needs from the step and log it in on_train_batch_end (on_validation_batch_end, …); or"
+        " use pipeline_parallel_size=1."
+    )
+
+
+_REMEDIES = {
+    "mean": 'If it counts samples, log it with reduce_fx="sum"; if it is the same for all, log float(…) of it.',
+    "sum": "If it counts samples, log it as an integer; if it is a sum over them, log a torchmetrics.SumMetric.",
+    "min": "For the least of all samples, log a torchmetrics.MinMetric.",
+    "max": "For the largest of all samples, log a torchmetrics.MaxMetric.",
+}
+
+
+def _is_integer(value: Number | Tensor) -> bool:
+    if isinstance(value, Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, Integral)

@@ -8,6 +8,7 @@
 * ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
 * ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see. What it returns of
   a prediction is ``predict_loop._predictions``, by loader; the loaders are in ``_combined_loader``.
+* ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,31 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.sampler import drop_repeated
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+def name_refused_precisions(strategy: type) -> None:
+    """Have a Trainer that is given an instance of ``strategy`` refuse a precision in its name."""
+    validate = _AcceleratorConnector._validate_precision_choice
+
+    def validate_choice(connector: Any) -> None:
+        if isinstance(connector._strategy_flag, strategy):
+            refuse_precision(connector._precision_flag)
+        validate(connector)
+
+    _AcceleratorConnector._validate_precision_choice = validate_choice  # type: ignore[method-assign,assignment]
+
+
+def refuse_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"precision={precision!r} isn't supported by HybridShardStrategy: use one of {', '.join(PRECISIONS)}."
+        )
 
 
 def skip_backward(trainer: pl.Trainer) -> None:

@@ -16,7 +16,7 @@ from lightning_shard.parallel.data import expect_backward
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
-from lightning_shard.pipeline.outputs import merge, scalar_losses
+from lightning_shard.pipeline.outputs import merge, with_losses
 from lightning_shard.pipeline.schedule import order
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
@@ -27,6 +27,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.logs import HeldLogs
 from lightning_shard.plugin.memory import remember
 from lightning_shard.plugin.redirect import call_through
+from lightning_shard.plugin.weights import LossWeights, weighted
 
 
 class PipelinedSteps:
@@ -42,6 +43,7 @@ class PipelinedSteps:
         microbatches: int,
         schedule: str,
         ties: Iterable[Tie],
+        weights: LossWeights,
     ) -> None:
         self._module = module
         self._stage = stage
@@ -51,9 +53,15 @@ class PipelinedSteps:
         self._microbatches = microbatches
         self._schedule = schedule
         self._whole_batch: int | None = None
+        self.begin_anew()
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
-        channel = Channel(groups.pipeline, groups.backward, stage.index, stage.count, device)
+        self._weights = weights
+
+    def begin_anew(self) -> None:
+        """Learn anew what passes between stages, as where other parameters train; on all stages alike."""
+        stage, groups = self._stage, self._groups
+        channel = Channel(groups.pipeline, groups.backward, stage.index, stage.count, self._device)
         self._step = PipelinedStep(stage, channel, self._remember)
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +72,8 @@ class PipelinedSteps:
         loops.zero_gradients(trainer, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
         parts = self._split(batch)
         scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
+        weights = self._weights.of(parts)
+        of_gradients = (weight.of_gradient for weight in weights)  # forwards run in order
 
         def run(i: int) -> Any:
             with precision.train_step_context():
@@ -72,16 +82,21 @@ class PipelinedSteps:
         def before_backward(is_last: bool) -> None:
             expect_backward(module, reduces=is_last and not accumulating, reshards=is_last)
 
-        with self._logs.holding(), randomness.preserved(self._device), self._ties.adding(last=not accumulating):
+        with (
+            self._logs.holding(len(parts)),
+            randomness.preserved(self._device),
+            self._ties.adding(last=not accumulating),
+        ):
             results = self._step.train(
                 run,
                 parts,
                 order(self._schedule, self._stage.index, self._stage.count, len(parts)),
-                loss_of=lambda result: _loss(result) * scale,
+                loss_of=lambda result: weighted(_loss(result), next(of_gradients)) * scale,
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
-        result = self._share([*scalar_losses(results)], tree.batch_size(parts[0]))
+        losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
+        result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -94,7 +109,7 @@ class PipelinedSteps:
         def run(i: int) -> Any:
             return self._run(method, draw, i, parts[i], args, kwargs)
 
-        with self._logs.holding(), randomness.preserved(self._device):
+        with self._logs.holding(len(parts)), randomness.preserved(self._device):
             results = self._step.evaluate(run, parts, method)
         return self._share(results, tree.batch_size(parts[0]))
 

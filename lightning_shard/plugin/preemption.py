@@ -33,7 +33,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.model_checkpoint import save_as_last, save_for_requeue
 
 __all__ = ["AgreedSIGTERM", "Preemption"]
 
@@ -93,6 +92,8 @@ class Preemption(callbacks.Callback):
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False
+        from lightning_shard.plugin.model_checkpoint import save_as_last, save_for_requeue  # see strategy.py
+
         saved = save_for_requeue(trainer) if requeue else save_as_last(trainer)
         trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]
         names = " and ".join(name for name, sent in (("SIGTERM", sigterm), ("the requeue signal", requeue)) if sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,39 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.pipeline.taint import Hollow
+from lightning_shard.plugin.own_loading import load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
+
+
+class Built:
+    """A module's parameters as they were before it was sharded, by id; they are not kept alive."""
+
+    def __init__(self, known: dict[int, tuple[weakref.ref[Tensor], str]]) -> None:
+        self._known = known
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Built:
+        return cls({id(p): (weakref.ref(p), name) for name, p in module.named_parameters()})
+
+    def replace(self, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> None:
+        """Give optimizers that were made early, as LightningCLI's are, what the parameters have become.
+
+        What is on another stage is left out. One that has state, or keeps its parameters elsewhere too, stays.
+        """
+        for optimizer in optimizers:
+            if optimizer.state or hasattr(optimizer, "_params"):  # LBFGS
+                continue
+            for group in optimizer.param_groups:
+                names = [self._name_of(parameter) for parameter in group["params"]]
+                group["params"] = [
+                    parameter if name is None else parameters[name]
+                    for parameter, name in zip(group["params"], names)
+                    if name is None or name in parameters
+                ]
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        reference, name = self._known.get(id(parameter), (None, None))
+        return name if reference is not None and reference() is parameter else None
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
@@ -79,6 +112,7 @@ def load_module(
     strict: bool,
     also: Iterable[str] = (),
     left_out: Collection[str] = (),
+    by_own_code: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Fill a module's parameters and buffers, in place.
 
@@ -89,6 +123,7 @@ def load_module(
         strict: Refuse missing and unexpected names.
         also: Buffers that are filled too, though they are another stage's state.
         left_out: Names that may be missing: the module has what they should be.
+        by_own_code: Call its ``load_state_dict``, since some stage has loading code of its own; the same on all ranks.
 
     Returns:
         Missing and unexpected names.
@@ -100,7 +135,12 @@ def load_module(
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     live = {name for name, _ in (*parameters, *buffers)}
     own = {name: state[name] for name in state if name in live}
-    own |= {name: module.get_buffer(name) for name in also if name in stored}
+    foreign = {name: module.get_buffer(name) for name in also if name in stored}
+    if by_own_code:
+        ckpt.load_together(lambda: _pairs(foreign, stored))
+        plain = state.keys() - live
+        return load_by_own_code(module, stored, set(elsewhere), strict=strict, plain=plain, left_out=left_out)
+    own |= foreign
     # What a module keeps in other ways (extra state, a metric's state) goes in as it would come from a plain
     # checkpoint.
     others = {name: stored[name] for name in state if name in stored and name not in live}

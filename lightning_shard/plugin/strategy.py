@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -18,11 +18,19 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_shard.errors import ConfigurationError, PlacementError, ShardError
+from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.layout import Layout, check_sizes
-from lightning_shard.parallel.data import forget_gradients, no_gradient_sync, reduce_gradients, reshard
+from lightning_shard.parallel.data import (
+    average_gradients,
+    differentiating_by_inputs,
+    forget_gradients,
+    no_gradient_sync,
+    reduce_gradients,
+    reshard,
+    scalar_parameters,
+)
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
@@ -32,24 +40,27 @@ from lightning_shard.plugin.assemble import Settings, assemble
 from lightning_shard.plugin.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.failure import FailureWatch, lost_the_others
+from lightning_shard.plugin.failure import FailureWatch, lost_the_others, note_missing_state
+from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.gather import gather_parameters
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.limits import refuse, refuse_optimizers
+from lightning_shard.plugin.limits import refuse, refuse_hyperparameters, refuse_optimizers, warning_of_numbers_kept
 from lightning_shard.plugin.metrics import share_metrics
-from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
+from lightning_shard.plugin.norms import WholeNorms
 from lightning_shard.plugin.pipelined import PipelinedSteps
-from lightning_shard.plugin.precision import clip_over_all_axes
 from lightning_shard.plugin.preemption import AgreedSIGTERM, Preemption
 from lightning_shard.plugin.redirect import call_through
 from lightning_shard.plugin.rendezvous import Meeting
 from lightning_shard.plugin.resume import batches_trained, resume_data
 from lightning_shard.plugin.sampler import shard_dataloader
 from lightning_shard.plugin.state import (
+    Built,
     check_optimizers,
     check_same_groups,
     groups_of,
 )
+from lightning_shard.plugin.walks import Walks
+from lightning_shard.plugin.weights import LossWeights, Weight, weighted
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -69,6 +80,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         schedule: ``"1F1B"`` or ``"GPipe"``.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``. Default: found.
+        loss_weight: A function of a batch that says how much its loss counts, such as its number of tokens that aren't
+            padding: then losses that are means over tokens are so over the whole global batch, however it was cut
+            into microbatches and dealt to data ranks. Default: all parts count alike.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
         activation_checkpointing: Not in this version.
@@ -96,6 +110,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         placement: Literal["auto", "even"] | Sequence[int] = "auto",
         pipeline_blocks: str | None = None,
         tensor_parallel_plan: Plan | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
         activation_checkpointing: Any = None,
         cpu_offload: bool = False,
         compile_blocks: bool = False,
@@ -133,7 +148,15 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan)
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
+        self._loss_weight = loss_weight
+        self._weights: LossWeights | None = None
+        self._weight = Weight()
         self._steps: PipelinedSteps | None = None
+        self._walks: Walks | None = None
+        self._built: Built | None = None
+        self._scalars: list[nn.Parameter] = []
+        self._reduces = True
+        self._trains: list[list[bool]] = []
         self._names = {}
         self._accumulating = False
         self._checked: set[str] = set()
@@ -168,6 +191,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         """
         assert self.lightning_module is not None
         reduce_gradients(self.lightning_module)
+        average_gradients(self._scalars, self.groups.data)
 
     # Processes
 
@@ -189,6 +213,9 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._watch = FailureWatch(self._meeting())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        # imported here: beside Lightning's class of its name, LightningCLI wouldn't know which is meant
+        from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
+
         trainer = self.lightning_module.trainer
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
@@ -242,9 +269,14 @@ class HybridShardStrategy(CheckpointedStrategy):
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values."""
-        if not isinstance(tensor, Tensor):
+        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values.
+
+        Does nothing before processes are connected, as Lightning's other strategies.
+        """
+        if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
         return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -259,12 +291,15 @@ class HybridShardStrategy(CheckpointedStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
+        self._report(exception)
+        failure = self._watch.failure_elsewhere(exception) if self._watch is not None else None
+        if failure is not None:  # Lightning raises the one that it has: what it says is replaced
+            exception.args = (f"{failure}\n{exception}",)
+
+    def _report(self, exception: BaseException) -> None:
         stage = self._assembly.stage if self._assembly else None
-        if stage is not None and not stage.is_last and not isinstance(exception, ShardError):
-            exception.add_note(
-                "With several pipeline stages, what a step does after calling the network runs on the last stage only:"
-                " self.log reaches all stages, other state that a step keeps doesn't."
-            )
+        if stage is not None and not stage.is_last:
+            note_missing_state(exception)
         # before the others are told, who then stop: the save that is under way needs them
         try:
             self.checkpoint_io.drain()
@@ -286,13 +321,15 @@ class HybridShardStrategy(CheckpointedStrategy):
         except Exception as error:
             if self._watch is None or not lost_the_others(error):
                 raise
-            self.on_exception(error)
+            self._report(error)
             failure = self._watch.failure_elsewhere(error)
             if failure is None:
                 raise
             raise failure from error
 
     def teardown(self) -> None:
+        if self._walks is not None:
+            self._walks.release()
         try:
             self.checkpoint_io.teardown()
         finally:
@@ -309,9 +346,13 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         loops.forbid_inference_mode(trainer)
+        loops.refuse_precision(str(self.precision_plugin.precision))
         refuse(trainer, module, self.layout, self.precision_plugin)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_hyperparameters(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         if known is None:
+            self._built = Built.of(module)
             self.precision_plugin.convert_module(module)
             known = assemble(
                 module,
@@ -334,8 +375,10 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._has_stepped = False
         self.model = module
         self._connect_checkpoint_io(trainer)
+        self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
         if known.stage is not None:
             reshard(module)
+            self._walks = Walks(known.stage.incomplete)
             self._steps = PipelinedSteps(
                 module,
                 known.stage,
@@ -345,6 +388,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self._microbatches,
                 self._schedule,
                 known.ties,
+                self._weights,
             )
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
@@ -360,22 +404,43 @@ class HybridShardStrategy(CheckpointedStrategy):
         reshard(self.lightning_module)
         parameters = dict(self.lightning_module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        trains = self.groups.gather_over_stages(any(p.requires_grad for p in parameters.values()))
-        if not all(trains):
+        several = self.layout.pipeline_parallel_size > 1
+        take_over_unfreezing(several)
+        with optimizers_of_nothing() if several else nullcontext():
+            super().setup_optimizers(trainer)
+        self._trains = self._what_trains()
+        if several and not any(map(any, self._trains)):
             raise PlacementError(
-                f"Stage {trains.index(False)} would have nothing to train: unfreeze some of its parameters, place the"
-                " blocks otherwise, or use pipeline_parallel_size=1."
+                "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
+                " pipeline_parallel_size=1."
             )
-        super().setup_optimizers(trainer)
+        if self._built is not None:
+            self._built.replace(self.optimizers, parameters)
         check_optimizers(self.optimizers, self._names)
         assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
         check_same_groups(self.groups.gather_over_stages(groups_of(self.optimizers, self._names, tied)))
         refuse_optimizers(self.optimizers, self.layout)
 
+    def _what_trains(self) -> list[list[bool]]:
+        """Of each stage's parameters; a collective call over the pipeline."""
+        assert self.lightning_module is not None
+        return self.groups.gather_over_stages([p.requires_grad for p in self.lightning_module.parameters()])
+
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        clip_over_all_axes(self.precision_plugin, self.device_mesh[self.layout.stage_axes], self.root_device)
+        assert self.lightning_module is not None
+        mesh = self.device_mesh[self.layout.stage_axes]
+        WholeNorms(self.lightning_module, mesh, self.groups, self.root_device).take_over(self.precision_plugin)
+        self._scalars = scalar_parameters(self.lightning_module)
+        whole = self.precision_plugin.post_backward
+
+        def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
+            if self._reduces:
+                average_gradients((p for p in self._scalars if p.requires_grad), self.groups.data)
+            return whole(loss, module)
+
+        self.precision_plugin.__dict__["post_backward"] = post_backward
 
     # Steps
 
@@ -385,27 +450,46 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
+        if self._walks is not None:
+            self._walks.guard()
 
     def on_train_end(self) -> None:
+        if self._walks is not None:
+            self._walks.release()
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._steps is not None:
-            assert self.lightning_module is not None
-            loops.skip_backward(self.lightning_module.trainer)
+        if self._steps is None:
+            return
+        assert self.lightning_module is not None
+        loops.skip_backward(self.lightning_module.trainer)
+        if (
+            finetuning_callbacks(self.lightning_module.trainer) and batch_idx == 0
+        ):  # they unfreeze where an epoch begins
+            before, self._trains = self._trains, self._what_trains()
+            if self._trains != before:
+                self._steps.begin_anew()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._check_batch("training_step", args)
+        look = self._first_look("training_step", args)
         trainer = self.lightning_module.trainer
         draw = randomness.derive(self._seed, "train", loops.batches_started(trainer))
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0 and self._accumulating:
             forget_gradients(self.lightning_module)
         self._accumulating = loops.is_accumulating(trainer)
         if self._steps is not None:
-            return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
-        with self.precision_plugin.train_step_context():
+            with look:
+                return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
+        assert self._weights is not None
+        [self._weight] = self._weights.of(args[:1] or [None])
+        penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces)
+        with self.precision_plugin.train_step_context(), penalties:
             return self._whole_step("training_step", draw, args, kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Of a step that isn't pipelined; what the step returned stays as it is."""
+        return super().backward(weighted(closure_loss, self._weight.of_gradient), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
@@ -427,17 +511,22 @@ class HybridShardStrategy(CheckpointedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_batch(method, args)
+        look = self._first_look(method, args)
         draw = randomness.derive(self._seed, method, *args[1:])
         if self._steps is not None:
-            return self._steps.evaluate(method, draw, *args, **kwargs)
+            with look:
+                return self._steps.evaluate(method, draw, *args, **kwargs)
         return self._whole_step(method, draw, args, kwargs)
 
-    def _check_batch(self, method: str, args: tuple[Any, ...]) -> None:
-        """Once for each kind of step of a run."""
+    def _first_look(self, method: str, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Once for each kind of step of a run; what is returned goes around the step."""
+        assert self.lightning_module is not None
         if method not in self._checked:
             self._checked.add(method)
             check_same_batch(args[0] if args else None, self.layout)
+            if self._steps is not None:
+                return warning_of_numbers_kept(self.lightning_module, method, self._microbatches)
+        return nullcontext()
 
     def _whole_step(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
@@ -451,11 +540,14 @@ class HybridShardStrategy(CheckpointedStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Backwards inside gather gradients without reducing them over the data-parallel ranks."""
         assert self.lightning_module is not None
-        if self._steps is not None:  # decides by itself, microbatch by microbatch
-            yield
-            return
-        with no_gradient_sync(self.lightning_module):
-            yield
+        # a pipelined step decides by itself, microbatch by microbatch
+        units = no_gradient_sync(self.lightning_module) if self._steps is None else nullcontext()
+        self._reduces = False
+        try:
+            with units:
+                yield
+        finally:
+            self._reduces = True
 
     def on_validation_end(self) -> None:
         self._free_gathered()
@@ -470,3 +562,6 @@ class HybridShardStrategy(CheckpointedStrategy):
         """Only a backward frees what stays gathered, and an evaluation has none."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
+
+
+loops.name_refused_precisions(HybridShardStrategy)

@@ -447,20 +447,22 @@ class RecomputesReentrantly(Plain):
         self.model = Recomputes()
 
 
-class MakesItsOptimizerEarly(Plain):
+class StepsEarly(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.made = torch.optim.AdamW(self.parameters())
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.made.step()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.made
 
 
-class TrainsOnlyItsHead(Plain):
+class TrainsNothing(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.model.requires_grad_(False)
-        self.model.head.requires_grad_(True)  # type: ignore[union-attr]
 
 
 class OddHead(Plain):
@@ -514,6 +516,13 @@ class WiderAndLenient(Wider):
 DATA = layout(data=2)
 EARLY = "made before the module was sharded: make it in configure_optimizers"
 REFUSED = {
+    "an optimizer that stepped before the module was sharded": Refusal(
+        layout(data=2), StepsEarly, ConfigurationError, "made before the module was sharded: make it in configure_opt"
+    ),
+    "an optimizer that stepped before the module was cut": Refusal(
+        PIPELINE, StepsEarly, ConfigurationError, "made before the module was sharded: make it in configure_optimizers"
+    ),
+    "nothing to train": Refusal(PIPELINE, TrainsNothing, PlacementError, "No parameter trains"),
     "three stages": Refusal(
         {**layout(pipeline=3), "data_parallel_size": "auto"},
         gpt,
@@ -589,11 +598,6 @@ REFUSED = {
     ),
     "a batch that can't be cut": Refusal(
         PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}
-    ),
-    "an optimizer made early, with stages": Refusal(PIPELINE, MakesItsOptimizerEarly, ConfigurationError, EARLY),
-    "an optimizer made early": Refusal(DATA, MakesItsOptimizerEarly, ConfigurationError, EARLY),
-    "a stage with nothing to train": Refusal(
-        PIPELINE, TrainsOnlyItsHead, PlacementError, "Stage 0 would have nothing to train"
     ),
     "numbers on meta that nothing sets": Refusal(
         DATA, CountsOnMeta, ConfigurationError, "'places' of the .* nothing initialises it"

@@ -40,6 +40,29 @@ def groups_of_one_stage(sizes: dict[str, int] | None, folder: str) -> Seen:
     return seen
 
 
+class MadeEarly(Model):
+    """As LightningCLI makes optimizers: from the module as it was built."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.made = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.made, 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return [self.made], [{"scheduler": self.schedule, "interval": "step"}]
+
+
+def made_early(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=MadeEarly)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(layout(data=2), marks=pytest.mark.long)], ids=["pp2", "dp2"])
+def test_an_optimizer_made_before_the_module_was_sharded(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, made_early), made_early(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
 class SaveAtEnd(L.Callback):
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -118,7 +141,7 @@ def test_all_gather_is_over_the_data_ranks() -> None:
     assert run_ranks(gather, 4, layout(data=2, tensor=2), elastic=True) == [expected] * 4
     # the last stage alone gets to the end of a step, with each microbatch: it gathers from the data ranks of its own
     stages = run_ranks(gather, 4, layout(pipeline=2, data=2), elastic=True)
-    assert stages[2:] == [[row[-2:] for row in expected]] * 2
+    assert stages[:2] == [[row[-2:] for row in expected]] * 2
 
 
 class Extremes(Model):
@@ -306,7 +329,10 @@ class StopsOnOneRank(Model):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         trainer = self.trainer
-        if batch_idx == self.stops_at and trainer.global_rank == trainer.world_size - 1:
+        if (
+            batch_idx == self.stops_at
+            and trainer.strategy.layout.data_rank == trainer.strategy.layout.data_parallel_size - 1
+        ):
             trainer.should_stop = True
         return loss
 

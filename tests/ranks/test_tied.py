@@ -204,7 +204,7 @@ class BuffersOnBothSides(L.LightningModule):
 REFUSED = {
     Grouped: r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001",
     Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
-    FreezesByPlace: r"embed_tokens\.weight is on two .* only one of them trains it: freeze parameters by name",
+    FreezesByPlace: r"embed_tokens\.weight is on pipeline stages .* only some of them train it: freeze",
     AlsoOutside: r"trains parameters outside the network 'model'.*condition\.weight",
     BuffersOnBothSides: r"runs before the blocks and after them, and has buffers \(seen\)",
 }

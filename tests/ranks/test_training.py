@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_shard import HybridShardStrategy
@@ -138,16 +138,26 @@ class Measured(Model):
         super().__init__("gpt")
         self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
         self.count = MeanMetric()
+        self.highest = MaxMetric()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
         logits = self.model(batch["x"])
         self.accuracy(logits.flatten(0, 1), batch["y"].flatten())
         self.count.update(batch["x"].float())
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("count", self.count)
         self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), sync_dist=True)
-        self.log("highest", logits.max(), reduce_fx="max", sync_dist=True)
-        self.log("samples", float(len(batch["x"])), reduce_fx="sum", sync_dist=True)
+        self.highest(logits)
+        self.log("highest", self.highest)
+        self.log("samples", len(batch["x"]), reduce_fx="sum", sync_dist=True)
+        correct = (logits.argmax(-1) == batch["y"]).sum(1)
+        self.log("correct", correct.sum(), reduce_fx="sum", sync_dist=True)
+        ends = batch["y"][:, -1] % 3 == 0  # means over other numbers of samples
+        self.log("rare", logits[ends].mean(), batch_size=int(ends.sum()), sync_dist=True)
+        return {"correct": correct}
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("most", outputs["correct"].max(), reduce_fx="max", sync_dist=True)  # of the whole batch
 
     def on_validation_epoch_end(self) -> None:
         self.log("mean", self.count.compute())
@@ -164,6 +174,51 @@ def test_metrics_and_every_reduction_of_logs(sizes: dict[str, int]) -> None:
         steps.metrics.pop("accuracy_step", None)  # of the data rank's own last batch
     check(ours, plain, loss=1e-5)
     assert ours.metrics["samples"] == 32
+
+
+def tokens(batch: dict[str, Tensor]) -> Tensor:
+    return (padded(batch) != -100).sum()
+
+
+def padded(batch: dict[str, Tensor]) -> Tensor:
+    """Texts of 1 to 16 tokens, the rest padding; every eighth is empty."""
+    x, y = batch["x"], batch["y"]
+    lengths = (1 + x[:, :1] % LENGTH) * (x[:, 1:2] % 8 > 0)
+    return y.where(torch.arange(LENGTH) < lengths, -100)
+
+
+class Padded(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits.flatten(0, 1), padded(batch).flatten(), ignore_index=-100)
+        self.log("train_loss", loss, batch_size=int(tokens(batch)), sync_dist=True)
+        return {"loss": loss}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("returned", outputs["loss"], sync_dist=True)
+
+
+def train_padded(sizes: dict[str, int] | None) -> Seen:
+    settings = {"accumulate_grad_batches": 2}
+    own: dict[str, Any] = {"loss_weight": tokens, "microbatches": 8 // sizes["data_parallel_size"]} if sizes else {}
+    return train("gpt", sizes, module=Padded, trainer=settings, **own)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [layout(pipeline=2), layout(data=2), pytest.param(PIPELINE, marks=pytest.mark.long)],
+    ids=["pp2", "dp2", "pp2×dp2"],
+)
+def test_means_over_tokens_that_are_weighted_by_their_number(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, train_padded), train_padded(None)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-5)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-6
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+    if sizes["data_parallel_size"] == 1:  # else what is logged of a step is the mean of the data ranks
+        check(ours, plain)
 
 
 # -- stopping, testing, predicting
@@ -246,7 +301,8 @@ def test_shards_and_the_gathered_whole() -> None:
     sizes = LAYOUTS["pp2×dp2×tp2"]
     plain = train("gpt", steps=1).parameters
     seen = run_ranks(look, 8, sizes, elastic=True)
-    shard, gathered, described, table = seen[0]
+    _, gathered, described, table = seen[0]
+    shard = seen[-1][0]  # of the first stage
     assert largest_difference(gathered, plain) < 2e-5
     assert all(not other for _, other, _, _ in seen[1:])
     assert shard["model.blocks.0.mlp.up.weight"].shape == (32, 32)  # [128, 32] over two data and two tensor ranks

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.tensor import matches, own_plan
-from lightning_shard.pipeline.cost import measure
-from lightning_shard.pipeline.placement import place
-from lightning_shard.plugin.assemble import _refuse_collectors
 from tests.parity import Model
 
 
@@ -114,22 +111,54 @@ def test_a_frozen_teacher_is_not_what_is_cut() -> None:
     assert find_blocks(module).names[0] == "teacher.0"
 
 
-def check_collectors(module: L.LightningModule) -> None:
-    blocks = find_blocks(module)
-    cost = measure(dict(zip(blocks.names, blocks.modules(module))), {})
-    _refuse_collectors(module, blocks, place(cost, 2, [2, 2]))
+class Towers(nn.Module):
+    """An encoder and a decoder of other blocks, a head called around both, experts of blocks, a small list of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+        self.decoder = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2))
+        self.between = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decode(self.between(self.encode(x))))
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = layer(x)
+        return x
+
+    def decode(self, x: Tensor) -> Tensor:
+        for layer in self.decoder:
+            x = layer(x)
+        return x
 
 
-def test_what_collects_values_inside_of_blocks_on_several_stages_is_refused() -> None:
-    module = Model("llama")
-    layers = module.model.model.layers
-    layers[0].register_forward_hook(lambda *_: None)
-    layers[3].mlp.register_forward_hook(lambda *_: None)  # on the last stage, where the values are used
-    check_collectors(module)
-    layers[1].mlp.register_forward_hook(lambda *_: None)
-    with pytest.raises(PlacementError, match=r"model\.layers\.1\.mlp has a forward hook, which runs on the stage"):
-        check_collectors(module)
-    module = Model("llama")
-    module.model.config.output_router_logits = True
-    with pytest.raises(PlacementError, match=r"config\.output_router_logits can't be collected"):
-        check_collectors(module)
+class Around(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.net = Towers()
+        self.before = nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.after(self.net(self.before(batch))).sum()
+
+
+def test_lists_that_run_one_after_the_other_and_parts_beside_the_network() -> None:
+    module = Around()
+    blocks = find_blocks(module, ["net.encoder", "net.decoder"])
+    assert blocks.names == ("net.encoder.0", "net.encoder.1", "net.decoder.0", "net.decoder.1")
+    places = dict(blocks.parts)
+    assert (places["before"], places["net.between"], places["net.head"], places["after"]) == (0, 2, 4, 4)
+    assert "frozen" not in places
+    assert blocks.network == "net"
+
+
+def test_the_order_that_was_seen_in_a_run_corrects_the_guess() -> None:
+    blocks = find_blocks(Whole()).ordered(["head", "embed", "layers.1", "layers.0", "layers.2"])
+    assert blocks.names == ("layers.1", "layers.0", "layers.2")
+    assert dict(blocks.parts)["head"] == 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import RankFailure
 from lightning_shard.plugin import failure
 from lightning_shard.plugin.failure import FailureWatch
@@ -50,6 +53,40 @@ def test_a_lost_connection_is_laid_to_the_rank_that_failed(watches: list[Failure
     named = watches[0].failure_elsewhere(lost)
     assert isinstance(named, RankFailure)
     assert "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad batch" in str(named)
+
+
+def test_an_error_that_lightning_raises_headlines_the_first_cause(watches: list[FailureWatch]) -> None:
+    """As one of the setup, which Lightning hands to the strategy and then raises itself."""
+    strategy = HybridShardStrategy()
+    strategy._watch = watches[0]
+    watches[1].report(ValueError("a bad batch"))
+    strategy.on_exception(lost := RuntimeError(LOST))
+    assert str(lost).startswith("rank 0 lost the others. The first failure was on rank 1: ValueError: a bad batch")
+    assert str(lost).endswith(LOST)
+
+
+def on_train_epoch_end(error: Exception) -> None:
+    raise error
+
+
+def some_hook(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "told"),
+    [
+        (on_train_epoch_end, RuntimeError("stack expects a non-empty TensorList"), 1),
+        (on_train_epoch_end, RuntimeError(LOST), 0),
+        (some_hook, ValueError("elsewhere"), 0),
+    ],
+)
+def test_state_that_steps_keep_on_another_stage_is_explained_once(hook: Any, error: Exception, told: int) -> None:
+    with contextlib.suppress(Exception):
+        hook(error)
+    for _ in range(2):
+        failure.note_missing_state(error)
+    assert len(getattr(error, "__notes__", ())) == told
 
 
 def test_a_rank_without_a_sign_of_life_is_named(watches: list[FailureWatch]) -> None:

@@ -66,3 +66,13 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="no attribute 'Strategy'"):
         lightning_shard.Strategy  # noqa: B018
+
+
+def test_lightnings_own_model_checkpoint_stays_the_only_one_of_its_name_until_ours_is_asked_for():
+    """LightningCLI refuses a name that two known classes have."""
+    code = """
+import lightning.pytorch as pl, lightning_shard
+lightning_shard.HybridShardStrategy()
+print([kind.__module__ for kind in pl.callbacks.ModelCheckpoint.__subclasses__()])
+"""
+    assert run(code).strip().endswith("[]")

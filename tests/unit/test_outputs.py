@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
-from lightning_shard.pipeline.outputs import merge, scalar_losses
+from lightning_shard.pipeline.outputs import merge, with_losses
 
 Pair = namedtuple("Pair", "x y")
 X = torch.arange(24.0).reshape(8, 3)
@@ -90,8 +90,9 @@ def test_what_cant_be_known_is_refused_by_its_key(step: Any, says: str) -> None:
         merge([step(batch) for batch in tree.split(X, 4)], 2)
 
 
-def test_a_loss_may_have_a_dimension() -> None:
-    merged = merge([*scalar_losses([{"loss": torch.full((1,), float(i)), "x": X[:1]} for i in range(2)])], 1)
+def test_losses_take_the_place_of_those_that_were_returned() -> None:
+    losses = [torch.tensor(0.0), torch.tensor(1.0)]
+    merged = merge(with_losses([{"loss": torch.full((1,), 9.0), "x": X[:1]}] * 2, losses), 1)
     assert merged["loss"] == 0.5
     assert merged["x"].shape == (2, 3)
-    assert merge([*scalar_losses([torch.ones(1), torch.zeros(1)])], 1) == 0.5
+    assert merge(with_losses([torch.ones(1), torch.zeros(1)], losses), 1) == 0.5

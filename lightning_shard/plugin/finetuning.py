@@ -1,0 +1,110 @@
+"""What trains may be a part of the model, on some stages nothing, and change in mid-run by Lightning's callbacks.
+
+Private parts of Lightning 2.6 used here: ``BaseFinetuning._internal_optimizer_metadata``, each optimizer's groups with
+the names of their parameters, and ``_restarting``: the callback lays groups out anew in ``on_fit_start``, before a
+strategy that restores after its setup has restored the callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_filter_plain = BaseFinetuning.filter_on_optimizer
+
+
+def finetuning_callbacks(trainer: pl.Trainer) -> list[BaseFinetuning]:
+    return [c for c in trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]
+
+
+class _AddedAnyway(list[Tensor]):
+    """A list for which Lightning adds a parameter group where it is empty, too."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def take_over_unfreezing(several_stages: bool) -> None:
+    """Have finetuning callbacks tell sharded parameters apart by identity.
+
+    Lightning compares values, which for sharded ones is a collective call of the world, and stages would make other
+    numbers of them. With several stages each adds the new group, so that all have the same ones.
+    """
+
+    def filter_on_optimizer(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+        params = list(params)
+        known = [p for group in optimizer.param_groups for p in group["params"]]
+        if not several_stages and not any(isinstance(p, DTensor) for p in (*known, *params)):
+            return _filter_plain(optimizer, params)
+        ids = set(map(id, known))
+        new = [p for p in params if id(p) not in ids]
+        return _AddedAnyway(new) if several_stages else new
+
+    BaseFinetuning.filter_on_optimizer = staticmethod(filter_on_optimizer)  # type: ignore[method-assign]
+
+
+@contextmanager
+def optimizers_of_nothing() -> Iterator[None]:
+    """Inside, an optimizer may be made where all of its parameters are on other stages."""
+    optimizer: Any = torch.optim.Optimizer
+    own = optimizer.__init__
+
+    def make(self: Any, params: Any, defaults: Any) -> None:
+        given = params if isinstance(params, Tensor) else list(params)
+        own(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
+
+    optimizer.__init__ = make
+    try:
+        yield
+    finally:
+        optimizer.__init__ = own
+
+
+def add_unfrozen_groups(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Unfreeze anew, and give optimizers the groups, that restored callbacks had added when they were saved."""
+    named = dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    for callback in finetuning_callbacks(trainer):
+        if not callback._restarting:
+            continue
+        callback._restarting = False
+        for index, optimizer in enumerate(optimizers):
+            groups = callback._internal_optimizer_metadata.get(index, [])
+            for group in groups[len(optimizer.param_groups) :]:
+                params = [named[name] for name in group["params"] if name in named]
+                for parameter in params:
+                    parameter.requires_grad_(True)
+                optimizer.add_param_group({**group, "params": params})
+                _track_statistics(module, params)
+
+
+def _track_statistics(module: nn.Module, params: Iterable[Tensor]) -> None:
+    """As unfreezing has BatchNorm do."""
+    ids = set(map(id, params))
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) and any(id(p) in ids for p in part._parameters.values()):
+            part.track_running_stats = True
+
+
+def whole_groups(checkpoint: Mapping[str, Any], trainer: pl.Trainer, names: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Write all stages' parameters into what finetuning callbacks save.
+
+    Args:
+        names: By optimizer and group.
+    """
+    states = checkpoint.get("callbacks", {})
+    for callback in finetuning_callbacks(trainer):
+        saved = states.get(callback.state_key)
+        if saved is not None:
+            groups = saved["internal_optimizer_metadata"]
+            saved["internal_optimizer_metadata"] = {
+                index: [{**group, "params": list(params)} for group, params in zip(of_one, names[index])]
+                for index, of_one in groups.items()
+            }

@@ -1,0 +1,138 @@
+"""Modules with loading code of their own get to run it: ``load_state_dict``, ``_load_from_state_dict``, hooks.
+
+Such code renames old keys, converts old values, fills what old checkpoints lack. It is given all of the checkpoint, by
+name, as :class:`Carried` tensors: each has the shape and dtype that it has in the checkpoint, is read when its values
+are used, and is copied into a sharded parameter by this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint import half_loaded
+from lightning_shard.errors import StateMismatchError
+from lightning_shard.sharding import full_tensor, local_part, local_tensor
+
+_LOADERS = ("load_state_dict", "_load_from_state_dict")
+_ANYONES = ("torch.", "torchmetrics.", "lightning.")
+"""Whose loading code copies values by their names, which is done better without it."""
+_METADATA = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Whether a module, or one in it, has loading code of its own."""
+    for part in module.modules():
+        code = [getattr(part, name) for name in _LOADERS]
+        code += [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
+        code += part._load_state_dict_post_hooks.values()
+        if not all((getattr(function, "__module__", None) or "").startswith(_ANYONES) for function in code):
+            return True
+    return False
+
+
+class Carried(torch.Tensor):
+    """A whole tensor of a checkpoint, or what was computed from one."""
+
+    content: ckpt.StoredTensor | Tensor
+
+    @classmethod
+    def of(cls, content: ckpt.StoredTensor | Tensor) -> Carried:
+        carried = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
+        carried.content = content
+        return carried
+
+    def whole(self) -> Tensor:
+        """Its values; kept, since they may be written to."""
+        self.content = self.content if isinstance(self.content, Tensor) else self.content.full()
+        return self.content
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "copy_" and not isinstance(args[0], cls):
+            return _copy(*args, **(kwargs or {}))
+        if name == "__get__" or name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                known = func(*args, **(kwargs or {}))
+            if not isinstance(known, Tensor):
+                return known
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls.of, func(*args, **kwargs))
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Carried, *_: Any, **__: Any) -> Tensor:
+    whole = source.content if isinstance(source.content, Tensor) else source.content.full()
+    if isinstance(target, DTensor):
+        whole = local_part(whole.expand(target.shape), target)
+    local_tensor(target.detach()).copy_(whole)
+    return target
+
+
+def load_by_own_code(
+    module: nn.Module,
+    stored: Mapping[str, Any],
+    elsewhere: Collection[str],
+    *,
+    strict: bool,
+    plain: Collection[str],
+    left_out: Collection[str],
+) -> tuple[list[str], list[str]]:
+    """``module.load_state_dict`` of a checkpoint; a collective call of all ranks.
+
+    Args:
+        module: Cut and sharded.
+        stored: Names to tensors, stored or plain ones.
+        elsewhere: Names that other stages fill.
+        strict: Refuse missing and unexpected names.
+        plain: Names whose values are put where they belong as they are, such as a metric's state.
+        left_out: Names that may be missing.
+
+    Returns:
+        Missing and unexpected names.
+
+    Raises:
+        StateMismatchError: What ``load_state_dict`` refused.
+    """
+    state = module.state_dict(keep_vars=True)
+    given: Any = OrderedDict((name, _given(value, plain=name in plain)) for name, value in stored.items())
+    names_of = {id(tensor): name for name, tensor in state.items() if name in given}
+    given.update((n, given[names_of[id(t)]]) for n, t in state.items() if n not in given and id(t) in names_of)  # tied
+    given._metadata = getattr(state, "_metadata", None)
+    missing: list[str] = []
+    unexpected: list[str] = []
+
+    def leave_out_others(_module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in left_out]
+        incompatible.unexpected_keys[:] = [name for name in incompatible.unexpected_keys if name not in elsewhere]
+        missing[:], unexpected[:] = incompatible.missing_keys, incompatible.unexpected_keys
+
+    own = [local_tensor(tensor.detach()) for tensor in (*nn.Module.parameters(module), *module.buffers())]
+    hook = module.register_load_state_dict_post_hook(leave_out_others)
+    with ckpt.all_or_none():
+        half_loaded.mark(own)
+        try:
+            module.load_state_dict(given, strict=strict)
+            half_loaded.clear(own)
+        except RuntimeError as error:
+            raise StateMismatchError(
+                f"The module's own load_state_dict refused the checkpoint: {' '.join(str(error).split())} Set"
+                " strict_loading = False on the module to load the names that they share."
+            ) from error
+        finally:
+            hook.remove()
+    return missing, unexpected
+
+
+def _given(value: Any, *, plain: bool) -> Any:
+    if isinstance(value, ckpt.StoredTensor):
+        return value.full() if plain else Carried.of(value)
+    return Carried.of(full_tensor(value)) if isinstance(value, Tensor) and not plain else value

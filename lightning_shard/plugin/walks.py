@@ -1,0 +1,79 @@
+"""Code of the user's, between steps, that goes over all parameters of a module of which a stage holds a part.
+
+A sum over them, a norm, or a zip with another module's would be of this stage only. So ``parameters()`` raises where it
+would go on past the first, and ``named_parameters()``, with which most work is on each by itself, says so once. Steps
+have a guard of their own (``pipelined.py``), and ``configure_optimizers`` runs before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_shard.errors import StepError
+
+_TAKE_PARTS = (
+    *("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim"),
+    "torch.nn.utils.clip_grad",  # whole by norms.py
+)
+"""Modules and packages whose code goes over parameters and is right with this stage's."""
+
+
+class Walks:
+    """A guard over modules by name, each of which lies on several stages."""
+
+    def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
+        self._incomplete = incomplete
+        self._has_warned = False
+
+    def guard(self) -> None:
+        for name, module in self._incomplete.items():
+            module.__dict__["parameters"] = self._refusing(name, module)
+            module.__dict__["named_parameters"] = self._warning(name, module)
+
+    def release(self) -> None:
+        for module in self._incomplete.values():
+            module.__dict__.pop("parameters", None)
+            module.__dict__.pop("named_parameters", None)
+
+    def _refusing(self, name: str, module: nn.Module) -> Any:
+        def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+            for place, parameter in enumerate(type(module).parameters(module, recurse)):
+                if place == 1 and recurse and not _takes_parts(sys._getframe(1).f_globals):
+                    raise StepError(
+                        f"{_code(sys._getframe(1))} goes over the parameters of {name or 'the LightningModule'}, and"
+                        " with several pipeline stages these are only its stage's: for gradient norms and clipping use"
+                        " torch.nn.utils.clip_grad_norm_ or Lightning's grad_norm, which see all; for averages,"
+                        " Lightning's EMAWeightAveraging; for work on each parameter by itself, named_parameters()."
+                    )
+                yield parameter
+
+        return parameters
+
+    def _warning(self, name: str, module: nn.Module) -> Any:
+        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            for place, named in enumerate(type(module).named_parameters(module, *args, **kwargs)):
+                if place == 1 and not self._has_warned and not _takes_parts(sys._getframe(1).f_globals):
+                    self._has_warned = True
+                    rank_zero_warn(
+                        f"{_code(sys._getframe(1))} goes over the named parameters of {name or 'the LightningModule'}."
+                        " With several pipeline stages these are its stage's: work on each by itself is right, what is"
+                        " taken over all isn't (torch.nn.utils.clip_grad_norm_ and Lightning's grad_norm see all)."
+                    )
+                yield named
+
+        return named_parameters
+
+
+def _takes_parts(names: Mapping[str, Any]) -> bool:
+    """Whether the code that runs among these global names does."""
+    module = str(names.get("__name__", ""))
+    return any(module == known or module.startswith(f"{known}.") for known in _TAKE_PARTS)
+
+
+def _code(frame: Any) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_globals.get('__name__')}:{frame.f_lineno})"

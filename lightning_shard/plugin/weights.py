@@ -1,0 +1,61 @@
+"""How much the loss of each part of a global batch counts: ``HybridShardStrategy(loss_weight=…)``.
+
+A mean over tokens of which some are padding is, for a batch in parts of ``w_i`` tokens, ``Σ w_i L_i / Σ w_i``, and not
+the mean of the parts' means. The weights come from the batch and not from the step, since the first microbatch's
+backward runs before the last one's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Weight(NamedTuple):
+    """Of one microbatch, as a multiple of its equal share; ``None``: that.
+
+    Attributes:
+        of_gradient: Among the microbatches of all data ranks, whose gradients are averaged.
+        of_mean: Among those of this data rank.
+    """
+
+    of_gradient: Tensor | None = None
+    of_mean: Tensor | None = None
+
+
+class LossWeights:
+    """The weights of batches.
+
+    Args:
+        weigh: A function of a batch; ``None``: all parts count alike.
+        group: The data ranks.
+        device: Where losses are.
+    """
+
+    def __init__(self, weigh: Callable[[Any], Any] | None, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._weigh = weigh
+        self._group = group
+        self._device = device
+
+    def of(self, parts: Sequence[Any]) -> list[Weight]:
+        """The weights of this data rank's microbatches; a collective call over the data ranks."""
+        if self._weigh is None:
+            return [Weight()] * len(parts)
+        weights = [torch.as_tensor(self._weigh(part), dtype=torch.float32, device=self._device) for part in parts]
+        own = torch.stack([weight.reshape(()) for weight in weights])
+        everywhere = own.sum()
+        dist.all_reduce(everywhere, group=self._group)
+        ranks = dist.get_world_size(self._group)
+        shares = own * len(parts)
+        return [Weight(*both) for both in zip(shares * ranks / everywhere, shares / own.sum())]
+
+
+def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
+    """``weight × loss``; 0 where nothing counts, of which the mean is NaN."""
+    if weight is None:
+        return loss
+    return torch.where(weight > 0, loss * weight, 0.0)

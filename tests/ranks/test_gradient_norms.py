@@ -1,0 +1,85 @@
+"""Norms that a user's own hooks take are the whole model's; what goes over parameters by hand is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+
+NORMS: list[dict[str, float]] = []
+
+
+class Clipping(Model):
+    """Clips in each of the ways that Lightning's documentation and torch's show."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_after_backward(self) -> None:
+        self.first = clip_grad_norm_(self.parameters(), math.inf, norm_type=1.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        self.log("head", clip_grad_norm_(self.model.head.parameters(), 1e-2))
+        self.log("largest", torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf, math.inf))
+        self.log("first", self.first)
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.log("norm", clip_grad_norm_(self.parameters(), 0.05))
+
+
+def clip(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Clipping, steps=2)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [layout(pipeline=2), layout(data=2, tensor=2), pytest.param(layout(pipeline=2, data=2), marks=pytest.mark.long)],
+    ids=["pp2", "dp2×tp2", "pp2×dp2"],
+)
+def test_norms_and_clipping_in_hooks_are_the_whole_models(sizes: dict[str, int]) -> None:
+    ours = combine(run_ranks(clip, world(sizes), sizes, elastic=True), sizes)
+    plain = clip(None)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=1e-4, abs=1e-7)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+class Average(Model):
+    """Keeps an average by hand, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mean, parameter in zip(self.average.parameters(), self.model.parameters()):
+            mean.lerp_(parameter, 0.1)
+
+
+class OwnNorm(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = sum(p.grad.square().sum() for p in self.parameters() if p.grad is not None)
+        for p in self.parameters():
+            p.grad = p.grad / total  # type: ignore[operator]
+
+
+def walk(kind: Any) -> None:
+    train("gpt", layout(pipeline=2), module=kind, steps=2, pipeline_blocks="model.blocks")
+
+
+@pytest.mark.parametrize(("kind", "module"), [(Average, "model"), (OwnNorm, "the LightningModule")])
+def test_going_over_a_stages_parameters_as_if_they_were_all_is_refused(kind: Any, module: str) -> None:
+    with pytest.raises(RanksFailed, match=f"StepError: .* goes over the parameters of {module}, .*EMAWeightAveraging"):
+        run_ranks(walk, 2, kind, elastic=True)

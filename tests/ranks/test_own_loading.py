@@ -1,0 +1,94 @@
+"""Modules that load old checkpoints by code of their own do so on layouts too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+
+
+class Head(nn.Linear):
+    """Once kept its weight the other way round."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if (old := f"{prefix}transposed") in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(old).T.contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def rename(_module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if ".feedforward." in key]:
+        state_dict[key.replace(".feedforward.", ".mlp.")] = state_dict.pop(key)
+
+
+def triple(block: Any, _keys: Any) -> None:
+    block.mlp.up.weight.data.mul_(3.0)
+
+
+class Moved(Model):
+    """Each road that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.loaded = 0
+        head = Head(self.model.head.in_features, self.model.head.out_features, bias=False)
+        head.weight.data.copy_(self.model.head.weight)
+        self.model.head = head
+        self.model.register_load_state_dict_pre_hook(rename)
+        self.model.blocks[3].register_load_state_dict_post_hook(triple)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.loaded += 1
+        renamed = {key.removeprefix("wrapper."): value for key, value in state_dict.items()}
+        renamed["model.norm.weight"] = renamed["model.norm.weight"].to(torch.float32) * 2
+        return super().load_state_dict(renamed, strict, assign)
+
+
+def old(path: str) -> None:
+    """A checkpoint of one process, as it was before."""
+    torch.manual_seed(5)
+    trainer = L.Trainer(max_steps=1, **QUIET)
+    trainer.fit(Model("gpt"), loader(16))
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=False)
+    state = {f"wrapper.{key.replace('.mlp.', '.feedforward.')}": v for key, v in checkpoint["state_dict"].items()}
+    state["wrapper.model.head.transposed"] = state.pop("wrapper.model.head.weight").T.contiguous()
+    torch.save({**checkpoint, "state_dict": state}, path)
+
+
+def resume(sizes: dict[str, int] | None, path: str) -> Seen:
+    return train("gpt", sizes, module=Moved, steps=3, resume=path)
+
+
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_old_checkpoints_are_loaded_by_the_modules_own_code(sizes: dict[str, int], tmp_path: Path) -> None:
+    path = str(tmp_path / "old.ckpt")
+    old(path)
+    ours = combine(run_ranks(resume, world(sizes), sizes, path, elastic=True), sizes)
+    plain = resume(None, path)
+    assert largest_difference(ours.initial, plain.initial) == 0
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+
+
+class Lacking(Moved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm.register_buffer("count", torch.zeros(()))
+
+
+def lack(path: str) -> None:
+    train("gpt", layout(pipeline=2), module=Lacking, steps=3, resume=path)
+
+
+def test_what_is_missing_then_is_refused_by_name(tmp_path: Path) -> None:
+    old(str(tmp_path / "old.ckpt"))
+    says = r"StateMismatchError: The module.s own load_state_dict .*Missing key.*model\.norm\.count.*strict_loading"
+    with pytest.raises(RanksFailed, match=says):
+        run_ranks(lack, 2, str(tmp_path / "old.ckpt"), elastic=True)

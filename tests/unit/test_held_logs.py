@@ -1,0 +1,101 @@
+"""What ``self.log`` says of a batch whose microbatches were logged one by one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torchmetrics import MaxMetric, Metric, SumMetric
+
+from lightning_shard.errors import StepError
+from lightning_shard.plugin.logs import HeldLogs, LoggedMetric
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+        self.highest = MaxMetric()
+
+
+def combined(values: list[Any], **options: Any) -> Any:
+    module = Module()
+    logs = HeldLogs(module)
+    with logs.holding(len(values)):
+        for value in values:
+            module.log("x", value, **options)
+    [(name, value, _)] = logs.combined()
+    assert name == "x"
+    return value
+
+
+def test_floats_are_means_over_samples() -> None:
+    assert combined([1.0, 2.0]) == 1.5
+    assert combined([torch.tensor([1.0]), torch.tensor([2.0])], reduce_fx=torch.mean) == 1.5
+    assert combined([torch.tensor(1.0, dtype=torch.float64)] * 3).dtype == torch.float64
+
+
+def test_means_are_weighted_by_batch_size() -> None:
+    module = Module()
+    logs = HeldLogs(module)
+    with logs.holding(3):
+        for value, size in ((1.0, 3), (5.0, 1), (float("nan"), 0)):
+            module.log("x", value, batch_size=size)
+    assert logs.combined() == [("x", torch.tensor(2.0), {"batch_size": 4})]
+
+
+def test_integers_that_are_summed_count_samples() -> None:
+    assert combined([3, 4], reduce_fx="sum") == 7
+    assert combined([torch.tensor(3), torch.tensor(4)], reduce_fx=torch.sum) == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "reduce_fx"),
+    [
+        (4, "mean"),  # len(batch), or the epoch's number
+        (torch.tensor(4), "avg"),
+        (True, "mean"),
+        (0.5, "sum"),  # a sum over samples, or their mean
+        (torch.tensor(0.5), torch.max),  # the largest of samples, or of their means
+        (4, "MIN"),
+    ],
+)
+def test_what_may_be_of_the_batch_or_of_its_samples_is_refused(value: Any, reduce_fx: Any) -> None:
+    with pytest.raises(StepError, match=r"'x'.* several microbatches, .*log .*on_train_batch_end"):
+        combined([value, value], reduce_fx=reduce_fx)
+    assert combined([value], reduce_fx=reduce_fx) == value  # the batch is one microbatch
+
+
+def test_sums_of_integers_are_told_once_to_be_over_microbatches() -> None:
+    module = Module()
+    logs = HeldLogs(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with logs.holding(2):
+                pass
+            logs.say([("x", torch.tensor(7.0), {"reduce_fx": "sum"})])
+    assert sum("adds up what the microbatches log" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize(("metric", "of_batch"), [("total", 7.0), ("highest", 4.0)])
+def test_a_metrics_value_for_the_step_is_of_the_batch(metric: str, of_batch: float) -> None:
+    module = Module()
+    logs = HeldLogs(module)
+    found: Metric = getattr(module, metric)
+    with logs.holding(2):
+        for value in (3.0, 4.0):
+            found(value)
+            module.log("x", found)
+    [(_, logged, _)] = logs.combined()
+    assert isinstance(logged, LoggedMetric)
+    assert logged.of_step == of_batch
+
+
+def test_what_cant_be_logged_is_lightnings_to_say() -> None:
+    module = Module()
+    with HeldLogs(module).holding(2), pytest.raises(ValueError, match="`str` values cannot be logged"):
+        module.log("x", "text")  # type: ignore[arg-type]

@@ -1,0 +1,55 @@
+"""What of Lightning is refused or warned of at setup, or in the first step of a kind."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import nn
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.plugin.limits import warning_of_numbers_kept
+from lightning_shard.testing import RanksFailed, run_ranks
+
+
+def test_counters_that_a_pipelined_step_keeps_are_warned_of() -> None:
+    module = L.LightningModule()
+    module.batches, module.best, module.name = 0, 0.5, "a"
+    warned = pytest.warns(UserWarning, match=r"training_step changed self\.batches\. .* 4 microbatches")
+    with warned, warning_of_numbers_kept(module, "training_step", 4):
+        module.batches += 1
+    with warnings.catch_warnings(), warning_of_numbers_kept(module, "training_step", 4):
+        warnings.simplefilter("error")
+        module.name, module.another = "b", 3
+
+
+class Kept(L.LightningModule):
+    def __init__(self, width: int, options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("the fit has begun")
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def fit(key: str, value: Any, saves: bool, folder: Path) -> None:
+    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(), accelerator="cpu", devices=1, logger=False, enable_checkpointing=saves, **quiet
+    )
+    trainer.fit(Kept(2, {key: value}), [0])
+
+
+def test_hyperparameters_that_no_checkpoint_holds_are_refused_before_training(tmp_path: Path) -> None:
+    says = r"UnsupportedStateError: .*hparams\.options\.inner.*Kept\.save_hyperparameters.*ignore="
+    with pytest.raises(RanksFailed, match=says):
+        run_ranks(fit, 1, "inner", complex, True, tmp_path, elastic=True)
+    with pytest.raises(RanksFailed, match="the fit has begun"):
+        run_ranks(fit, 1, "inner", complex, False, tmp_path, elastic=True)
