@@ -14,7 +14,7 @@ user's code goes on with it as if it had been computed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -148,7 +148,6 @@ class Passage:
     calls: int = 0
     active: bool = False
     differentiates: bool = False
-    on_enter: Callable[[], None] | None = None
 
     @property
     def entered(self) -> bool:

@@ -14,7 +14,7 @@ batch). What of it crosses between stages is found by ``crossing.py``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,9 @@ class Stage:
         foreign_buffers: Names of buffers that stay here for code around the blocks but are another stage's state.
         incomplete: By name, every module of which another stage holds parameters.
         hollow: The parameters that other stages hold, by name.
+        draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
+            forward, and in the backward of the same microbatch: there a block may run again, to recompute what
+            activation checkpointing didn't keep.
     """
 
     index: int
@@ -66,12 +69,14 @@ class Stage:
     foreign_buffers: set[str] = field(default_factory=set)
     incomplete: dict[str, nn.Module] = field(default_factory=dict)
     hollow: dict[str, Hollow] = field(default_factory=dict)
+    draws: Callable[[int], Callable[[], None]] | None = None
 
     def __post_init__(self) -> None:
         self.passage = Passage(self.index, self.hollow)
         self._trace: Trace | None = None
         self._elsewhere: set[nn.Module] = set()
         self._in_step = False
+        self._drawn: dict[int, Callable[[], None]] = {}
         self._inside: list[RemovableHandle] = []
 
     @property
@@ -108,7 +113,7 @@ class Stage:
         try:
             yield passage
         finally:
-            passage.active, passage.on_enter, self._trace = False, None, None
+            passage.active, self._trace = False, None
             while self._inside:
                 self._inside.pop().remove()
 
@@ -171,6 +176,8 @@ class Stage:
 
     def _enter(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         passage = self.passage
+        if index in self.owned and self.draws is not None:
+            self._drawn[index] = self.draws(index)
         if not passage.active:
             return  # recomputation under activation checkpointing
         if self._trace is not None:
@@ -184,8 +191,6 @@ class Stage:
                     " pipeline_parallel_size=1."
                 )
             passage.entered_at = passage.counted
-            if passage.on_enter is not None:
-                passage.on_enter()
         refuse((args, kwargs), self.blocks[index])
         if passage.searching or any(key[:2] == ("inside", index) for key in passage.wanted):
             self._watch_inside(index, block)
@@ -225,6 +230,8 @@ class Stage:
 
     def _leave(self, index: int, _block: nn.Module, _args: Any, output: Any) -> None:
         passage = self.passage
+        if index in self._drawn:
+            self._drawn.pop(index)()
         if not passage.active:
             return
         if index in self.owned:

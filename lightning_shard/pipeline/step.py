@@ -51,7 +51,7 @@ class PipelinedStep:
         actions: Sequence[Action],
         *,
         loss_of: Callable[[Any], Tensor],
-        before_backward: Callable[[bool], None],
+        before_backward: Callable[[int, bool], None],
         backward: Callable[[Tensor], None],
     ) -> list[Any]:
         """Forwards and backwards in the schedule's order.
@@ -61,7 +61,7 @@ class PipelinedStep:
             microbatches: What they hold; the same on every stage.
             actions: This stage's order.
             loss_of: The loss in what the step returned, scaled to be summed over microbatches; last stage only.
-            before_backward: Told before each backward whether it's the last.
+            before_backward: Told before each backward which microbatch's it is, and whether it's the last.
             backward: Runs the loss's backward.
 
         Returns:
@@ -79,7 +79,7 @@ class PipelinedStep:
                     results[i] = tree.map_leaves(_detached, result)  # keep no graph alive
                 in_flight[i] = _InFlight(passage.received, passage.sent, loss)
             else:
-                before_backward(i == last_backward)
+                before_backward(i, i == last_backward)
                 self._backward(in_flight.pop(i), backward)
         self.channel.flush()
         return [results[i] for i in sorted(results)]

@@ -79,7 +79,8 @@ class PipelinedSteps:
             with precision.train_step_context():
                 return self._run("training_step", draw, i, parts[i], args, kwargs)
 
-        def before_backward(is_last: bool) -> None:
+        def before_backward(i: int, is_last: bool) -> None:
+            self._seed(draw, i)
             expect_backward(module, reduces=is_last and not accumulating, reshards=is_last)
 
         with (
@@ -128,10 +129,8 @@ class PipelinedSteps:
         return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
     def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seed = randomness.derive(draw, i, self._layout.data_rank)
-        randomness.seed_all(seed)  # the same on every stage, for what runs before the blocks
+        randomness.seed_all(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
         passage = self._stage.passage
-        passage.on_enter = lambda: randomness.seed_all(randomness.derive(seed, self._stage.index))
 
         def step() -> Any:
             try:
@@ -146,6 +145,18 @@ class PipelinedSteps:
 
         result = call_through(self._module, step)
         return result if self._stage.is_last else None
+
+    def _seed(self, draw: int, i: int) -> int:
+        """The seed of a microbatch; from now on, blocks draw as they do for it."""
+        seed = randomness.derive(draw, i, self._layout.data_rank)
+
+        def of_block(index: int) -> Callable[[], None]:
+            put_back = randomness.remember(self._device)
+            randomness.seed_all(randomness.derive(seed, "block", index))
+            return put_back
+
+        self._stage.draws = of_block
+        return seed
 
     def _remember(self) -> Callable[[], None]:
         put_back = (remember(self._module), self._logs.remember())

@@ -49,19 +49,29 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-@contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn or seeded inside leaves no trace."""
+def remember(device: torch.device) -> Callable[[], None]:
+    """Note where all generators stand; returns what puts them back there."""
     python, numpy_, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         random.setstate(python)
         np.random.set_state(numpy_)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
+
+    return put_back
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn or seeded inside leaves no trace."""
+    put_back = remember(device)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:

@@ -372,3 +372,27 @@ def test_each_sample_is_predicted_once_where_data_ranks_dont_divide_them() -> No
         for data_rank, own in run_ranks(predict, 4, sizes, samples, elastic=True):
             assert by_data_rank.setdefault(data_rank, own) == own
         assert by_data_rank == {rank: expected[rank::2] for rank in range(2)}
+
+
+def drop_out(recomputes: bool) -> Any:
+    import transformers as hf
+
+    class Drops(Model):
+        def __init__(self) -> None:
+            super().__init__("gpt2", on_meta=True)
+            self.on_meta = False
+            torch.manual_seed(1)
+            sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
+            self.model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.5))
+            if recomputes:
+                self.model.gradient_checkpointing_enable()
+
+    return train("gpt2", layout(pipeline=2), steps=2, module=Drops)
+
+
+def test_blocks_that_are_recomputed_draw_the_dropout_masks_of_their_forward() -> None:
+    sizes = layout(pipeline=2)
+    kept = combine(run_ranks(drop_out, 2, False, elastic=True), sizes)
+    recomputed = combine(run_ranks(drop_out, 2, True, elastic=True), sizes)
+    assert largest_difference(recomputed.gradients, kept.gradients) < 1e-7
+    assert largest_difference(recomputed.parameters, kept.parameters) < 1e-6

@@ -202,7 +202,7 @@ def _run(
         parts,
         actions,
         loss_of=lambda loss: loss / len(parts),
-        before_backward=lambda _: None,
+        before_backward=lambda *_: None,
         backward=lambda loss: loss.backward(),
     )
 
