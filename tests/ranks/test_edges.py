@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint as recompute
 from torchmetrics import MeanMetric, MinMaxMetric
 
 from lightning_shard import HybridShardStrategy
@@ -374,20 +375,30 @@ def test_each_sample_is_predicted_once_where_data_ranks_dont_divide_them() -> No
         assert by_data_rank == {rank: expected[rank::2] for rank in range(2)}
 
 
+class Dropping(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(4))
+        self.head = nn.Linear(32, 64)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = recompute(layer, hidden, use_reentrant=False) if self.recomputes else layer(hidden)
+        return self.head(hidden)
+
+
+class DropsOut(Model):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__("gpt")
+        torch.manual_seed(1)
+        self.model = Dropping(recomputes)
+
+
 def drop_out(recomputes: bool) -> Any:
-    import transformers as hf
-
-    class Drops(Model):
-        def __init__(self) -> None:
-            super().__init__("gpt2", on_meta=True)
-            self.on_meta = False
-            torch.manual_seed(1)
-            sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
-            self.model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.5))
-            if recomputes:
-                self.model.gradient_checkpointing_enable()
-
-    return train("gpt2", layout(pipeline=2), steps=2, module=Drops)
+    return train("gpt", layout(pipeline=2), steps=2, module=lambda: DropsOut(recomputes))
 
 
 def test_blocks_that_are_recomputed_draw_the_dropout_masks_of_their_forward() -> None:
