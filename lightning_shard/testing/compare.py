@@ -237,9 +237,10 @@ def _logs_apart(
     expected: Mapping[str, float], parts: Sequence[Mapping[str, float]], ranks: tuple[int, ...], tolerance: float
 ) -> Iterator[Apart]:
     for name, value in expected.items():
-        own = [part.get(name) for part in parts]
-        mean = None if None in own else sum(own) / len(own)  # type: ignore[arg-type]
-        if apart := _apart("log", name, value, mean, ranks, tolerance, _FLOOR):
+        own = [part[name] for part in parts if name in part]
+        if not own and 0 not in ranks:
+            continue  # rank_zero_only
+        if apart := _apart("log", name, value, sum(own) / len(own) if own else None, ranks, tolerance, _FLOOR):
             yield apart
     for name in sorted({name for part in parts for name in part} - expected.keys()):
         yield Apart("log", name, "nothing", _shown(parts[0].get(name)), ranks, math.inf)

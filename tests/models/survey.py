@@ -86,7 +86,7 @@ def _compare(
         except TrainsDifferently as different:
             results[layout] = {"result": "different", "why": str(different)}
         except RanksFailed as failed:
-            results[layout] = {"result": "crashed", "why": _reason(failed), "account": str(failed)[-4000:]}
+            results[layout] = {"result": "crashed", "why": _reason(failed)}
     return {"layouts": results}
 
 
