@@ -1,7 +1,7 @@
 """Lightning's ModelSummary, plain and rich, tells of the whole model, with this rank's part beside it.
 
 The callbacks look at the module when it is laid out already. Private in Lightning 2.6 and used here: their
-``_summary``, ``_max_depth``, and a summary's ``_get_summary_data``. The column's name is the one that the rich one knows.
+``_summary``, ``_max_depth``, and a summary's ``_get_summary_data``. The column's name is one that the rich one knows.
 """
 
 from __future__ import annotations
