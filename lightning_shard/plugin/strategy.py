@@ -59,6 +59,7 @@ from lightning_shard.plugin.state import (
     check_same_groups,
     groups_of,
 )
+from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.walks import Walks
 from lightning_shard.plugin.weights import LossWeights, Weight, weighted
 from lightning_shard.sharding import local_tensor
@@ -351,8 +352,13 @@ class HybridShardStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_hyperparameters(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if self.layout.pipeline_parallel_size == 1 and self.world_size > 1:
+            summarize_beside(callbacks)
         if known is None:
             self._built = Built.of(module)
+            if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
+                summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
             self.precision_plugin.convert_module(module)
             known = assemble(
                 module,
@@ -393,7 +399,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
-            average_shards(trainer.callbacks, module)  # type: ignore[attr-defined]
+            average_shards(callbacks, module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
