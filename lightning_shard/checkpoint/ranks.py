@@ -170,8 +170,14 @@ def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Re
 
 
 def raised_by_all(error: BaseException) -> bool:
-    """Whether all ranks that work together raise at this moment, so that a collective may follow."""
-    return getattr(error, _RAISED_BY_ALL, False)
+    """Whether all ranks that work together raise at this moment, so that a collective may follow.
+
+    Also where a rank raises another error from the one that it was told: those that had no such error do not.
+    """
+    known: BaseException | None = error
+    while known is not None and not getattr(known, _RAISED_BY_ALL, False):
+        known = known.__cause__
+    return known is not None
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Saves on several processes: every part is written once, and comes back on any other layout byte for byte."""
 
+import errno
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint.convert import write
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -270,3 +273,18 @@ def test_nested_states_of_dtensors_need_no_mesh(tmp_path):
             tensor.zero_()
         checkpoint.load(path, nested)
         assert_holds({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})
+
+
+def gather_to_a_full_disk(folder: str) -> str:
+    """Only the first rank makes room for the file, and meets the error itself; the other is told of it."""
+    checkpoint.save({"w": torch.arange(4.0)}, f"{folder}/c")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(write, "_reserve", side_effect=full), pytest.raises(CheckpointError) as caught:
+        checkpoint.gather(f"{folder}/c", f"{folder}/model.safetensors")
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_gather_that_fails_on_one_rank_fails_on_all_and_none_waits(tmp_path):
+    for message in run_ranks(gather_to_a_full_disk, 2, str(tmp_path), timeout_s=40):
+        assert "No space left on device" in message
