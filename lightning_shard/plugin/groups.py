@@ -51,8 +51,9 @@ class Groups:
         pipeline = mesh[PIPELINE_AXIS].get_group()
         backward = pipeline
         if layout.pipeline_parallel_size > 1:
-            pipeline, _ = dist.new_subgroups_by_enumeration(layout.pipelines(), timeout=timeout)
-            backward, _ = dist.new_subgroups_by_enumeration(layout.pipelines(), timeout=timeout)
+            pipelines = [ranks[::-1] for ranks in layout.pipelines()]
+            pipeline, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
+            backward, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
         if len(layout.data_axes) == 1:
             data = mesh[layout.data_axes[0]].get_group()
         else:
