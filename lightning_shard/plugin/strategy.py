@@ -80,7 +80,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
         schedule: ``"1F1B"`` or ``"GPipe"``.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
-        pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``. Default: found.
+        pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
+            and modules in the order in which they run. Default: found.
         loss_weight: A function of a batch that says how much its loss counts, such as its number of tokens that aren't
             padding: then losses that are means over tokens are so over the whole global batch, however it was cut
             into microbatches and dealt to data ranks. Default: all parts count alike.
@@ -109,7 +110,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         microbatches: int | None = None,
         schedule: str = "1F1B",
         placement: Literal["auto", "even"] | Sequence[int] = "auto",
-        pipeline_blocks: str | None = None,
+        pipeline_blocks: str | Sequence[str] | None = None,
         tensor_parallel_plan: Plan | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         activation_checkpointing: Any = None,
