@@ -74,11 +74,13 @@ class Blocks:
         return replace(self, names=names, parts=tuple(place.items()))
 
 
-def block_lists(root: nn.Module) -> dict[str, list[str]]:
-    """Every outermost list of blocks that hold parameters: its path, and its blocks' names.
+def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]:
+    """Every outermost list of at least two modules of one class that hold parameters: its path, and its blocks' names.
 
-    Its blocks are of one class, or of several of which one is there twice, as attention and state-space layers in turn.
     A list inside a block (the experts of a mixture, say) isn't one of the model's.
+
+    Args:
+        mixed: Also lists of several classes of which one is there twice, as attention and state-space layers in turn.
     """
     found: dict[str, list[str]] = {}
     for path, module in root.named_modules():
@@ -87,8 +89,8 @@ def block_lists(root: nn.Module) -> dict[str, list[str]]:
         children = dict(module.named_children())
         classes = [type(child) for child in children.values() if _holds(child)]
         alike = len(set(classes)) == 1 and len(classes) == len(children)
-        mixed = len(set(classes)) < len(classes) and len(children) > 2
-        if len(classes) > 1 and (alike or mixed):
+        in_turn = mixed and len(set(classes)) < len(classes) and len(children) > 2
+        if len(classes) > 1 and (alike or in_turn):
             found[path] = [f"{path}.{name}" for name in children]
     return found
 
@@ -108,7 +110,7 @@ def find_blocks(root: nn.Module, path: str | Sequence[str] | None = None) -> Blo
     Raises:
         PlacementError: No list, or none by this name; says which there are.
     """
-    lists = block_lists(root)
+    lists = block_lists(root, mixed=True)
     if path is None:
         groups = _chain(root, lists) or _sequential(root)
         if not groups:

@@ -68,8 +68,8 @@ class Unknown(torch.Tensor):
         unknown = first_unknown(taken)
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
-        if args and isinstance(args[0], Hollow) and writes(name):
-            return args[0]  # it has no memory: initialisation of a module that another stage holds
+        if args and isinstance(args[0], Unknown) and writes(name) and _has_no_memory(args[0]):
+            return args[0]  # a module that another stage holds is initialised, or changed by the user's code
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if unknown is None:
@@ -136,6 +136,12 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
     base = base_of(tensor)
     if base is not None:
         mark(base, origin)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Whether it is a hollow parameter or an alias of one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size()))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

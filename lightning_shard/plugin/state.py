@@ -26,7 +26,9 @@ class Built:
 
     @classmethod
     def of(cls, module: nn.Module) -> Built:
-        return cls({id(p): (weakref.ref(p), name) for name, p in module.named_parameters()})
+        # torch swaps the contents of DTensors that it moves, and refuses where a weak reference is
+        named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
+        return cls({id(p): (weakref.ref(p), name) for name, p in named})
 
     def replace(self, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> None:
         """Give optimizers that were made early, as LightningCLI's are, what the parameters have become.

@@ -2,7 +2,7 @@
 
 A sum over them, a norm, or a zip with another module's would be of this stage only. So ``parameters()`` raises where it
 would go on past the first, and ``named_parameters()``, with which most work is on each by itself, says so once. Steps
-have a guard of their own (``pipelined.py``), and ``configure_optimizers`` runs before.
+have a guard of their own (``pipeline/stage.py``), and ``configure_optimizers`` runs before.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Walks:
 
     def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
         self._incomplete = incomplete
+        self._of_stage = {name: module.__dict__["named_parameters"] for name, module in incomplete.items()}
         self._has_warned = False
 
     def guard(self) -> None:
@@ -36,9 +37,9 @@ class Walks:
             module.__dict__["named_parameters"] = self._warning(name, module)
 
     def release(self) -> None:
-        for module in self._incomplete.values():
+        for name, module in self._incomplete.items():
             module.__dict__.pop("parameters", None)
-            module.__dict__.pop("named_parameters", None)
+            module.__dict__["named_parameters"] = self._of_stage[name]
 
     def _refusing(self, name: str, module: nn.Module) -> Any:
         def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -56,7 +57,7 @@ class Walks:
 
     def _warning(self, name: str, module: nn.Module) -> Any:
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            for place, named in enumerate(type(module).named_parameters(module, *args, **kwargs)):
+            for place, named in enumerate(self._of_stage[name](*args, **kwargs)):
                 if place == 1 and not self._has_warned and not _takes_parts(sys._getframe(1).f_globals):
                     self._has_warned = True
                     rank_zero_warn(

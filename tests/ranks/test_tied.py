@@ -205,8 +205,7 @@ REFUSED = {
     Grouped: r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001",
     Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
     FreezesByPlace: r"embed_tokens\.weight is on pipeline stages .* only some of them train it: freeze",
-    AlsoOutside: r"trains parameters outside the network 'model'.*condition\.weight",
-    BuffersOnBothSides: r"runs before the blocks and after them, and has buffers \(seen\)",
+    BuffersOnBothSides: r"runs in several places around the blocks, and has buffers \(seen\)",
 }
 
 
