@@ -14,7 +14,7 @@ user's code goes on with it as if it had been computed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -84,6 +84,9 @@ class Delivery(tree.Leaf):
         slots: What each value is.
         outputs: What each block so far returned, with slots for tensors.
         inside: By block, what the hooks of modules inside it saw: a name, and arguments and output with slots.
+        kept: By block, the attributes that modules inside it have set: a module's name, the attribute's, and its value
+            with slots; ``None`` for what holds no tensor.
+        changed: By block, which of the tensors among its arguments it has written to.
         unavailable: What was asked for and is computed from parameters that a later stage holds.
         counted: The operations until the next stage's first block was called.
     """
@@ -91,6 +94,8 @@ class Delivery(tree.Leaf):
     slots: dict[Key, Slot] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
+    kept: dict[int, list[tuple[str, str, Any]]] = field(default_factory=dict)
+    changed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
 
@@ -137,6 +142,8 @@ class Passage:
     received: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
+    kept: dict[int, list[tuple[str, str, Any]]] = field(default_factory=dict)
+    changed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
     wanted: frozenset[Key] = frozenset()
     sent: dict[Key, Tensor] = field(default_factory=dict)
@@ -159,6 +166,10 @@ class Passage:
         Args:
             written: Whether it is a tensor that was there before, and was changed.
         """
+        with torch.set_grad_enabled(self.differentiates):  # also where the code around it has no gradients
+            return self._produced(key, tensor, parents, written)
+
+    def _produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...], written: bool) -> Tensor:
         if key in self.received:
             sent = self.received[key].clone()  # code may change it in place: what was received gathers a gradient
             if not written:
@@ -193,6 +204,8 @@ class Passage:
                 " depend on a batch's shapes, not on its values."
             )
         keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
+        if not keys:
+            raise StepError(sentence)
         self.missing = Request(done=False, keys=tuple(keys), sentence=sentence)
         raise StageEnd
 
@@ -229,6 +242,13 @@ class Passage:
         """The nearest values that the stage before has come to: it ran all code until this stage's first block."""
         if self.stage == 0:
             raise StepError(sentence + _why_late(value))
+        keys: list[Key] = []
+        for each in _walk(value, lambda found: self._is_had_before(found, sentence)):
+            if self._is_had_before(each, sentence):
+                keys.append(each.key)
+        return keys
+
+    def _is_had_before(self, value: Value, sentence: str) -> bool:
         if value.hollow is not None:
             if value.hollow.holder > self.stage:
                 raise StepError(sentence + _why_late(value))
@@ -238,13 +258,23 @@ class Passage:
                     f" microbatch ({value.hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
                     " share their weights."
                 )
-            return [value.key]
+            return True
         kind, number = value.key[:2]
         if kind != "operation":
-            return [value.key]
-        if (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable:
-            return [value.key]
-        return list(chain.from_iterable(self._sources_of(parent, sentence) for parent in value.parents))
+            return True
+        return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
+
+
+def _walk(value: Value, ends: Callable[[Value], bool]) -> Iterator[Value]:
+    """A value and what it was computed from, each once; nothing beyond those where it ends."""
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        each = waiting.pop()
+        yield each
+        for parent in () if ends(each) else each.parents:
+            if id(parent) not in seen:
+                seen.add(id(parent))
+                waiting.append(parent)
 
 
 def value_of(unknown: Unknown) -> Value | None:
@@ -266,10 +296,10 @@ def _why_late(value: Value) -> str:
 
 
 def _roots(value: Value) -> Iterator[Value]:
-    if not value.parents:
-        yield value
-    for parent in value.parents:
-        yield from _roots(parent)
+    return (each for each in _walk(value, lambda _: False) if not each.parents)
+
+
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class Trace(TorchFunctionMode):
@@ -288,8 +318,13 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended:
+        if self._suspended or (not torch.is_grad_enabled() and self._passage.differentiates and functions.is_inside()):
             return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            raise StepError(
+                f"The step takes gradients itself ({func.__name__}), and with several pipeline stages they would be of"
+                " one stage only: use pipeline_parallel_size=1."
+            )
         parents = self._unknown_in((args, kwargs))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")

@@ -7,9 +7,11 @@ itself. So while a thread traces, ``torch.autograd.Function.apply`` is one that 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 from torch.autograd import Function
@@ -42,6 +44,16 @@ def told_to(watcher: Watcher) -> Iterator[None]:
             _told_now.remove(watcher)
             if not _told_now:
                 Function.apply = _apply  # type: ignore[method-assign]
+
+
+def is_inside() -> bool:
+    """Whether the caller runs within an autograd function, however it was called: what it computes has no gradient."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _apply.__func__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _told(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ from lightning_shard.pipeline.crossing import (
     parameters_crossing,
     unknown_states,
 )
-from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
+from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, mark, refuse
 
 
 @dataclass(eq=False)
@@ -77,6 +77,8 @@ class Stage:
         self._elsewhere: set[nn.Module] = set()
         self._in_step = False
         self._drawn: dict[int, Callable[[], None]] = {}
+        self._given: dict[int, Any] = {}
+        self._before: _Before | None = None
         self._inside: list[RemovableHandle] = []
 
     @property
@@ -104,6 +106,8 @@ class Stage:
             dict(received),
             {**crossing.incoming.outputs, **(crossing.outgoing.outputs if crossing.outgoing else {})},
             {**crossing.incoming.inside, **(crossing.outgoing.inside if crossing.outgoing else {})},
+            {**crossing.incoming.kept, **(crossing.outgoing.kept if crossing.outgoing else {})},
+            {**crossing.incoming.changed, **(crossing.outgoing.changed if crossing.outgoing else {})},
             crossing.incoming.unavailable,
             frozenset(crossing.asked),
             active=True,
@@ -151,7 +155,15 @@ class Stage:
         """What goes out of a microbatch."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         unavailable = frozenset(crossing.unavailable)
-        return Delivery(slots, dict(passage.outputs), dict(passage.inside), unavailable, passage.counted)
+        return Delivery(
+            slots,
+            dict(passage.outputs),
+            dict(passage.inside),
+            dict(passage.kept),
+            dict(passage.changed),
+            unavailable,
+            passage.counted,
+        )
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         self.passage.on_missing(values, sentence)
@@ -194,6 +206,14 @@ class Stage:
         refuse((args, kwargs), self.blocks[index])
         if passage.searching or any(key[:2] == ("inside", index) for key in passage.wanted):
             self._watch_inside(index, block)
+        self._before = _Before.of(block, (args, kwargs)) if self._leaves_traces(index) else None
+
+    def _leaves_traces(self, index: int) -> bool:
+        """Whether it is to be seen what a block changes beside what it returns."""
+        passage = self.passage
+        if self.is_last:
+            return False
+        return passage.searching or any(key[:2] in (("kept", index), ("changed", index)) for key in passage.wanted)
 
     def _watch_inside(self, index: int, block: nn.Module) -> None:
         """Note what hooks inside of a block see, for the stages where its forward is stood in for."""
@@ -228,12 +248,12 @@ class Stage:
                 self.passage.sent[key] = leaf.clone()
         seen.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
-    def _leave(self, index: int, _block: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(self, index: int, _block: nn.Module, _args: Any, output: Any) -> Any:
         passage = self.passage
         if index in self._drawn:
             self._drawn.pop(index)()
         if not passage.active:
-            return
+            return None
         if index in self.owned:
             while self._inside:
                 self._inside.pop().remove()
@@ -242,8 +262,27 @@ class Stage:
                 passage.finished = True
             if not self.is_last:
                 self._note(index, output)
+            if self._before is not None:
+                self._note_traces(index, self._before)
+                self._before = None
         if self._trace is not None:
             self._trace.resume()
+        if index not in self.owned:
+            return self._given.pop(index, output)  # what hooks return was sent already
+        return None
+
+    def _note_traces(self, index: int, before: _Before) -> None:
+        passage = self.passage
+        changed, kept = before.changed(self.blocks[index]), before.kept()
+        if passage.searching:
+            passage.changed[index] = tuple(place for place, _ in changed)
+            passage.kept[index] = [(path, key, _slots(value)) for path, key, value in kept]
+        for place, tensor in changed:
+            passage.produced(("changed", index, place), tensor, written=True)
+        for number, (_, _, value) in enumerate(kept):
+            for place, (_, leaf) in enumerate(tree.walk(value)):
+                if isinstance(leaf, Tensor):
+                    passage.produced(("kept", index, number, place), leaf)
 
     def _note(self, index: int, output: Any) -> None:
         passage = self.passage
@@ -256,7 +295,9 @@ class Stage:
                 passage.sent[key] = leaf.clone()  # code may change it in place
         if passage.searching:
             passage.outputs[index] = tree.map_leaves(Slot.of, output)
-        elif is_handed_on and (slots := tree.map_leaves(Slot.of, output)) != passage.outputs[index]:
+        elif (is_handed_on or tree.is_node(output)) and (slots := tree.map_leaves(Slot.of, output)) != passage.outputs[
+            index
+        ]:
             raise StepError(
                 f"Stage {self.index} hands on {slots}, and handed on {passage.outputs[index]} for an earlier microbatch"
                 " of the same shapes: a hidden state's shapes may depend on those of the batch, not on its values (pad"
@@ -274,7 +315,7 @@ class _StandIn:
     name: str
     block: nn.Module
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage = self.stage.passage
         if not passage.active:
             raise StepError(
@@ -291,7 +332,26 @@ class _StandIn:
             )
         for call, (path, seen) in enumerate(passage.inside.get(self.index, ())):
             self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
-        return self._filled(passage.outputs[self.index], ("block", self.index), f"the output of {self.name}")
+        for number, (path, key, value) in enumerate(passage.kept.get(self.index, ())):
+            text = f"what {self.name} keeps as {key}"
+            scalar = Slot((), torch.get_default_dtype(), False)
+            filled = self._filled(scalar if value is None else value, ("kept", self.index, number), text)
+            self.block.get_submodule(path).__dict__[key] = filled
+        tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
+        for place in passage.changed.get(self.index, ()):
+            self._change(tensors[place], ("changed", self.index, place))
+        given = self._filled(passage.outputs[self.index], ("block", self.index), f"the output of {self.name}")
+        self.stage._given[self.index] = given
+        return given
+
+    def _change(self, tensor: Tensor, key: Key) -> None:
+        """What the block has written to one of its arguments."""
+        passage = self.stage.passage
+        origin = Origin(f"what {self.name} writes to its arguments, on an earlier stage,", passage.on_missing)
+        base = base_of(tensor)
+        for written in (tensor,) if base is None else (tensor, base):
+            mark(written, origin)
+        passage.produced(key, tensor, written=True)
 
     def _filled(self, values: Any, name: Key, text: str) -> Any:
         """Values of the stage that holds the block, in their nesting; what wasn't sent is unknown."""
@@ -318,6 +378,59 @@ class _StandIn:
                 hook(module, args, kwargs, output)
             else:
                 hook(module, args, output)
+
+
+@dataclass
+class _Before:
+    """What a block could change beside what it returns, as it was before its call."""
+
+    arguments: list[tuple[Any, int]]
+    attributes: list[tuple[str, nn.Module, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, block: nn.Module, arguments: Any) -> _Before:
+        noted = [(leaf, leaf._version if isinstance(leaf, Tensor) else 0) for _, leaf in tree.walk(arguments)]
+        return cls(noted, [(path, module, dict(vars(module))) for path, module in block.named_modules()]).with_sizes(
+            arguments
+        )
+
+    def with_sizes(self, arguments: Any) -> _Before:
+        self._containers = [(each, len(each)) for each in _containers(arguments)]
+        return self
+
+    def changed(self, name: str) -> list[tuple[int, Tensor]]:
+        """The tensors among the arguments that were written to, by their place.
+
+        Raises:
+            StepError: A list or dict among them has other entries.
+        """
+        if any(len(each) != size for each, size in self._containers):
+            raise StepError(
+                f"{name} changes a list or dict that it is given, which the other pipeline stages don't see: return"
+                " what it adds."
+            )
+        places = enumerate(self.arguments)
+        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
+
+    def kept(self) -> list[tuple[str, str, Any]]:
+        """The attributes that modules of the block have set."""
+        return [
+            (path, key, value)
+            for path, module, before in self.attributes
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key != "training" and before.get(key, before) is not value
+        ]
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, dict)):
+        yield value
+    for _, child in tree.children(value):
+        yield from _containers(child)
+
+
+def _slots(value: Any) -> Any:
+    return tree.map_leaves(Slot.of, value) if tree.tensors(value) else None
 
 
 def cut(

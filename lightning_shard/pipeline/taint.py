@@ -25,6 +25,11 @@ _AS_NUMBERS = {
     *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
 }
 """What gives Python a tensor's values."""
+_SHAPED_BY_VALUES = {
+    *("nonzero", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount", "argwhere"),
+    *("histc", "nonzero_static"),
+}
+"""What gives tensors whose sizes depend on values."""
 _WITHOUT_VALUES = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full", "new_tensor"),
@@ -70,8 +75,15 @@ class Unknown(torch.Tensor):
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
         if args and isinstance(args[0], Unknown) and writes(name) and _has_no_memory(args[0]):
             return args[0]  # a module that another stage holds is initialised, or changed by the user's code
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        if unknown is not None and (name in _SHAPED_BY_VALUES or _selects(name, args)):
+            _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.text}. {REMEDY}")
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if unknown is None:
+                raise
+            _miss([unknown], f"{name} can't be computed of {unknown.origin.text} ({error}). {REMEDY}")
         if unknown is None:
             return result
         known = {id(leaf) for leaf in leaves((args, kwargs))}  # what is handed back as it came stays so
@@ -136,6 +148,16 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
     base = base_of(tensor)
     if base is not None:
         mark(base, origin)
+
+
+def _selects(name: str, args: Sequence[Any]) -> bool:
+    """Whether a function takes those elements where an unknown mask is true."""
+    if name == "where" and len(args) == 1:
+        return True
+    if name not in ("__getitem__", "index"):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(leaf, Unknown) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves(args[1:]))
 
 
 def _has_no_memory(tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ from lightning_shard.pipeline.ties import Tie, find_ties
 from lightning_shard.plugin.memory import remember
 
 _EXAMPLE_TOKENS = 16
+_LIBRARIES = ("torch.", "transformers.")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def assemble(
         assert placement is not None
         is_last = layout.pipeline_rank == layout.pipeline_parallel_size - 1
         saved_elsewhere = set() if is_last else _on_every_stage(module, blocks)
+        _refuse_pre_hooks(module, blocks, placement)
         holders = Holders(blocks, placement)
         all_ties = _ties(module, holders)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
@@ -193,6 +195,19 @@ def _part(module: nn.Module, name: str) -> Part:
     part = getattr(module.get_submodule(parent), key)
     assert isinstance(part, (nn.Module, nn.Parameter))
     return part
+
+
+def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
+    """Forward hooks inside of blocks are run on other stages too; pre-hooks, which may change arguments, aren't."""
+    for name in blocks.names[: placement.stages[-1].blocks.start]:
+        for inner, part in module.get_submodule(name).named_modules():
+            hooks = part._forward_pre_hooks.values()
+            of_users = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)]
+            if inner and of_users:
+                raise PlacementError(
+                    f"{name}.{inner} has a forward pre-hook, which runs on the stage that holds {name} only: use a"
+                    " forward hook, which is given the arguments too, or pipeline_parallel_size=1."
+                )
 
 
 class Holders:

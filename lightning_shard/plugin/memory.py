@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from lightning_shard.pipeline.taint import Hollow
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""What every module has: its parameters, buffers, modules and hooks."""
 
 
 def remember(root: nn.Module) -> Callable[[], None]:
@@ -26,14 +30,18 @@ def remember(root: nn.Module) -> Callable[[], None]:
     parts = [(part, dict(vars(part)), dict(part._buffers)) for part in root.modules()]
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     containers: dict[int, tuple[Any, Any]] = {}
+    generators: list[tuple[torch.Generator, Tensor]] = []
     for part, attributes, buffers in parts:
         for value in (*attributes.values(), *buffers.values(), *_held_by_hooks(part)):
             if isinstance(value, Tensor) and not isinstance(value, (Hollow, nn.Parameter)):
                 tensors.setdefault(id(value), (value, value.detach().clone()))
         hooks = [attributes[key] for key in _HOOKS if attributes.get(key) is not None]
-        public = [value for key, value in attributes.items() if not key.startswith("_")]
-        for value in (*hooks, *public, *_held_by_hooks(part)):
-            if type(value) in (list, dict, set, OrderedDict):
+        own = [value for key, value in attributes.items() if key not in _OF_TORCH]
+        for value in own:
+            if isinstance(value, torch.Generator):
+                generators.append((value, value.get_state()))
+        for value in (*hooks, *own, *_held_by_hooks(part)):
+            if type(value) in (list, dict, set, OrderedDict, deque):
                 containers.setdefault(id(value), (value, value.copy()))
 
     @torch.no_grad()
@@ -48,7 +56,9 @@ def remember(root: nn.Module) -> Callable[[], None]:
             tensor.copy_(copy)
         for container, copy in containers.values():
             container.clear()
-            container.extend(copy) if isinstance(container, list) else container.update(copy)
+            container.extend(copy) if isinstance(container, (list, deque)) else container.update(copy)
+        for generator, state in generators:
+            generator.set_state(state)
 
     return put_back
 

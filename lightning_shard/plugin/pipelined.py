@@ -131,6 +131,8 @@ class PipelinedSteps:
     def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         randomness.seed_all(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
         passage = self._stage.passage
+        if passage.searching:  # it may run again, and a step may change its batch
+            part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
 
         def step() -> Any:
             try:

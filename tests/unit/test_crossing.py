@@ -440,6 +440,164 @@ def test_a_blocks_parameter_used_beside_it() -> None:
     assert_alike(seeded(ByHand), loss, batches(), 3)
 
 
+# -- what blocks do beside what they return
+
+
+class Keeping(Block):
+    """Keeps a loss, as mixtures of experts do, and adds to a tensor that it is given."""
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        result = super().forward(x)
+        self.aux = result.square().mean()
+        if condition is not None:
+            condition.add_(result.detach())
+        return result
+
+
+class Keeps(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(4))
+
+
+def with_losses_of_blocks(root: nn.Module, x: Tensor) -> Tensor:
+    return loss(root, x) + sum(block.aux for block in root.net.blocks)
+
+
+class Sums(Keeps):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        total = torch.zeros_like(hidden).detach()
+        for block in self.blocks:
+            hidden = block(hidden, total)
+        return self.head(self.norm(hidden + total))
+
+
+class WorksInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.scale)
+
+
+class Aliases(Net):
+    """An older name of what blocks change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WorksInPlace() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x) * 1
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+class Hooked(Net):
+    """A hook on each block gives another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+class Counts(Net):
+    """The number of elements depends on what this stage doesn't know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        many = hidden[hidden > 0].numel()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden)) * (1 + many / 100)
+
+
+class Clamps(Net):
+    """Changes a tensor that has gradients, without any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embed(x) * 2
+        with torch.no_grad():
+            first.clamp_(-1, 1)
+        hidden = first
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+@pytest.mark.parametrize(
+    ("network", "step"),
+    [(Keeps, with_losses_of_blocks), (Sums, loss), (Aliases, loss), (Hooked, loss), (Clamps, loss), (Counts, loss)],
+)
+def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
+    assert_alike(seeded(network), step, batches(), 3)
+
+
+own_function = OwnFunction.apply
+
+
+class CapturedFunction(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        condition = own_function(self.time(x[:, :1, None].float() / WORDS))
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+class Appending(Block):
+    def forward(self, x: Tensor, condition: Any = None) -> Tensor:
+        condition.append(x.mean())
+        return super().forward(x)
+
+
+class Appends(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Appending() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, means = self.embed(x), []
+        for block in self.blocks:
+            hidden = block(hidden, means)
+        return self.head(self.norm(hidden)) * sum(means)
+
+
+class Quantized(nn.Linear):
+    """A part that keeps a loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.loss = (result - x).square().mean()
+        return result
+
+
+class Commits(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantize = Quantized(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.quantize(self.embed(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden)) * (1 + self.quantize.loss)
+
+
+class Differentiates(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embed(x)
+        (slope,) = torch.autograd.grad(first.square().sum(), first, create_graph=True)
+        hidden = first + slope
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 # -- what can't be right is refused
 
 
@@ -488,6 +646,10 @@ class ValuesDecide(Conditioned):
     ("network", "says"),
     [
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
+        (Appends, "changes a list or dict that it is given"),
+        (CapturedFunction, "isn't known there"),
+        (Commits, "isn't known there"),
+        (Differentiates, r"takes gradients itself \(grad\)"),
         (Scripted, r"turned finite values into NaN.*scripted function"),
         (Twice, "a second time within one step"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
