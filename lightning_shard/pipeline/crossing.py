@@ -56,11 +56,12 @@ class StageEnd(BaseException):
 
 @dataclass(frozen=True)
 class Slot(tree.Leaf):
-    """Where a tensor stands in what crosses, and what it is."""
+    """Where a tensor stands in what crosses, and what it is; of a block's output also which argument it is, if any."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    argument: int | None = field(default=None, compare=False)
 
     @staticmethod
     def of(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from typing import Any, NoReturn
@@ -294,7 +294,8 @@ class Stage:
             if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
                 passage.sent[key] = leaf.clone()  # code may change it in place
         if passage.searching:
-            passage.outputs[index] = tree.map_leaves(Slot.of, output)
+            assert self._before is not None
+            passage.outputs[index] = tree.map_leaves(self._before.slot, output)
         elif (is_handed_on or tree.is_node(output)) and (slots := tree.map_leaves(Slot.of, output)) != passage.outputs[
             index
         ]:
@@ -340,7 +341,7 @@ class _StandIn:
         tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
         for place in passage.changed.get(self.index, ()):
             self._change(tensors[place], ("changed", self.index, place))
-        given = self._filled(passage.outputs[self.index], ("block", self.index), f"the output of {self.name}")
+        given = self._filled(passage.outputs[self.index], ("block", self.index), f"the output of {self.name}", tensors)
         self.stage._given[self.index] = given
         return given
 
@@ -353,7 +354,7 @@ class _StandIn:
             mark(written, origin)
         passage.produced(key, tensor, written=True)
 
-    def _filled(self, values: Any, name: Key, text: str) -> Any:
+    def _filled(self, values: Any, name: Key, text: str, arguments: Sequence[Any] = ()) -> Any:
         """Values of the stage that holds the block, in their nesting; what wasn't sent is unknown."""
         passage = self.stage.passage
         places = count()
@@ -362,6 +363,8 @@ class _StandIn:
             key = (*name, next(places))
             if not isinstance(leaf, Slot):
                 return leaf
+            if leaf.argument is not None and isinstance(arguments[leaf.argument], Tensor):
+                return passage.produced(key, arguments[leaf.argument], written=True)
             if key in passage.received:
                 return passage.produced(key, passage.received[key])
             tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
@@ -397,6 +400,11 @@ class _Before:
     def with_sizes(self, arguments: Any) -> _Before:
         self._containers = [(each, len(each)) for each in _containers(arguments)]
         return self
+
+    def slot(self, leaf: Any) -> Any:
+        """An output's; it may be an argument, handed on."""
+        place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
+        return replace(Slot.of(leaf), argument=place) if isinstance(leaf, Tensor) else leaf
 
     def changed(self, name: str) -> list[tuple[int, Tensor]]:
         """The tensors among the arguments that were written to, by their place.
