@@ -30,6 +30,8 @@ _SHAPED_BY_VALUES = {
     *("histc", "nonzero_static"),
 }
 """What gives tensors whose sizes depend on values."""
+_TO_INTEGERS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "floor_divide", "round", "bucketize"}
+"""What makes integers of floating-point numbers."""
 _WITHOUT_VALUES = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full", "new_tensor"),
@@ -92,6 +94,8 @@ class Unknown(torch.Tensor):
                 _mark_written(written, unknown.origin)
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
+                if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not _has_no_memory(leaf):
+                    leaf.zero_()  # NaN as an index would be out of range: on CUDA that ends the process
                 mark(leaf, unknown.origin)
         return result
 
