@@ -174,7 +174,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "almost-a-grid": almost_a_grid,
     "tensors-of-the-same-bytes": many_of_one,
     "tensors-of-nothing": lambda m: m.update(
-        model={f"t{i}": {"dtype": "F32", "shape": [0], "chunks": []} for i in range(50_000)}
+        model={f"t{i}": {"dtype": "F32", "shape": [0], "chunks": []} for i in range(20_000)}
     ),
     "aliases-of-one": lambda m: m["model"].update({f"a{i}": {"same_as": "w"} for i in range(10_000)}),
     "alias-of-itself": lambda m: m["model"].update(w={"same_as": "w"}),
