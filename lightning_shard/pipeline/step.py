@@ -103,6 +103,8 @@ class PipelinedStep:
         _check_order(passage, crossing)
         if crossing.outgoing is not None:
             self.channel.send(passage.sent, crossing.outgoing.slots)
+            # gradients come back in the order in which values were agreed to be sent
+            passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
         return passage, result
 
     def _find_crossing(self, run: RunStep, i: int) -> tuple[Passage, Any, Crossing]:
