@@ -14,7 +14,7 @@ user's code goes on with it as if it had been computed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,8 +30,9 @@ from lightning_shard.pipeline import functions, tree
 from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, fill, leaves, mark, writes
 
 Key = tuple[Any, ...]
-"""A value's name: ``("operation", number, leaf, function)``, ``("block", number, leaf)``, ``("inside", block, call,
-leaf)`` for what hooks inside of a block see, or ``("parameter", name)``."""
+"""A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or of a block's call
+(:class:`BlockCall`) ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, attribute,
+leaf)``, ``("changed", block, argument)``."""
 
 LARGEST_PARAMETER = 2**24
 """Elements of a parameter that may be sent with each microbatch, to a stage that uses it beside its holder."""
@@ -78,25 +79,36 @@ class Value:
 
 
 @dataclass(frozen=True)
+class BlockCall(tree.Leaf):
+    """What a block did where it is, for the stages where it is stood in for; with slots for tensors.
+
+    Attributes:
+        output: What it returned.
+        inside: What the forward hooks of modules inside it saw: a module's name, and arguments and output.
+        kept: The attributes that modules inside it have set: a module's name, the attribute's, and its value; ``None``
+            for what holds no tensor.
+        changed: Which of the leaves among its arguments it has written to.
+    """
+
+    output: Any
+    inside: tuple[tuple[str, Any], ...] = ()
+    kept: tuple[tuple[str, str, Any], ...] = ()
+    changed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Delivery(tree.Leaf):
     """What one stage sends the next of each microbatch of a signature.
 
     Attributes:
         slots: What each value is.
-        outputs: What each block so far returned, with slots for tensors.
-        inside: By block, what the hooks of modules inside it saw: a name, and arguments and output with slots.
-        kept: By block, the attributes that modules inside it have set: a module's name, the attribute's, and its value
-            with slots; ``None`` for what holds no tensor.
-        changed: By block, which of the tensors among its arguments it has written to.
+        blocks: What each block so far did.
         unavailable: What was asked for and is computed from parameters that a later stage holds.
         counted: The operations until the next stage's first block was called.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
-    kept: dict[int, list[tuple[str, str, Any]]] = field(default_factory=dict)
-    changed: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    blocks: dict[int, BlockCall] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
 
@@ -130,6 +142,7 @@ class Passage:
 
     Attributes:
         searching: Whether it is being found out what crosses.
+        blocks: What each block has done, of earlier stages as announced.
         wanted: Names of what goes out, beside the hidden state.
         known: By the name of every value outside of the blocks, ``None``, or what it would be computed from if it isn't
             known here. While searching only.
@@ -141,10 +154,7 @@ class Passage:
     hollow: Mapping[str, Hollow]
     searching: bool = False
     received: dict[Key, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    inside: dict[int, list[tuple[str, Any]]] = field(default_factory=dict)
-    kept: dict[int, list[tuple[str, str, Any]]] = field(default_factory=dict)
-    changed: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    blocks: dict[int, BlockCall] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
     wanted: frozenset[Key] = frozenset()
     sent: dict[Key, Tensor] = field(default_factory=dict)
@@ -160,6 +170,17 @@ class Passage:
     @property
     def entered(self) -> bool:
         return self.entered_at is not None
+
+    def wants(self, kind: str, block: int) -> bool:
+        """Whether what a block does beside returning something goes out."""
+        return self.searching or any(key[:2] == (kind, block) for key in self.wanted)
+
+    def check_differentiates(self) -> None:
+        if torch.is_grad_enabled() != self.differentiates:
+            raise StepError(
+                "The blocks run with gradients switched off within a step that needs them, so no gradient would cross"
+                " the stages: with activation checkpointing, use use_reentrant=False."
+            )
 
     def produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...] = (), *, written: bool = False) -> Tensor:
         """A value of this name was computed: what the user's code goes on with.
@@ -244,9 +265,13 @@ class Passage:
         if self.stage == 0:
             raise StepError(sentence + _why_late(value))
         keys: list[Key] = []
-        for each in _walk(value, lambda found: self._is_had_before(found, sentence)):
+        waiting, seen = [value], {id(value)}
+        while waiting:
+            each = waiting.pop()
             if self._is_had_before(each, sentence):
                 keys.append(each.key)
+            else:
+                waiting += _not_yet(each.parents, seen)
         return keys
 
     def _is_had_before(self, value: Value, sentence: str) -> bool:
@@ -266,16 +291,11 @@ class Passage:
         return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
 
 
-def _walk(value: Value, ends: Callable[[Value], bool]) -> Iterator[Value]:
-    """A value and what it was computed from, each once; nothing beyond those where it ends."""
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        each = waiting.pop()
-        yield each
-        for parent in () if ends(each) else each.parents:
-            if id(parent) not in seen:
-                seen.add(id(parent))
-                waiting.append(parent)
+def _not_yet(values: Iterable[Value], seen: set[int]) -> list[Value]:
+    """Those that weren't seen, each once: what a value is computed from may meet again."""
+    new = {id(value): value for value in values if id(value) not in seen}
+    seen.update(new)
+    return list(new.values())
 
 
 def value_of(unknown: Unknown) -> Value | None:
@@ -297,7 +317,12 @@ def _why_late(value: Value) -> str:
 
 
 def _roots(value: Value) -> Iterator[Value]:
-    return (each for each in _walk(value, lambda _: False) if not each.parents)
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        each = waiting.pop()
+        if not each.parents:
+            yield each
+        waiting += _not_yet(each.parents, seen)
 
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

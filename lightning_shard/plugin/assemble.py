@@ -20,8 +20,9 @@ from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itse
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import Part, measure, watch
+from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.stage import Stage, cut
+from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
 from lightning_shard.plugin.memory import remember

@@ -17,9 +17,10 @@ from lightning_shard.errors import StepError
 from lightning_shard.parallel.blocks import find_blocks
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
+from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedule import order
-from lightning_shard.pipeline.stage import Stage, cut
+from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.plugin.assemble import Holders

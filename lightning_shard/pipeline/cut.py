@@ -1,0 +1,120 @@
+"""Cut a model to one stage, in place.
+
+The stage keeps its range of blocks, and of what runs around blocks the parts whose place is in that range. Names of
+parameters never change. Everything else stays the object that it is, so that the user's own code runs unmodified, but
+its parameters are :class:`Hollow`: right shape and dtype, no memory, and what is computed from them is unknown
+(``taint.py``). The forward of other stages' blocks is stood in for (``standin.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.standin import StandIn
+from lightning_shard.pipeline.taint import Hollow
+
+
+def cut(
+    root: nn.Module,
+    blocks: Sequence[str],
+    owned: range,
+    *,
+    network: str,
+    index: int,
+    count: int,
+    parts: Mapping[str, int],
+    holder_of: Sequence[int],
+    kept: Collection[str],
+    device: torch.device,
+) -> Stage:
+    """Keep stage ``index`` of ``count`` of ``root``, in place.
+
+    Args:
+        root: The LightningModule.
+        blocks: Names of all blocks, in the order in which they run.
+        owned: Which of them this stage holds.
+        network: The name of the module that a step calls; ``""`` where it is ``root`` itself.
+        parts: Names of the modules and parameters around the blocks, and the stage that holds each.
+        holder_of: The stage that holds each block.
+        kept: Names of tied parameters that this stage holds, wherever they are used.
+        device: Where stand-ins live.
+    """
+    stage = Stage(index, count, blocks, owned, [*parts], network, device)
+    for part, holder in parts.items():
+        if holder != index:
+            stage.foreign_buffers.update(_hollow(root, part, holder, stage, kept))
+    for i, name in enumerate(blocks):
+        if i not in owned:
+            _hollow(root, name, holder_of[i], stage)
+            root.get_submodule(name).__dict__["forward"] = StandIn(stage, i, name, root.get_submodule(name))
+    stage.incomplete = _incomplete(root, stage.hollow)
+    for name, module in stage.incomplete.items():
+        module.__dict__["named_parameters"] = partial(_whole_only, stage, name, module.named_parameters)
+    return stage
+
+
+def _incomplete(root: nn.Module, hollow: Iterable[str]) -> dict[str, nn.Module]:
+    names = {""} if hollow else set()
+    for name in hollow:
+        parts = name.split(".")[:-1]
+        names.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return {name: root.get_submodule(name) for name in sorted(names)}
+
+
+def _hollow(root: nn.Module, name: str, holder: int, stage: Stage, kept: Collection[str] = ()) -> list[str]:
+    """Take a foreign part's parameters out of the model, leaving hollow tensors in their places.
+
+    Returns:
+        The names of its persistent buffers: they stay, and are no state of this stage.
+    """
+    parent, _, key = name.rpartition(".")
+    owner = root.get_submodule(parent)
+    if key in owner._parameters:
+        if name not in kept:
+            _hollow_parameter(owner, key, name, holder, stage)
+        return []
+    buffers = []
+    for inner, module in owner.get_submodule(key).named_modules():
+        path = f"{name}.{inner}" if inner else name
+        stage.elsewhere.add(module)
+        for parameter in [k for k, p in module._parameters.items() if p is not None and f"{path}.{k}" not in kept]:
+            _hollow_parameter(module, parameter, f"{path}.{parameter}", holder, stage)
+        for buffer in [k for k, b in module._buffers.items() if b is not None]:
+            if buffer not in module._non_persistent_buffers_set:
+                module._non_persistent_buffers_set.add(buffer)
+                buffers.append(f"{path}.{buffer}")
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            module.register_state_dict_post_hook(_without_extra_state)
+    return buffers
+
+
+def _without_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state.pop(f"{prefix}_extra_state", None)
+
+
+def _hollow_parameter(module: nn.Module, key: str, name: str, holder: int, stage: Stage) -> None:
+    parameter = module._parameters.pop(key)
+    assert parameter is not None
+    hollow = Hollow.of(parameter, stage.device, name, holder, stage.on_missing)
+    # Into __dict__: nn.Module.__setattr__ would take a tensor for an attempt to replace the parameter.
+    module.__dict__[key] = stage.hollow[name] = hollow
+
+
+def _whole_only(stage: Stage, name: str, whole: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """A module's ``named_parameters``: within a step its first, then it raises, since this stage hasn't all of them."""
+    if not stage.in_step:
+        yield from whole(*args, **kwargs)
+        return
+    yield from islice(whole(*args, **kwargs), 1)
+    raise StepError(
+        f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
+        " process has all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
+    )

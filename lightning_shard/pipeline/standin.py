@@ -1,0 +1,94 @@
+"""In place of a block that another stage holds, for the user's code around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
+from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.taint import Origin, base_of, mark
+
+
+@dataclass(eq=False)
+class StandIn:
+    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage."""
+
+    stage: Stage
+    index: int
+    name: str
+    block: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passage = self.stage.passage
+        if not passage.active:
+            raise StepError(
+                "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
+                " it in training_step, validation_step, test_step or predict_step, or use pipeline_parallel_size=1."
+            )
+        passage.check_differentiates()
+        if self.index >= self.stage.owned.stop:
+            raise StageEnd
+        done = passage.blocks.get(self.index)
+        if done is None:
+            raise StepError(
+                f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
+                " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
+            )
+        for call, (path, seen) in enumerate(done.inside):
+            self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
+        for number, (path, key, value) in enumerate(done.kept):
+            text = f"what {self.name} keeps as {key}"
+            scalar = Slot((), torch.get_default_dtype(), False)
+            filled = self._filled(scalar if value is None else value, ("kept", self.index, number), text)
+            self.block.get_submodule(path).__dict__[key] = filled
+        tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
+        for place in done.changed:
+            self._change(tensors[place], ("changed", self.index, place))
+        given = self._filled(done.output, ("block", self.index), f"the output of {self.name}", tensors)
+        self.stage.given[self.index] = given
+        return given
+
+    def _change(self, tensor: Tensor, key: Key) -> None:
+        """What the block has written to one of its arguments."""
+        passage = self.stage.passage
+        origin = Origin(f"what {self.name} writes to its arguments, on an earlier stage,", passage.on_missing)
+        base = base_of(tensor)
+        for written in (tensor,) if base is None else (tensor, base):
+            mark(written, origin)
+        passage.produced(key, tensor, written=True)
+
+    def _filled(self, values: Any, name: Key, text: str, arguments: Sequence[Any] = ()) -> Any:
+        """Values of the stage that holds the block, in their nesting; what wasn't sent is unknown."""
+        passage = self.stage.passage
+        places = count()
+
+        def fill(leaf: Any) -> Any:
+            key = (*name, next(places))
+            if not isinstance(leaf, Slot):
+                return leaf
+            if leaf.argument is not None and isinstance(arguments[leaf.argument], Tensor):
+                return passage.produced(key, arguments[leaf.argument], written=True)
+            if key in passage.received:
+                return passage.produced(key, passage.received[key])
+            tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
+            return passage.produced(key, tensor)
+
+        return tree.map_leaves(fill, values)
+
+    def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
+        """The forward hooks of a module inside the block, on what they saw where it ran."""
+        module = self.block.get_submodule(path)
+        args, kwargs, output = seen
+        for number, hook in list(module._forward_hooks.items()):
+            if number in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)
