@@ -250,7 +250,9 @@ def _units(module: nn.Module, stage: Stage, listed: Sequence[str]) -> list[str]:
     """What this stage shards as a unit each: its blocks, and those of lists around them; inner ones first."""
     owned = [stage.blocks[index] for index in stage.owned]
     beside = [name for name in listed if name not in stage.blocks]
-    held = [name for name in {*owned, *beside} if any(True for _ in module.get_submodule(name).parameters())]
+    held = [
+        name for name in dict.fromkeys([*owned, *beside]) if any(True for _ in module.get_submodule(name).parameters())
+    ]
     return sorted(held, key=lambda name: -name.count("."))
 
 

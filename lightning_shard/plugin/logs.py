@@ -72,12 +72,10 @@ class HeldLogs:
 
     def remember(self) -> Callable[[], None]:
         """What was held back so far; returns what forgets the rest."""
-        held = {name: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for name, r in self._records.items()}
+        held = _copied(self._records)
 
         def put_back() -> None:
-            self._records = {
-                name: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for name, r in held.items()
-            }
+            self._records = _copied(held)
 
         return put_back
 
@@ -155,6 +153,10 @@ class HeldLogs:
 
 _OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}
 _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+
+
+def _copied(records: dict[str, Record]) -> dict[str, Record]:
+    return {name: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for name, r in records.items()}
 
 
 def _reduction(options: dict[str, Any]) -> str:

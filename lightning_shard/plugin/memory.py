@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lightning_shard.pipeline.taint import Hollow
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 _OF_TORCH = frozenset(vars(nn.Module()))
 """What every module has: its parameters, buffers, modules and hooks."""
 
