@@ -13,19 +13,19 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.plugin.from_checkpoint import take_over_command_line, take_over_reading
+from lightning_shard.plugin.saving.from_checkpoint import take_over_command_line, take_over_reading
 
 if TYPE_CHECKING:
-    from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
-    from lightning_shard.plugin.model_checkpoint import ModelCheckpoint
+    from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+    from lightning_shard.plugin.saving.model_checkpoint import ModelCheckpoint
     from lightning_shard.plugin.strategy import HybridShardStrategy
 
 __all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO"]
 
 _FOUND_IN = {
     "HybridShardStrategy": "lightning_shard.plugin.strategy",
-    "ModelCheckpoint": "lightning_shard.plugin.model_checkpoint",
-    "ShardedCheckpointIO": "lightning_shard.plugin.checkpoint_io",
+    "ModelCheckpoint": "lightning_shard.plugin.saving.model_checkpoint",
+    "ShardedCheckpointIO": "lightning_shard.plugin.saving.checkpoint_io",
 }
 _REGISTRY = "lightning.pytorch.strategies"
 

@@ -25,7 +25,7 @@ from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
-from lightning_shard.plugin.memory import remember
+from lightning_shard.plugin.steps.memory import remember
 
 _EXAMPLE_TOKENS = 16
 _LIBRARIES = ("torch.", "transformers.")

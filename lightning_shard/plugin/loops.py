@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.sampler import drop_repeated
+from lightning_shard.plugin.data.loader import drop_repeated
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 

@@ -9,19 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError
-from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.data import (
     average_gradients,
     differentiating_by_inputs,
@@ -34,34 +28,32 @@ from lightning_shard.parallel.data import (
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import check_schedule
-from lightning_shard.plugin import loops, randomness
-from lightning_shard.plugin.agreement import check_same_batch
+from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings, assemble
-from lightning_shard.plugin.averaging import average_shards, postpone_copies
-from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
-from lightning_shard.plugin.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.failure import FailureWatch, lost_the_others, note_missing_state
+from lightning_shard.plugin.data.loader import shard_dataloader
+from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
-from lightning_shard.plugin.gather import gather_parameters
-from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.limits import refuse, refuse_hyperparameters, refuse_optimizers, warning_of_numbers_kept
-from lightning_shard.plugin.metrics import share_metrics
-from lightning_shard.plugin.norms import WholeNorms
-from lightning_shard.plugin.pipelined import PipelinedSteps
-from lightning_shard.plugin.preemption import AgreedSIGTERM, Preemption
-from lightning_shard.plugin.redirect import call_through
-from lightning_shard.plugin.rendezvous import Meeting
-from lightning_shard.plugin.resume import batches_trained, resume_data
-from lightning_shard.plugin.sampler import shard_dataloader
-from lightning_shard.plugin.state import (
+from lightning_shard.plugin.running.failure import note_missing_state
+from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
+from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.saving.state import (
     Built,
     check_optimizers,
     check_same_groups,
     groups_of,
 )
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.agreement import check_same_batch
+from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
+from lightning_shard.plugin.steps.metrics import share_metrics
+from lightning_shard.plugin.steps.norms import WholeNorms
+from lightning_shard.plugin.steps.pipelined import PipelinedSteps
+from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
-from lightning_shard.plugin.walks import Walks
-from lightning_shard.plugin.weights import LossWeights, Weight, weighted
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -120,19 +112,13 @@ class HybridShardStrategy(CheckpointedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self._sizes: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "data_parallel_size": data_parallel_size,
             "data_parallel_replicas": data_parallel_replicas,
         }
-        check_sizes(**self._sizes)
+        super().__init__(sizes, process_group_backend, timeout)
         later = {
             "expert_parallel_size": expert_parallel_size != 1,
             "activation_checkpointing": bool(activation_checkpointing),
@@ -159,13 +145,10 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._scalars: list[nn.Parameter] = []
         self._reduces = True
         self._trains: list[list[bool]] = []
-        self._names = {}
         self._accumulating = False
         self._checked: set[str] = set()
         self._samples: bool | None = None
         self._has_stepped = False
-        self._watch: FailureWatch | None = None
-        self._preemption = Preemption()
 
     # What users look at
 
@@ -195,66 +178,19 @@ class HybridShardStrategy(CheckpointedStrategy):
         reduce_gradients(self.lightning_module)
         average_gradients(self._scalars, self.groups.data)
 
-    # Processes
-
-    def set_world_ranks(self) -> None:
-        super().set_world_ranks()
-        # The world's size is known here for the first time: refuse sizes that don't fit before any process is started.
-        self._layout = Layout.resolve(self.world_size, self.global_rank, **self._sizes)
+    # Data, and the end of a run
 
     def setup_environment(self) -> None:
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
-        ParallelStrategy.setup_environment(self)
-        self._setup_distributed()
-        if self._groups is None:
-            self._device_mesh = self.layout.mesh(self.root_device.type)
-            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
-            self._seed = randomness.agree(self.broadcast)
-        if self.world_size > 1 and self._watch is None:
-            self._watch = FailureWatch(self._meeting())
+        super().setup_environment()
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
         # imported here: beside Lightning's class of its name, LightningCLI wouldn't know which is meant
-        from lightning_shard.plugin.model_checkpoint import warn_of_stock_callbacks
+        from lightning_shard.plugin.saving.model_checkpoint import warn_of_stock_callbacks
 
         trainer = self.lightning_module.trainer
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = loops.take_over_sampling(trainer)
         warn_of_stock_callbacks(trainer)
-        self._preemption.take_over(trainer)
-        loops.run_within(trainer, self._ending_as_it_should)
-
-    def _setup_distributed(self) -> None:
-        """As the parent's, over a store whose keys are of this round of torchrun."""
-        assert self.cluster_environment is not None
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        if dist.is_initialized():
-            return
-        meeting = self._meeting()
-        options: dict[str, Any] = {"timeout": meeting.timeout}
-        if "nccl" in self._process_group_backend:  # told of a device, gloo's groups can't be divided (torch 2.11)
-            options["device_id"] = self.root_device
-        if meeting.is_kept_by_an_agent:
-            options["store"] = meeting.connect()
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
-
-    def _meeting(self) -> Meeting:
-        assert self.cluster_environment is not None
-        return Meeting(
-            self.cluster_environment.main_address,
-            self.cluster_environment.main_port,
-            self.global_rank,
-            self.world_size,
-            self._timeout or default_pg_timeout,
-        )
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.data_parallel_size, "rank": self.layout.data_rank}
 
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samples:
@@ -270,75 +206,15 @@ class HybridShardStrategy(CheckpointedStrategy):
             batches_trained=partial(batches_trained, trainer),
         )
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values.
-
-        Does nothing before processes are connected, as Lightning's other strategies.
-        """
-        if not isinstance(tensor, Tensor) or self._groups is None:
-            return tensor
-        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
-        return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        value = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(value, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(value)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
-        # LightningModule.all_gather passes the world where its user passes nothing.
-        group = self.groups.data if group in (None, dist.group.WORLD) else group
-        return super().all_gather(tensor, group, sync_grads)
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._report(exception)
-        failure = self._watch.failure_elsewhere(exception) if self._watch is not None else None
-        if failure is not None:  # Lightning raises the one that it has: what it says is replaced
-            exception.args = (f"{failure}\n{exception}",)
-
     def _report(self, exception: BaseException) -> None:
-        stage = self._assembly.stage if self._assembly else None
-        if stage is not None and not stage.is_last:
+        if self._assembly is not None and self._assembly.stage is not None and not self._assembly.stage.is_last:
             note_missing_state(exception)
-        # before the others are told, who then stop: the save that is under way needs them
-        try:
-            self.checkpoint_io.drain()
-        except Exception as error:
-            exception.add_note(f"The save that was under way failed too: {error}")
-        if self._watch is not None:
-            if isinstance(exception, AgreedSIGTERM):
-                self._watch.stop()
-            else:
-                self._watch.report(exception)
-
-    @contextmanager
-    def _ending_as_it_should(self) -> Iterator[None]:
-        """What a collective raises where another rank failed becomes an error that says so."""
-        assert self.lightning_module is not None
-        try:
-            with self._preemption.stopping(self.lightning_module.trainer):
-                yield
-        except Exception as error:
-            if self._watch is None or not lost_the_others(error):
-                raise
-            self._report(error)
-            failure = self._watch.failure_elsewhere(error)
-            if failure is None:
-                raise
-            raise failure from error
+        super()._report(exception)
 
     def teardown(self) -> None:
         if self._walks is not None:
             self._walks.release()
-        try:
-            self.checkpoint_io.teardown()
-        finally:
-            super().teardown()
-            if self._watch is not None:
-                self._watch.stop()
-                self._watch = None
+        super().teardown()
 
     # The model
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_shard import ModelCheckpoint, checkpoint
 from lightning_shard.checkpoint import folder as folders
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
-from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 
 ENDED_IN_S = 60.0
 """How long processes may take to end after one of them was killed, on a machine that has much else to do."""

@@ -161,7 +161,7 @@ def test_every_word_of_the_manifest_removed_and_replaced(small, ledger):
 
 @pytest.mark.parametrize("verb", ["read", "load", "gather", "diff", "inspect", "resume"])
 def test_a_manifest_that_differs_from_its_digest_or_lost_it_is_refused_by_every_way(small, tmp_path, verb):
-    from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+    from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 
     verbs = {
         "read": lambda path: checkpoint.read(path, verify=False),

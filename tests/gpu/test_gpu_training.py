@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_shard import HybridShardStrategy, checkpoint
-from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.testing import ranks
 from tests.parity import QUIET, Model, Seen, largest_difference, layout, loader, train, whole
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
-from lightning_shard.plugin import failure
+from lightning_shard.plugin.running import failure
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader
 

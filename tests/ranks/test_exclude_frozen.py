@@ -21,7 +21,7 @@ from lightning_shard.checkpoint import excluded
 from lightning_shard.checkpoint.content import content_of_all, content_of_stored
 from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
-from lightning_shard.plugin.frozen import Frozen
+from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, layout, loader
 

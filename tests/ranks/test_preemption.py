@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store import LocalStore
-from lightning_shard.plugin.preemption import AgreedSIGTERM
+from lightning_shard.plugin.running.preemption import AgreedSIGTERM
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, loader
 from tests.servers import Server, serve

@@ -24,7 +24,7 @@ from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.plugin.assemble import Holders
-from lightning_shard.plugin.memory import remember
+from lightning_shard.plugin.steps.memory import remember
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0

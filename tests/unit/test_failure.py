@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import RankFailure
-from lightning_shard.plugin import failure
-from lightning_shard.plugin.failure import FailureWatch
-from lightning_shard.plugin.rendezvous import Meeting
+from lightning_shard.plugin.running import failure
+from lightning_shard.plugin.running.failure import FailureWatch
+from lightning_shard.plugin.running.rendezvous import Meeting
 
 LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:402."
 

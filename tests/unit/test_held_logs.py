@@ -11,7 +11,7 @@ import torch
 from torchmetrics import MaxMetric, Metric, SumMetric
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.logs import HeldLogs, LoggedMetric
+from lightning_shard.plugin.steps.logs import HeldLogs, LoggedMetric
 
 
 class Module(L.LightningModule):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin.order import READ_AHEAD, ShardedSampler
+from lightning_shard.plugin.data.sampler import READ_AHEAD, ShardedSampler
 
 
 class Drawing:

@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_shard.plugin.resume import batches_trained, resume_data
-from lightning_shard.plugin.sampler import shard_dataloader
+from lightning_shard.plugin.data.loader import shard_dataloader
+from lightning_shard.plugin.data.resume import batches_trained, resume_data
 
 SAMPLES = 48  # with 4 ranks and batches of 2: 6 steps; with 2 ranks 12; with 1 rank 24
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_shard.plugin import randomness
+from lightning_shard.plugin.steps import randomness
 
 CPU = torch.device("cpu")
 

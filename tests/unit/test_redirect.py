@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _to_kwargs
 
-from lightning_shard.plugin.redirect import call_through
+from lightning_shard.plugin.steps.redirect import call_through
 
 
 def test_a_call_has_an_argument_as_fsdp2_expects_on_a_cuda_device() -> None:

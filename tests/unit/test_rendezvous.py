@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure
-from lightning_shard.plugin.rendezvous import agree
+from lightning_shard.plugin.running.rendezvous import agree
 
 SOON = timedelta(seconds=20)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.sampler import drop_repeated, shard_dataloader, sharded_sampler
+from lightning_shard.plugin.data.loader import drop_repeated, shard_dataloader, sharded_sampler
 
 
 def shard(loader, rank=0, size=2, seed=5, train=True, **options):

@@ -39,8 +39,8 @@ from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import as_path, open_filesystem
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
-from lightning_shard.plugin.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
+from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 
 __all__ = ["ModelCheckpoint", "warn_of_stock_callbacks"]
 

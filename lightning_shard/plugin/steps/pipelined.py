@@ -22,12 +22,13 @@ from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import Tie, TiedGradients
-from lightning_shard.plugin import loops, randomness
+from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.logs import HeldLogs
-from lightning_shard.plugin.memory import remember
-from lightning_shard.plugin.redirect import call_through
-from lightning_shard.plugin.weights import LossWeights, weighted
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.logs import HeldLogs
+from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
+from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.redirect import call_through
 
 
 class PipelinedSteps:

@@ -49,7 +49,7 @@ def take_over_command_line() -> None:
         if not path or path in ("best", "last", "hpc", "registry") or os.path.isfile(path):
             return parse_file(self)
         from lightning_shard.errors import CheckpointNotFoundError
-        from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+        from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 
         try:
             kept = dict(ShardedCheckpointIO().open_checkpoint(path).get("hyper_parameters", {}))
@@ -71,7 +71,7 @@ def _read_ours(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any
     from torch import Tensor
 
     from lightning_shard.errors import CheckpointNotFoundError
-    from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO
+    from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 
     try:
         loaded = ShardedCheckpointIO().load_checkpoint(path)

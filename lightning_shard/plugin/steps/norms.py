@@ -139,7 +139,7 @@ def _clip_with_norm(
 
 def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
     """The code of Lightning's function meanwhile, which runs among Lightning's names."""
-    from lightning_shard.plugin.norms import WholeNorms
+    from lightning_shard.plugin.steps.norms import WholeNorms
 
     norm_type = float(norm_type)
     if norm_type <= 0:

@@ -14,7 +14,7 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.pipeline.taint import Hollow
-from lightning_shard.plugin.own_loading import load_by_own_code
+from lightning_shard.plugin.saving.own_loading import load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lightning_shard.parallel.data import reshard
-from lightning_shard.plugin.state import fill
+from lightning_shard.plugin.saving.state import fill
 
 
 def postpone_copies(callbacks: Iterable[pl.Callback]) -> None:

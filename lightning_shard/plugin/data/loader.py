@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwarg
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.order import ShardedSampler, drawing_apart
-from lightning_shard.plugin.randomness import derive
+from lightning_shard.plugin.data.sampler import ShardedSampler, drawing_apart
+from lightning_shard.plugin.steps.randomness import derive
 
 __all__ = ["shard_dataloader", "sharded_sampler"]
 

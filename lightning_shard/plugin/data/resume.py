@@ -18,8 +18,8 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_shard.plugin.order import ShardedSampler
-from lightning_shard.plugin.sampler import sharded_sampler
+from lightning_shard.plugin.data.loader import sharded_sampler
+from lightning_shard.plugin.data.sampler import ShardedSampler
 
 __all__ = ["batches_trained", "resume_data"]
 

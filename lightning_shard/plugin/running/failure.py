@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
-from lightning_shard.plugin.rendezvous import Meeting
+from lightning_shard.plugin.running.rendezvous import Meeting
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0

@@ -27,8 +27,8 @@ from lightning_shard.checkpoint.store import as_path
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin import randomness
-from lightning_shard.plugin.other_files import WEIGHTS_ALONE, weights_alone
+from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE, weights_alone
+from lightning_shard.plugin.steps import randomness
 
 SEVERAL_RANKS = (
     "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are several: use"

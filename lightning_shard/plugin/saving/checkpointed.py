@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
@@ -23,52 +22,38 @@ from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, plan_
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
-from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import reshard
-from lightning_shard.plugin.agreement import check_copies, check_replicas, same_on_data_ranks
 from lightning_shard.plugin.assemble import Assembly
-from lightning_shard.plugin.averaging import drop_replaced_schedulers
-from lightning_shard.plugin.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
-from lightning_shard.plugin.frozen import Frozen
-from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.other_files import WEIGHTS_ALONE
-from lightning_shard.plugin.own_loading import loads_itself
-from lightning_shard.plugin.pretrained import describe
-from lightning_shard.plugin.state import load_module
+from lightning_shard.plugin.running.connected import ConnectedStrategy
+from lightning_shard.plugin.saving.averaging import drop_replaced_schedulers
+from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
+from lightning_shard.plugin.saving.frozen import Frozen
+from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
+from lightning_shard.plugin.saving.own_loading import loads_itself
+from lightning_shard.plugin.saving.pretrained import describe
+from lightning_shard.plugin.saving.state import load_module
+from lightning_shard.plugin.steps.agreement import check_copies, check_replicas, same_on_data_ranks
 
 _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 
 
-class CheckpointedStrategy(ModelParallelStrategy):
+class CheckpointedStrategy(ConnectedStrategy):
     """Saves this rank's part of the state under the module's own names, and restores it on any layout.
 
-    The other half, which lays the module out, fills in what is declared here.
+    What it saves, the whole strategy sets: the assembly, and the names of parameters that optimizers hold.
     """
 
-    _layout: Layout | None = None
-    _groups: Groups | None = None
-    _assembly: Assembly | None = None
-    _seed: int = 0
-    _generators: dict[str, Tensor] | None = None
-    """Of this rank, loaded and not yet put to use."""
-    _loaded_from: str = ""
-    """The path of the checkpoint that was loaded last."""
-    _left_out: Frozen | None = None
-    _names: dict[int, str]
-    """``id(parameter)`` to name, of this rank's parameters."""
-
-    @property
-    def layout(self) -> Layout:
-        """The sizes of the axes and this rank's place in them; known once the Trainer is made."""
-        if self._layout is None:
-            raise RuntimeError("The layout is known once a Trainer was made with this strategy.")
-        return self._layout
-
-    @property
-    def groups(self) -> Groups:
-        assert self._groups is not None
-        return self._groups
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._assembly: Assembly | None = None
+        self._names: dict[int, str] = {}
+        """``id(parameter)`` to name, of this rank's parameters; the strategy's optimizers are made of these."""
+        self._generators: dict[str, Tensor] | None = None
+        """Of this rank, loaded and not yet put to use."""
+        self._loaded_from = ""
+        """The path of the checkpoint that was loaded last."""
+        self._left_out: Frozen | None = None
 
     @property
     def checkpoint_io(self) -> ShardedCheckpointIO:
@@ -89,6 +74,20 @@ class CheckpointedStrategy(ModelParallelStrategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
+
+    def _report(self, exception: BaseException) -> None:
+        # before the others are told, who then stop: the save that is under way needs them
+        try:
+            self.checkpoint_io.drain()
+        except Exception as error:
+            exception.add_note(f"The save that was under way failed too: {error}")
+        super()._report(exception)
+
+    def teardown(self) -> None:
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part: DTensors for what is sharded, under the module's own names."""

@@ -92,7 +92,7 @@ class Preemption(callbacks.Callback):
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False
-        from lightning_shard.plugin.model_checkpoint import save_as_last, save_for_requeue  # see strategy.py
+        from lightning_shard.plugin.saving.model_checkpoint import save_as_last, save_for_requeue  # see strategy.py
 
         saved = save_for_requeue(trainer) if requeue else save_as_last(trainer)
         trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Sampler
 
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin import randomness
+from lightning_shard.plugin.steps import randomness
 
 __all__ = ["ShardedSampler", "drawing_apart"]
 

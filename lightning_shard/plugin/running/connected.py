@@ -1,0 +1,172 @@
+"""The part of the strategy that knows of ranks: connecting them, reducing over them, and ending all if one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor
+
+from lightning_shard.layout import Layout, check_sizes
+from lightning_shard.plugin import loops
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
+from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
+from lightning_shard.plugin.running.rendezvous import Meeting
+from lightning_shard.plugin.steps import randomness
+
+
+class ConnectedStrategy(ModelParallelStrategy):
+    """The ranks of a layout as one: their mesh and groups, their seed, and the watch over failures.
+
+    Args:
+        sizes: The axes' settings, as :meth:`Layout.resolve` takes them.
+        process_group_backend, timeout: As of :class:`HybridShardStrategy`.
+    """
+
+    def __init__(
+        self, sizes: dict[str, Any], process_group_backend: str | None = None, timeout: timedelta | None = None
+    ) -> None:
+        super().__init__(
+            data_parallel_size=sizes["data_parallel_size"],
+            tensor_parallel_size=sizes["tensor_parallel_size"],
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        check_sizes(**sizes)
+        self._sizes = sizes
+        self._layout: Layout | None = None
+        self._groups: Groups | None = None
+        self._seed = 0
+        self._watch: FailureWatch | None = None
+        self._preemption = Preemption()
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of the axes and this rank's place in them; known once the Trainer is made."""
+        if self._layout is None:
+            raise RuntimeError("The layout is known once a Trainer was made with this strategy.")
+        return self._layout
+
+    @property
+    def groups(self) -> Groups:
+        assert self._groups is not None
+        return self._groups
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        # The world's size is known here for the first time: refuse sizes that don't fit before any process is started.
+        self._layout = Layout.resolve(self.world_size, self.global_rank, **self._sizes)
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.lightning_module is not None
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        if self._groups is None:
+            self._device_mesh = self.layout.mesh(self.root_device.type)
+            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
+            self._seed = randomness.agree(self.broadcast)
+        if self.world_size > 1 and self._watch is None:
+            self._watch = FailureWatch(self._meeting())
+        self.lightning_module._device_mesh = self._device_mesh
+        trainer = self.lightning_module.trainer
+        self._preemption.take_over(trainer)
+        loops.run_within(trainer, self._ending_as_it_should)
+
+    def _setup_distributed(self) -> None:
+        """As the parent's, over a store whose keys are of this round of torchrun."""
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        if dist.is_initialized():
+            return
+        meeting = self._meeting()
+        options: dict[str, Any] = {"timeout": meeting.timeout}
+        if "nccl" in self._process_group_backend:  # told of a device, gloo's groups can't be divided (torch 2.11)
+            options["device_id"] = self.root_device
+        if meeting.is_kept_by_an_agent:
+            options["store"] = meeting.connect()
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+
+    def _meeting(self) -> Meeting:
+        assert self.cluster_environment is not None
+        return Meeting(
+            self.cluster_environment.main_address,
+            self.cluster_environment.main_port,
+            self.global_rank,
+            self.world_size,
+            self._timeout or default_pg_timeout,
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.layout.data_rank}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values.
+
+        Does nothing before processes are connected, as Lightning's other strategies.
+        """
+        if not isinstance(tensor, Tensor) or self._groups is None:
+            return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
+        return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        value = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(value)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
+        # LightningModule.all_gather passes the world where its user passes nothing.
+        group = self.groups.data if group in (None, dist.group.WORLD) else group
+        return super().all_gather(tensor, group, sync_grads)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._report(exception)
+        failure = self._watch.failure_elsewhere(exception) if self._watch is not None else None
+        if failure is not None:  # Lightning raises the one that it has: what it says is replaced
+            exception.args = (f"{failure}\n{exception}",)
+
+    def _report(self, exception: BaseException) -> None:
+        """Tell the other ranks, who then stop."""
+        if self._watch is not None:
+            if isinstance(exception, AgreedSIGTERM):
+                self._watch.stop()
+            else:
+                self._watch.report(exception)
+
+    @contextmanager
+    def _ending_as_it_should(self) -> Iterator[None]:
+        """What a collective raises where another rank failed becomes an error that says so."""
+        assert self.lightning_module is not None
+        try:
+            with self._preemption.stopping(self.lightning_module.trainer):
+                yield
+        except Exception as error:
+            if self._watch is None or not lost_the_others(error):
+                raise
+            self._report(error)
+            failure = self._watch.failure_elsewhere(error)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
