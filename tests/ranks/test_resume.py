@@ -161,6 +161,36 @@ def test_every_sample_is_seen_once_on_4_then_2_then_1_data_ranks(shuffle: bool, 
     assert (seen == everything) is not shuffle
 
 
+def read_and_save(
+    sizes: dict[str, int], path: str, steps: int, resume: str | None, batch: int
+) -> tuple[int, list[int]]:
+    """As a script does: fit, then save."""
+    L.seed_everything(3)
+    module = Samples()
+    strategy = HybridShardStrategy(**sizes)
+    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=steps, **QUIET)
+    trainer.fit(module, loader(batch, shuffle=True, samples=80), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return strategy.layout.data_rank, module.seen
+
+
+def test_what_is_saved_after_a_fit_goes_on_in_the_middle_of_its_epoch(tmp_path: Path) -> None:
+    # 80 samples in each epoch: 2 × 16, then 6 × 8 and 2 × 8 of the next, then 4 × 16 and 1 × 16
+    parts = [(layout(data=2), 2, 8), (layout(pipeline=2), 10, 8), (layout(), 15, 16)]
+    seen: list[int] = []
+    resume = None
+    for sizes, steps, batch in parts:
+        path = str(tmp_path / str(steps))
+        ranks = run_ranks(read_and_save, world(sizes), sizes, path, steps, resume, batch, elastic=True)
+        by_data_rank = dict(ranks)
+        seen += [sample for samples in zip(*by_data_rank.values()) for sample in samples]
+        resume = path
+    first, second, third = seen[:80], seen[80:160], seen[160:]
+    assert Counter(first) == Counter(second) == Counter(set(first))
+    assert len(third) == GLOBAL_BATCH
+    assert first != second
+
+
 def test_a_removed_checkpoint_and_the_best_one(tmp_path: Path) -> None:
     for _, best, remaining, tested in run_ranks(keep_two, 2, str(tmp_path), elastic=True):
         assert sorted(remaining) == ["best", "last"]

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard.plugin.data.loader import sharded_sampler
 from lightning_shard.plugin.data.sampler import ShardedSampler
 
-__all__ = ["batches_trained", "resume_data"]
+__all__ = ["batches_trained", "reopen_epoch", "resume_data"]
 
 
 def batches_trained(trainer: pl.Trainer) -> int:
@@ -34,6 +34,23 @@ def batches_trained(trainer: pl.Trainer) -> int:
     # `completed` lags behind in `on_train_batch_end`, where checkpoints are saved; `ready` runs ahead in the step
     batches: Any = fit_loop.epoch_loop.batch_progress.current
     return batches.processed
+
+
+def reopen_epoch(fit_loop: dict[str, Any]) -> None:
+    """In the saved state of a fit loop, take back the end of an epoch that was left in its middle.
+
+    Lightning counts an epoch as completed when ``max_steps`` or ``should_stop`` ends it, so that what is saved after the
+    fit would go on with the next epoch, in which as many batches as were done would be missing.
+    """
+    places = fit_loop.get("state_dict", {}).get("combined_loader") or []
+    epochs, batches = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress", {})
+    if epochs is None or batches.get("is_last_batch") or not batches.get("current", {}).get("processed"):
+        return
+    done = epochs["current"]["completed"]
+    if any(isinstance(place, dict) and place.get("epoch") == done - 1 and place.get("position") for place in places):
+        for counters in (epochs["current"], epochs["total"]):
+            counters["processed"] -= 1
+            counters["completed"] -= 1
 
 
 def resume_data(trainer: pl.Trainer) -> None:

@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.parallel.data import reshard
 from lightning_shard.plugin.assemble import Assembly
+from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.saving.averaging import drop_replaced_schedulers
@@ -155,6 +156,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             return found
 
         load_together(pairs)
+        reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
