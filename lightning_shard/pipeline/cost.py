@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["ModelCost", "PartCost", "Run", "measure", "watch"]
@@ -102,7 +103,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any]) -> Run | None:
     """
     flops = dict.fromkeys(parts, 0)
     starts: dict[str, None] = {}
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
 
     def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def start(*_: Any) -> None:
@@ -146,9 +147,21 @@ def _estimated_flops(part: Part) -> int:
 
 @contextmanager
 def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
-    if any(parameter.is_meta for part in parts for parameter in _parameters(part)):
-        with torch.device("meta"):
-            yield
-    else:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+    on_meta = any(parameter.is_meta for part in parts for parameter in _parameters(part))
+    with torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _GroupedMatmuls():
+        yield
+
+
+class _GroupedMatmuls(TorchDispatchMode):
+    """A mixture of experts' matmul in any dtype: torch 2.13 knows its shape in bf16 alone, and logs that as an error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and (args[0].dim(), args[1].dim()) == (2, 3):
+            rows, weights = args[:2]
+            return rows.new_empty(rows.shape[0], weights.shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Each row of ``a`` goes through one of the matrices in ``b``."""
+    return 2 * a.numel() * b[-1]

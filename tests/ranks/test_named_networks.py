@@ -183,7 +183,9 @@ def train_plainly(names: Sequence[str]) -> list[dict[str, Tensor]]:
     return states
 
 
-@pytest.mark.parametrize("names", [["T5"], *(pytest.param([name], marks=pytest.mark.long) for name in NAMES if name != "T5")])
+@pytest.mark.parametrize(
+    "names", [["T5"], *(pytest.param([name], marks=pytest.mark.long) for name in NAMES if name != "T5")]
+)
 def test_saved_on_one_layout_it_goes_on_on_another(names: list[str], tmp_path: Path) -> None:
     run_ranks(train, 4, "pp4", names, None, tmp_path / "first", 1, elastic=True)
     # data ranks would balance other samples' load
