@@ -153,7 +153,7 @@ def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
 
 
 class _GroupedMatmuls(TorchDispatchMode):
-    """A mixture of experts' matmul in any dtype: torch 2.13 knows its shape in bf16 alone, and logs that as an error."""
+    """A mixture of experts' matmul in any dtype: torch 2.13 knows its shape in bf16 alone, and logs an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and (args[0].dim(), args[1].dim()) == (2, 3):

@@ -1,11 +1,11 @@
-"""The networks that people bring first, on layouts of four ranks: alike with one process, saved on one, resumed on another.
+"""The networks that people bring first, on layouts of four ranks: alike with one process, saved and resumed.
 
 The layouts of two ranks are ``docs/models.md``'s. Everything here but a sample is long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,63 +144,53 @@ class Restored(L.Callback):
         self.state = {name: full_tensor(parameter).clone() for name, parameter in module.named_parameters()}
 
 
-def loader(name: str) -> DataLoader[Any]:
-    return DataLoader([_unbatched(batch, i) for batch in batches(name) for i in range(BATCH)], batch_size=BATCH)
+def loader(name: str, batch_size: int) -> DataLoader[Any]:
+    return DataLoader([_unbatched(batch, i) for batch in batches(name) for i in range(BATCH)], batch_size=batch_size)
 
 
 def _unbatched(batch: Any, i: int) -> Any:
     return batch[i] if isinstance(batch, Tensor) else tuple(part[i] for part in batch)
 
 
-def train(layout: str, names: Sequence[str], source: Path | None, target: Path, steps: int) -> list[dict[str, Tensor]]:
-    restored = []
-    for name in names:
-        L.seed_everything(3)
-        named = parse(layout, settings(name, layout))
-        batch_size = BATCH // named.arguments.get("data_parallel_size", 1)
-        keep = Restored()
-        trainer = L.Trainer(
-            strategy=HybridShardStrategy(**named.arguments),
-            devices=named.world_size,
-            max_steps=steps,
-            callbacks=[keep],
-            **QUIET,
-        )
-        data = DataLoader(loader(name).dataset, batch_size=batch_size)
-        trainer.fit(make(name), data, ckpt_path=str(source / name) if source else None)
-        trainer.save_checkpoint(target / name)
-        restored.append(keep.state)
-    return restored
+def train(layout: str, name: str, source: Path | None, target: Path, steps: int) -> dict[str, Tensor]:
+    L.seed_everything(3)
+    named = parse(layout, settings(name, layout))
+    restored = Restored()
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**named.arguments),
+        devices=named.world_size,
+        max_steps=steps,
+        callbacks=[restored],
+        **QUIET,
+    )
+    data = loader(name, BATCH // named.arguments.get("data_parallel_size", 1))
+    trainer.fit(make(name), data, ckpt_path=str(source) if source else None)
+    trainer.save_checkpoint(target)
+    return restored.state
 
 
-def train_plainly(names: Sequence[str]) -> list[dict[str, Tensor]]:
-    states = []
-    for name in names:
-        L.seed_everything(3)
-        module = make(name)
-        L.Trainer(max_steps=STEPS, devices=1, **QUIET).fit(module, loader(name))
-        states.append(module.state_dict())
-    return states
+def train_plainly(name: str) -> dict[str, Tensor]:
+    L.seed_everything(3)
+    module = make(name)
+    L.Trainer(max_steps=STEPS, devices=1, **QUIET).fit(module, loader(name, BATCH))
+    return module.state_dict()
 
 
-@pytest.mark.parametrize(
-    "names", [["T5"], *(pytest.param([name], marks=pytest.mark.long) for name in NAMES if name != "T5")]
-)
-def test_saved_on_one_layout_it_goes_on_on_another(names: list[str], tmp_path: Path) -> None:
-    run_ranks(train, 4, "pp4", names, None, tmp_path / "first", 1, elastic=True)
+RESUMED = [pytest.param(name, marks=[] if name == "T5" else [pytest.mark.long]) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_saved_on_one_layout_it_goes_on_on_another(name: str, tmp_path: Path) -> None:
     # data ranks would balance other samples' load
-    layout = "pp2 x tp2" if BALANCED in names else "pp2 x dp2"
-    per_rank = run_ranks(train, 4, layout, names, tmp_path / "first", tmp_path / "second", STEPS, elastic=True)
-    [plain] = run_ranks(train_plainly, 1, names, init=False)
-    for i, name in enumerate(names):
-        first, second = (checkpoint.read(tmp_path / run / name) for run in ("first", "second"))
-        loaded: dict[str, Tensor] = {}
-        for states in per_rank:
-            loaded |= states[i]
-        assert loaded.keys() <= first.keys()
-        for key, value in loaded.items():
-            assert torch.equal(value, first[key].full()), (name, key)
-        for key, value in plain[i].items():
-            if key in second:
-                scale = 2e-4 if key.endswith("in_proj_bias") else 1e-5  # keys' gradients are zero but for rounding
-                assert torch.allclose(second[key].full(), value, atol=scale), (name, key)
+    layout = "pp2 x tp2" if name == BALANCED else "pp2 x dp2"
+    paths = tmp_path / "first", tmp_path / "second"
+    run_ranks(train, 4, "pp4", name, None, paths[0], 1, elastic=True)
+    restored = run_ranks(train, 4, layout, name, *paths, STEPS, elastic=True)
+    [plain] = run_ranks(train_plainly, 1, name, init=False)
+    first, second = map(checkpoint.read, paths)
+    for key, value in {key: value for state in restored for key, value in state.items()}.items():
+        assert torch.equal(value, first[key].full()), key
+    for key in second.keys() & plain.keys():
+        scale = 2e-4 if key.endswith("in_proj_bias") else 1e-5  # keys' gradients are zero but for rounding
+        assert torch.allclose(second[key].full(), plain[key], atol=scale), key
+    assert {key for state in restored for key in state} <= second.keys()

@@ -39,8 +39,8 @@ def batches_trained(trainer: pl.Trainer) -> int:
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
     """In the saved state of a fit loop, take back the end of an epoch that was left in its middle.
 
-    Lightning counts an epoch as completed when ``max_steps`` or ``should_stop`` ends it, so that what is saved after the
-    fit would go on with the next epoch, in which as many batches as were done would be missing.
+    Lightning counts an epoch as completed when ``max_steps`` or ``should_stop`` ends it, so that what is saved after
+    the fit would go on with the next epoch, in which as many batches as were done would be missing.
     """
     places = fit_loop.get("state_dict", {}).get("combined_loader") or []
     epochs, batches = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress", {})
