@@ -131,7 +131,7 @@ def draw(path: Path) -> None:
         for side in place.spines.values():
             side.set_visible(False)
     figure.suptitle(
-        "lightning_shard's speed, as a multiple of that of  /  …: right of the line it is faster", fontsize=9
+        "lightning_shard as a multiple of  /  …: right of the line it is faster", fontsize=9
     )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
