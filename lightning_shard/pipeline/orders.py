@@ -8,6 +8,8 @@ smaller::
     name                    stages of r      in flight                      bubble
     GPipe                   r                n                              (P − 1)(F + B)
     1F1B                    r                P − r                          (P − 1)(F + B)
+    Eager1F1B               r                2(P − 1 − r) + 1               (P − 1)(F + B); mostly less than 1F1B's if
+                                                                            stages differ or transfers take time
     Interleaved1F1B         r, r + P, …      (v − 1)g + 2(P − 1 − r) + 1    (P − 1)(F + B)
     InterleavedZeroBubble   r, r + P, …      (v − 1)g + P                   (P − 1)(F + I − min(F, I, W))
     ZBVZeroBubble           V of two         2P                             (P − 1)F, if F = I = W
@@ -16,8 +18,9 @@ smaller::
 where g is the size of the largest round: the n microbatches go through the stages in rounds of P or a few more. In a V
 the last rank holds the first stage and the last one, the rank before it the second and the last but one, and so on.
 
-Sources: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble and
-its V arXiv:2401.10241; DualPipe arXiv:2412.19437, and as a V in github.com/deepseek-ai/DualPipe.
+Sources: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) arXiv:2006.09503, eager arXiv:2211.05322, interleaved
+arXiv:2104.04473; zero bubble and its V arXiv:2401.10241; DualPipe arXiv:2412.19437, and as a V in
+github.com/deepseek-ai/DualPipe.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ def _in_rounds(ranks: int, stages: int, microbatches: int, *, ahead: int, splits
 
     Args:
         ahead: How many forwards more than the next rank a rank begins with: one is enough, a second one makes up for
-            the time that transfers take.
+            stages that differ and for the time that transfers take.
         splits: Backwards are in two parts; rank r is r weights late, which it computes at the end instead of waiting.
     """
     count = max(1, microbatches // ranks)
@@ -200,6 +203,7 @@ class _Named:
 SCHEDULES: dict[str, _Named] = {
     "GPipe": _Named(_gpipe),
     "1F1B": _Named(partial(_in_rounds, ahead=1)),
+    "Eager1F1B": _Named(partial(_in_rounds, ahead=2)),
     "Interleaved1F1B": _Named(partial(_in_rounds, ahead=2), stages=(2, None), usual=2),
     "InterleavedZeroBubble": _Named(partial(_in_rounds, ahead=1, splits=True), stages=(1, None), usual=2),
     "ZBVZeroBubble": _Named(_zero_bubble_v, stages=(2, 2), usual=2, microbatches=2),

@@ -70,8 +70,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks and
             replicated over this many groups of them.
         microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
-        schedule: ``"1F1B"``, ``"GPipe"``, ``"auto"`` (the faster of these, by a simulation of the stages' counted
-            costs), or the path of a CSV file as torch's schedules write it, with one stage on each rank.
+        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
+            ``"GPipe"``, ``"auto"`` (the fastest of these, by a simulation of the stages' counted costs), or the path of
+            a CSV file as torch's schedules write it, with one stage on each rank.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
             and modules in the order in which they run. Default: found.

@@ -85,6 +85,7 @@ def test_what_is_in_flight_is_bounded_as_claimed(schedule: Schedule) -> None:
         bound = {
             "GPipe": schedule.microbatches,
             "1F1B": ranks - rank,
+            "Eager1F1B": 2 * (ranks - 1 - rank) + 1,
             "Interleaved1F1B": (stages - 1) * largest_round + 2 * (ranks - 1 - rank) + 1,
             "InterleavedZeroBubble": (stages - 1) * largest_round + ranks,
             "ZBVZeroBubble": 2 * ranks,

@@ -13,7 +13,7 @@ from lightning_shard.pipeline.schedule import Schedule, to_csv
 from lightning_shard.pipeline.simulate import Costs, fastest, simulate
 from lightning_shard.plugin.groups import Groups
 
-RUN = ("1F1B", "GPipe")
+RUN = ("1F1B", "Eager1F1B", "GPipe")
 """Of the schedules that have names, those that ``PipelinedStep`` runs."""
 
 
