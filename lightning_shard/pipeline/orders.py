@@ -229,9 +229,8 @@ def build(name: str, ranks: int, microbatches: int | None = None, stages_per_ran
     stages = named.usual if stages_per_rank is None else stages_per_rank
     least, most = named.stages
     if stages < least or (most is not None and stages > most):
-        raise ConfigurationError(
-            f"schedule={name!r} has {'' if most == least else 'at least '}{least} stages on each rank, not {stages}."
-        )
+        more = "" if most == least else " or more"
+        raise ConfigurationError(f"schedule={name!r} can't have {stages} stages on each rank: use {least}{more}.")
     microbatches = 2 * ranks if microbatches is None else microbatches
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigurationError(f"microbatches ({microbatches!r}) must be an integer of at least 1.")

@@ -128,7 +128,7 @@ def test_1f1b_reads_as_in_the_paper() -> None:
 # -- next to torch's
 
 
-TORCHS = {
+TORCHS: dict[str, Any] = {
     "Interleaved1F1B": of_torch.ScheduleInterleaved1F1B,
     "InterleavedZeroBubble": of_torch.ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": of_torch.ScheduleZBVZeroBubble,
@@ -146,7 +146,7 @@ def rows_of_torch(name: str, ranks: int, microbatches: int, stages: int) -> list
         num_stages=ranks * stages,
         microbatches_per_round=microbatches // rounds,
     )
-    return [TORCHS[name]._calculate_single_rank_operations(numbers, rank) for rank in range(ranks)]  # type: ignore[arg-type]
+    return [TORCHS[name]._calculate_single_rank_operations(numbers, rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -247,9 +247,9 @@ def test_a_file_is_of_one_layout(tmp_path: Path) -> None:
         ("DualPipeV", 4, 7, None, r"at least 2 × pipeline_parallel_size \(4\).*use 16 or more"),
         ("GPipe", 2, 0, None, "integer of at least 1"),
         ("GPipe", 2, True, None, "integer of at least 1"),
-        ("1F1B", 2, 4, 2, "has 1 stages on each rank, not 2"),
-        ("Interleaved1F1B", 2, 4, 1, "has at least 2 stages on each rank, not 1"),
-        ("ZBVZeroBubble", 2, 4, 3, "has 2 stages on each rank, not 3"),
+        ("1F1B", 2, 4, 2, "can't have 2 stages on each rank: use 1."),
+        ("Interleaved1F1B", 2, 4, 1, "can't have 1 stages on each rank: use 2 or more"),
+        ("ZBVZeroBubble", 2, 4, 3, "can't have 3 stages on each rank: use 2."),
     ],
 )
 def test_what_cant_run_is_refused(name: str, ranks: int, microbatches: int, stages: int | None, says: str) -> None:
