@@ -70,7 +70,7 @@ class PipelinedStep:
         in_flight: dict[int, _InFlight] = {}
         results: dict[int, Any] = {}
         last_backward = next(a.microbatch for a in reversed(actions) if a.kind == "B")
-        for kind, i in actions:
+        for _, kind, i in actions:
             if kind == "F":
                 passage, result = self._forward(run, i, signature(microbatches[i], "train"))
                 loss = None

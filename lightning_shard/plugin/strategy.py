@@ -27,7 +27,6 @@ from lightning_shard.parallel.data import (
 )
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
-from lightning_shard.pipeline.schedule import check_schedule
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
@@ -52,6 +51,7 @@ from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.schedules import candidates, choose
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.sharding import local_tensor
@@ -70,7 +70,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks and
             replicated over this many groups of them.
         microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
-        schedule: ``"1F1B"`` or ``"GPipe"``.
+        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
+            ``"GPipe"``, ``"auto"`` (the fastest of these, by a simulation of the stages' counted costs), or the path of
+            a CSV file as torch's schedules write it, with one stage on each rank.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
             and modules in the order in which they run. Default: found.
@@ -129,10 +131,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             raise ConfigurationError(
                 f"{[name for name, used in later.items() if used]} can't be used in this version: leave out."
             )
-        self._microbatches = 2 * pipeline_parallel_size if microbatches is None else microbatches
-        self._schedule = schedule
-        if pipeline_parallel_size > 1 or schedule != "1F1B":
-            check_schedule(schedule, pipeline_parallel_size, self._microbatches)
+        self._schedules = candidates(schedule, pipeline_parallel_size, microbatches)
+        self._microbatches = self._schedules[0].microbatches
         self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan)
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
@@ -261,6 +261,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
         if known.stage is not None:
             reshard(module)
+            assert known.placement is not None
             self._walks = Walks(known.stage.incomplete)
             self._steps = PipelinedSteps(
                 module,
@@ -268,8 +269,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.groups,
                 self.layout,
                 self.root_device,
-                self._microbatches,
-                self._schedule,
+                choose(self._schedules, known.placement, self.groups),
                 known.ties,
                 self._weights,
             )

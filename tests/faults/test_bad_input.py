@@ -116,7 +116,15 @@ def gpt() -> L.LightningModule:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"schedule": "2F2B"}, "'2F2B' isn't one of"),
+        (
+            {"schedule": "2F2B"},
+            "'2F2B' isn't one of '1F1B', 'Eager1F1B', 'GPipe', \"auto\", or the path of a .csv file",
+        ),
+        (
+            {"schedule": "DualPipeV"},
+            "'DualPipeV' can't be run in this version.*use one of '1F1B', 'Eager1F1B', 'GPipe'",
+        ),
+        ({"schedule": "none.csv"}, "'none.csv' can't be read.*give the path of a CSV file"),
         (
             {"pipeline_parallel_size": 4, "microbatches": 2},
             r"microbatches \(2\) must be at least pipeline_parallel_size \(4\)",

@@ -9,6 +9,7 @@ the parameter by a visible part of the learning rate (1e-3): 2e-5 after three st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_shard.testing import run_ranks
 from tests.parity import LAYOUTS, NETWORKS, Model, Seen, combine, largest_difference, train, world
 
 LOSS, GRADIENT, PARAMETER = 2e-6, 1e-7, 2e-5
+OWN_ORDER = Path(__file__).with_name("ahead.csv")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,8 @@ def plain() -> dict[str, Seen]:
 def with_every_schedule(network: str, layout: str) -> dict[str, Seen]:
     sizes = LAYOUTS[layout]
     schedules = ["1F1B", "GPipe"] if sizes["pipeline_parallel_size"] > 1 else ["1F1B"]
+    if layout == "pp2":
+        schedules += ["auto", str(OWN_ORDER)]
     return {schedule: train(network, sizes, schedule=schedule) for schedule in schedules}
 
 

@@ -18,8 +18,8 @@ from lightning_shard.parallel.blocks import find_blocks
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
 from lightning_shard.pipeline.cut import cut
+from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
-from lightning_shard.pipeline.schedule import order
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
@@ -137,14 +137,13 @@ def on_stages(
     failed = threading.Event()
     errors: list[BaseException] = []
     channels = [QueueChannel(stage, queues, failed) for stage in range(stages)]
+    actions = build(schedule, stages, len(parts)).rows
     roots = [Root(make()) for _ in range(stages)]
     cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
 
     def run_stage(index: int) -> list[Tensor]:
         try:
-            return _run(
-                roots[index], cuts[index], channels[index], step, parts, order(schedule, index, stages, len(parts))
-            )
+            return _run(roots[index], cuts[index], channels[index], step, parts, actions[index])
         except BaseException as error:
             if not failed.is_set():
                 errors.append(error)

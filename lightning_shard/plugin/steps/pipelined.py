@@ -17,7 +17,7 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, with_losses
-from lightning_shard.pipeline.schedule import order
+from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
@@ -41,8 +41,7 @@ class PipelinedSteps:
         groups: Groups,
         layout: Layout,
         device: torch.device,
-        microbatches: int,
-        schedule: str,
+        schedule: Schedule,
         ties: Iterable[Tie],
         weights: LossWeights,
     ) -> None:
@@ -51,7 +50,7 @@ class PipelinedSteps:
         self._groups = groups
         self._layout = layout
         self._device = device
-        self._microbatches = microbatches
+        self._microbatches = schedule.microbatches
         self._schedule = schedule
         self._whole_batch: int | None = None
         self.begin_anew()
@@ -92,7 +91,7 @@ class PipelinedSteps:
             results = self._step.train(
                 run,
                 parts,
-                order(self._schedule, self._stage.index, self._stage.count, len(parts)),
+                self._schedule.first(len(parts)).rows[self._stage.index],
                 loss_of=lambda result: weighted(_loss(result), next(of_gradients)) * scale,
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,

@@ -1,0 +1,125 @@
+"""How long a schedule takes: its order run on a clock, from what each stage costs.
+
+Pure. A rank runs one action at a time, in its order, as soon as what the action needs has arrived. What goes to another
+rank is on its way for ``transfer``, and the sender goes on meanwhile; links aren't shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.schedule import Action, Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one microbatch costs on each stage, in any unit of time: seconds, or operations.
+
+    Attributes:
+        forward: By stage.
+        backward_input: The gradients of what the stage received.
+        backward_weight: The gradients of its weights. A whole backward costs both.
+        transfer: Of a value or a gradient, between neighbouring stages on different ranks.
+    """
+
+    forward: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
+    transfer: float = 0.0
+
+    @classmethod
+    def of_forwards(cls, forward: Sequence[float], transfer: float = 0.0) -> Costs:
+        """Each part of a backward costs what the forward does: it has as many matrix products."""
+        return cls(forward, forward, forward, transfer)
+
+    def of(self, action: Action) -> float:
+        parts = {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}
+        return sum(parts[part.kind][action.stage] for part in action.gives())
+
+
+@dataclass(frozen=True)
+class Event:
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule on a clock that starts at 0.
+
+    Attributes:
+        events: By start; what starts at once in no order.
+    """
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+
+    @cached_property
+    def duration(self) -> float:
+        """Of one step, until the last rank is done."""
+        return max(event.end for event in self.events)
+
+    def of(self, rank: int) -> list[Event]:
+        return [event for event in self.events if event.rank == rank]
+
+    def idle(self, rank: int) -> float:
+        """The time of the step in which a rank computes nothing: its bubble."""
+        return self.duration - sum(event.end - event.start for event in self.of(rank))
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they compute nothing."""
+        ranks = len(self.schedule.rows)
+        return sum(map(self.idle, range(ranks))) / (ranks * self.duration) if self.duration else 0.0
+
+    @cached_property
+    def in_flight(self) -> float:
+        """The most microbatches that any rank keeps the activations of at a time, counted over its stages together."""
+        schedule = self.schedule
+        return max(schedule.in_flight(rank) / len(schedule.stages_of(rank)) for rank in range(len(schedule.rows)))
+
+    def __str__(self) -> str:
+        """Without the duration, whose unit only the caller knows."""
+        return (
+            f"{self.schedule.name}: {100 * self.bubble:.1f} % idle, at most {self.in_flight:g} microbatches in flight"
+        )
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """When each action starts and ends.
+
+    Raises:
+        ConfigurationError: Ranks would wait for each other, or the costs aren't of the schedule's stages.
+    """
+    for name in ("forward", "backward_input", "backward_weight"):
+        values = getattr(costs, name)
+        if len(values) != schedule.stages or not all(0 <= value < float("inf") for value in values):
+            raise ConfigurationError(
+                f"costs.{name} ({[*values]}) must be a finite number of at least 0 for each of the"
+                f" {schedule.stages} stages of {schedule.name}."
+            )
+    done: dict[Action, float] = {}
+    free = [0.0] * len(schedule.rows)
+    events = []
+    for rank, action in schedule.walk():
+        arrived = (
+            done[need] + (costs.transfer if schedule.rank_of[need.stage] != rank else 0.0)
+            for need in action.needs(schedule.stages)
+        )
+        start = max(free[rank], *arrived, 0.0)
+        free[rank] = end = start + costs.of(action)
+        done.update(dict.fromkeys(action.gives(), end))
+        events.append(Event(rank, action, start, end))
+    return Timeline(schedule, tuple(sorted(events, key=lambda event: event.start)))
+
+
+def fastest(timelines: Iterable[Timeline]) -> Timeline:
+    """The fastest; of those within 1 % of it, the one that keeps the fewest activations."""
+    timelines = [*timelines]
+    near = 1.01 * min(timeline.duration for timeline in timelines)
+    return min((t for t in timelines if t.duration <= near), key=lambda t: (t.in_flight, t.duration))

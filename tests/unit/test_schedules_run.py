@@ -1,0 +1,155 @@
+"""The schedules that a pipeline runs: which are taken, how one is chosen, and an order of a user's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.placement import Placement, StagePlacement
+from lightning_shard.pipeline.schedule import to_csv
+from lightning_shard.pipeline.simulate import Costs, simulate
+from lightning_shard.pipeline.step import PipelinedStep
+from lightning_shard.plugin.steps import schedules
+from lightning_shard.plugin.steps.schedules import candidates, choose
+from tests.unit.pipelines import assert_alike, on_stages
+
+OWN = Path(__file__).parents[1] / "ranks" / "ahead.csv"
+
+
+class Pipeline:
+    """Stands for the groups of a pipeline whose other ranks have read another file."""
+
+    def __init__(self, *others: str) -> None:
+        self.others = others
+
+    def gather_over_stages(self, value: Any) -> list[Any]:
+        return [value, *(self.others or (value,))]
+
+
+def placed(*costs: int) -> Placement:
+    return Placement(tuple(StagePlacement(range(i, i + 1), 1, 4, cost) for i, cost in enumerate(costs)))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(schedules, "rank_zero_info", told.append)
+    return told
+
+
+def test_auto_takes_the_one_that_keeps_less_of_equally_fast_ones_and_says_so(told: list[str]) -> None:
+    chosen = choose(candidates("auto", 4, 8), placed(5, 5, 5, 5), Pipeline())  # type: ignore[arg-type]
+    assert chosen == build("1F1B", 4, 8)
+    assert len(told) == 1
+    assert 'schedule="auto" chose 1F1B' in told[0]
+    for said in (
+        "1F1B: 27.3 % idle, at most 4 m",
+        "Eager1F1B: 27.3 % idle, at most 7 m",
+        "GPipe: 27.3 % idle, at most 8 m",
+    ):
+        assert said in told[0]
+
+
+def test_auto_runs_ahead_where_stages_differ(told: list[str]) -> None:
+    chosen = choose(candidates("auto", 4, 8), placed(8, 5, 5, 5), Pipeline())  # type: ignore[arg-type]
+    assert chosen.name == "Eager1F1B"
+
+
+def test_a_schedule_that_was_named_is_taken_without_a_word(told: list[str]) -> None:
+    assert choose(candidates("GPipe", 2, 4), placed(1, 9), Pipeline()) == build("GPipe", 2, 4)  # type: ignore[arg-type]
+    assert not told
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_schedules_that_cant_be_run_yet_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}' can't be run in this version.*'1F1B', 'Eager1F1B'"):
+        candidates(name, 2, None)
+    path = tmp_path / "theirs.csv"
+    path.write_text(to_csv(build(name, 2)))
+    with pytest.raises(ConfigurationError, match="several stages on a rank, which can't be run in this version"):
+        candidates(str(path), 2, None)
+    path.write_text("0F0,0B0\n1F0,1I0,1W0\n")
+    with pytest.raises(ConfigurationError, match=r"backwards in two parts \(I and W\), which can't be run"):
+        candidates(str(path), 2, None)
+
+
+def test_a_file_that_differs_on_another_rank_is_refused() -> None:
+    schedule = candidates(str(OWN), 2, None)
+    assert choose(schedule, placed(1, 1), Pipeline()) == schedule[0]  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="another file on other ranks"):
+        choose(schedule, placed(1, 1), Pipeline("0F0,0B0\n"))  # type: ignore[arg-type]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+
+
+def loss(root: nn.Module, x: Tensor) -> Tensor:
+    return root(x).square().mean()
+
+
+def parts() -> list[Tensor]:
+    return list(torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("schedule", ["Eager1F1B", str(OWN)])
+def test_an_order_trains_as_one_process(schedule: str) -> None:
+    assert_alike(net, loss, parts(), 2, schedule=schedule)
+
+
+class Taking(torch.autograd.Function):
+    """Takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class Slow(nn.Module):
+    def __init__(self, forward_s: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.forward_s = forward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Taking.apply(self.layer(x), self.forward_s, 2 * self.forward_s)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1F1B", "Eager1F1B", "GPipe", str(OWN)])
+@pytest.mark.parametrize("forward_s", [(0.1, 0.15), (0.15, 0.1)])
+def test_a_step_takes_as_long_as_in_the_simulation(
+    schedule: str, forward_s: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+    begin = threading.Barrier(2)
+    train = PipelinedStep.train
+
+    def timed(self: PipelinedStep, *args: Any, **options: Any) -> list[Any]:
+        train(self, *args, **options)  # finds what crosses
+        begin.wait()
+        start = time.monotonic()
+        result = train(self, *args, **options)
+        taken.append(time.monotonic() - start)
+        return result
+
+    monkeypatch.setattr(PipelinedStep, "train", timed)
+    on_stages(lambda: nn.Sequential(*map(Slow, forward_s)), loss, parts(), 2, schedule=schedule)
+    simulated = simulate(build(schedule, 2, 4), Costs.of_forwards(forward_s)).duration
+    assert 0.99 <= max(taken) / simulated <= 1.25
