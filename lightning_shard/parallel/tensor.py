@@ -10,7 +10,6 @@ so colwise followed by rowwise costs one all-reduce forward and one backward (Me
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.plans import declared_plan, matches, similar
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -139,26 +139,6 @@ STYLES: dict[str, ParallelStyle] = {
 }
 
 
-def own_plan(root: nn.Module) -> dict[str, str]:
-    """The plan that transformers models of ``root`` bring themselves, by names in ``root``; empty where there is none.
-
-    transformers 5: ``config.base_model_tp_plan`` for the base model, ``_tp_plan`` of the class for its head.
-    """
-    plan: dict[str, str] = {}
-    for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
-        base = getattr(module, "base_model_prefix", None)
-        config = getattr(module, "config", None)
-        if not isinstance(base, str) or config is None or any(key.startswith(prefix) for key in plan):
-            continue
-        held = f"{prefix}{base}." if isinstance(getattr(module, base, None), nn.Module) and base else prefix
-        for pattern, style in (getattr(config, "base_model_tp_plan", None) or {}).items():
-            plan[held + pattern] = style
-        for pattern, style in (getattr(type(module), "_tp_plan", None) or {}).items():
-            plan[prefix + pattern] = style
-    return plan
-
-
 def resolve_plan(root: nn.Module, plan: Plan | None, parts: int) -> dict[str, ParallelStyle]:
     """Every module that a plan splits, by its name in the whole model ``root``; nothing is changed.
 
@@ -171,7 +151,7 @@ def resolve_plan(root: nn.Module, plan: Plan | None, parts: int) -> dict[str, Pa
         PlanError: A pattern that matches nothing, an unknown style, sizes that don't divide, or no plan at all.
     """
     if plan is None:
-        plan = own_plan(root)
+        plan = declared_plan(root, "tp")
         if not plan:
             raise PlanError(
                 f"tensor_parallel_size={parts} needs a plan and {type(root).__name__} brings none: pass"
@@ -183,9 +163,10 @@ def resolve_plan(root: nn.Module, plan: Plan | None, parts: int) -> dict[str, Pa
         style = _style(pattern, chosen)
         names = [name for name in modules if matches(name, pattern)]
         if not names:
-            near = [name for name in modules if name and name.rsplit(".", 1)[-1] == pattern.rsplit(".", 1)[-1]]
-            hint = f"; modules with that last name: {near[:4]}" if near else ""
-            raise PlanError(f"tensor_parallel_plan: {pattern!r} matches no module{hint}. Correct it or leave it out.")
+            raise PlanError(
+                f"tensor_parallel_plan: {pattern!r} matches no module{similar(modules, pattern)}. Correct it or leave it"
+                " out."
+            )
         for name in names:
             if isinstance(style, Split):
                 for key, parameter in modules[name].named_parameters(recurse=False):
@@ -209,12 +190,6 @@ def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, styles: Mapping[str
     for name, style in styles.items():
         style._apply(root.get_submodule(name), mesh)
     _check_still_tied(root, tied)
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name, or its end, is of a pattern whose ``*`` stands for any one part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
 
 
 def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import LayoutError, PlacementError
-from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
+from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import Part, measure, watch
@@ -38,6 +39,7 @@ class Settings:
     placement: Literal["auto", "even"] | Sequence[int]
     pipeline_blocks: str | Sequence[str] | None
     tensor_parallel_plan: Plan | None
+    expert_parallel_plan: ExpertPlan | None
 
 
 @dataclass
@@ -67,13 +69,20 @@ class Assembly:
 
 
 def assemble(
-    module: pl.LightningModule, layout: Layout, mesh: DeviceMesh, device: torch.device, seed: int, settings: Settings
+    module: pl.LightningModule,
+    layout: Layout,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    settings: Settings,
 ) -> Assembly:
     """Cut ``module`` to this rank's stage and shard it, in place.
 
     Args:
         module: On any device, or on meta.
         mesh: The world's mesh, made by ``layout``.
+        expert_mesh: The experts' mesh, with several expert-parallel ranks.
         device: Where this rank computes.
         seed: Seeds the weights of what is on meta.
 
@@ -88,12 +97,20 @@ def assemble(
                 f" stage: use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding"
                 " to the strategy."
             )
+        if layout.expert_parallel_size > 1:
+            raise LayoutError(
+                f"{type(module).__name__}.configure_model parallelizes the module itself, its experts too: use"
+                f" expert_parallel_size=1 (it is {layout.expert_parallel_size}), or leave the sharding to the strategy."
+            )
         materialize(module, (), device, seed)
         module.to(device)
         return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
     blocks = _blocks(module, layout, settings)
     listed = [name for names in block_lists(module).values() for name in names]
+    experts: list[str] = []
+    if layout.expert_parallel_size > 1:
+        experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
         styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size)
@@ -121,14 +138,20 @@ def assemble(
         held = {name for name, part in module.named_modules() if _is_held(part)}
         units = _units(module, stage, listed)
         styles = {name: style for name, style in styles.items() if name in held}
+        experts = [name for name in experts if name in held]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
+    dealt: list[nn.Module] = []
+    if expert_mesh is not None:
+        dealt = apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
     apply_fully_sharded(
         module,
         [module.get_submodule(name) for name in units],
-        mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
+        mesh[layout.data_axes],
         keep_gathered=stage is not None,
         whole_steps=module.automatic_optimization,
+        experts=dealt,
+        expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
     )
     materialize(module, listed, device, seed)
     module.to(device)
