@@ -113,7 +113,7 @@ def assemble(
         experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
-        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size)
+        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
     placement = None
     if blocks:
         blocks, placement = _place(module, blocks, layout, settings, device)
