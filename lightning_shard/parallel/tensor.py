@@ -145,7 +145,9 @@ class OwnShare(ParallelStyle):
         def forward(module: nn.Module, *inputs: Any) -> Tensor:
             with local_parameters(module):
                 summand = own_forward(module, *(_to_shares(value, device_mesh) for value in inputs))
-            return DTensor.from_local(summand, device_mesh, [Partial()]).redistribute(placements=[_REPLICATED]).to_local()
+            return (
+                DTensor.from_local(summand, device_mesh, [Partial()]).redistribute(placements=[_REPLICATED]).to_local()
+            )
 
         module.forward = MethodType(forward, module)  # a method, so that a copy of the module has one of its own
         return module

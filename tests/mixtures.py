@@ -1,0 +1,151 @@
+"""Small mixtures of experts, and other networks whose tensor-parallel plans take more than linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.parity import VOCABULARY, like_llama
+
+EXPERTS = 4
+
+
+class Experts(nn.Module):
+    """A user's own: every parameter has a row per expert. ``routed`` counts what came, by expert."""
+
+    def __init__(self, count: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, width, inner) / width**0.5)
+        self.bias = nn.Parameter(torch.randn(count, inner) / 10)
+        self.down = nn.Parameter(torch.randn(count, inner, width) / inner**0.5)
+
+    def forward(self, tokens: Tensor, choice: Tensor, scale: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            row, slot = torch.where(choice == expert)
+            # weights are applied to what goes in: an expert isn't linear in them
+            inner = F.silu((tokens[row] * scale[row, slot, None]) @ self.up[expert] + self.bias[expert])
+            out = out.index_add(0, row, inner @ self.down[expert])
+        return out
+
+
+class Mixture(nn.Module):
+    """Routes each token to two experts, and adds a shared one."""
+
+    def __init__(self, width: int, only: int | None = None) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS)
+        self.shared = nn.Linear(width, width)
+        self.experts = Experts(EXPERTS, width, 24)
+        self.only = only
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        if self.only is not None:  # all tokens to one: the other ranks' experts have none
+            chosen = torch.full_like(chosen, self.only)
+        return x + self.shared(x) + self.experts(flat, choice=chosen, scale=weights).view_as(x)
+
+
+class Mixtures(nn.Module):
+    def __init__(self, only: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(Mixture(16, only) for _ in range(4))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def transformers_model(kind: str, **more: Any) -> nn.Module:
+    import transformers as hf
+
+    model: nn.Module = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**{**like_llama(), **more}))
+    return model
+
+
+def adapted() -> nn.Module:
+    import peft
+
+    model = transformers_model("Llama")
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)  # else A has no gradient
+    return adapted
+
+
+_MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "own": Mixtures,
+    "own, all tokens to one expert": partial(Mixtures, 3),
+    "mixtral": partial(transformers_model, "Mixtral", num_local_experts=EXPERTS),
+    "qwen3": partial(
+        transformers_model,
+        "Qwen3Moe",
+        head_dim=8,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+    ),
+    "gpt-oss": partial(
+        transformers_model,
+        "GptOss",
+        intermediate_size=16,
+        head_dim=8,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+    ),
+    "deepseek": partial(
+        transformers_model,
+        "DeepseekV2",
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        **_MLA,
+    ),
+    "tied llama": partial(transformers_model, "Llama", tie_word_embeddings=True),
+    "llama with LoRA": adapted,
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = NETWORKS[kind]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        out = self.net(input_ids=batch["x"])
+        logits = out if isinstance(out, Tensor) else out.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    tokens = [torch.randint(0, VOCABULARY, (8, 8), generator=generator) for _ in range(2)]
+    return [{"x": x, "y": (x * 7 + 3) % VOCABULARY} for x in tokens]
