@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parity import VOCABULARY, like_llama
+from lightning_shard.testing import run_ranks
+from tests.parity import VOCABULARY, Model, Seen, combine, largest_difference, like_llama, train, world
 
 EXPERTS = 4
 
@@ -126,26 +128,33 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Module(L.LightningModule):
+class MixtureModel(Model):
     def __init__(self, kind: str) -> None:
-        super().__init__()
+        L.LightningModule.__init__(self)
+        self.on_meta = False
         torch.manual_seed(1)
-        self.net = NETWORKS[kind]()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        out = self.net(input_ids=batch["x"])
-        logits = out if isinstance(out, Tensor) else out.logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    validation_step = training_step
+        self.model = NETWORKS[kind]()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
 
 
-def batches() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    tokens = [torch.randint(0, VOCABULARY, (8, 8), generator=generator) for _ in range(2)]
-    return [{"x": x, "y": (x * 7 + 3) % VOCABULARY} for x in tokens]
+def trained(sizes: dict[str, int] | None, kinds: list[str], **options: Any) -> dict[str, Seen]:
+    """Each kind of network in turn, by the same processes: on a layout, or on this process alone."""
+    seen = {}
+    for kind in kinds:
+        plan = {"expert_parallel_plan": {"experts": "experts"}} if sizes and kind.startswith("own") else {}
+        seen[kind] = train("llama", sizes, module=partial(MixtureModel, kind), **plan, **options)
+    return seen
+
+
+def assert_alike(sizes: dict[str, int], kinds: list[str], **options: Any) -> None:
+    ours = run_ranks(trained, world(sizes), sizes, kinds, elastic=True, timeout_s=120, **options)
+    for kind, plain in trained(None, kinds, **options).items():
+        seen = combine([rank[kind] for rank in ours], sizes)
+        assert seen.losses == pytest.approx(plain.losses, rel=3e-6), kind
+        assert seen.norm == pytest.approx(plain.norm, rel=1e-5), kind
+        assert largest_difference(seen.initial, plain.initial) == 0, kind
+        assert largest_difference(seen.gradients, plain.gradients) < 2e-6, kind
+        assert largest_difference(seen.parameters, plain.parameters) < 2e-4, kind  # of AdamW's steps of 1e-3
+        assert seen.metrics == pytest.approx(plain.metrics, rel=1e-5), kind

@@ -17,7 +17,7 @@ by ``p`` where they enter an expert, and multiplied where they leave: exactly so
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -50,11 +50,13 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
 
     Args:
         plan: Patterns of their names to ``"experts"``; ``None``: those that transformers models declare.
-        parts: Over how many ranks they are to be dealt.
+        parts: Over how many ranks they are to be dealt; with one, none are.
 
     Raises:
         PlanError: None, a pattern that matches nothing, or a module that can't be dealt; says why.
     """
+    if parts == 1:
+        return []
     if plan is None:
         plan = {pattern: _STYLE for pattern, style in declared_plan(root, "ep").items() if style == _DECLARED}
         if not plan:
@@ -122,25 +124,21 @@ def _unfit(module: nn.Module, tied: set[str]) -> str | None:
     return None
 
 
-def apply_expert_parallel(root: nn.Module, mesh: DeviceMesh, names: Sequence[str]) -> list[nn.Module]:
-    """Deal experts of ``root`` to the ranks of ``mesh``, in place.
+def apply_expert_parallel(root: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
+    """Deal experts of ``root`` to the ranks of ``mesh``, in place: their parameters become DTensors on it, cut by rows.
 
     Args:
         root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
             meta.
         mesh: The one-dimensional expert axis.
         names: As :func:`resolve_experts` gave them, of the modules that are here.
-
-    Returns:
-        The modules of experts, whose parameters are DTensors now, cut along their first dim.
     """
-    modules = [root.get_submodule(name) for name in names]
-    for name, module in zip(names, modules):
+    for name in names:
+        module = root.get_submodule(name)
         for key in list(module._parameters):
             split_parameter(module, key, mesh, Shard(0))
         # a method, so that a copy of the module has one of its own
         module.forward = MethodType(_Dispatched(name, module, mesh), module)
-    return modules
 
 
 class _Dispatched:

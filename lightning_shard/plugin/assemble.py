@@ -28,6 +28,7 @@ from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
 from lightning_shard.plugin.steps.memory import remember
 
+_PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
 _EXAMPLE_TOKENS = 16
 _LIBRARIES = ("torch.", "transformers.")
 
@@ -91,26 +92,14 @@ def assemble(
     """
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
-        if layout.pipeline_parallel_size > 1:
-            raise LayoutError(
-                f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline"
-                f" stage: use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding"
-                " to the strategy."
-            )
-        if layout.expert_parallel_size > 1:
-            raise LayoutError(
-                f"{type(module).__name__}.configure_model parallelizes the module itself, its experts too: use"
-                f" expert_parallel_size=1 (it is {layout.expert_parallel_size}), or leave the sharding to the strategy."
-            )
+        _refuse_cutting_anew(module, layout)
         materialize(module, (), device, seed)
         module.to(device)
         return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
     blocks = _blocks(module, layout, settings)
     listed = [name for names in block_lists(module).values() for name in names]
-    experts: list[str] = []
-    if layout.expert_parallel_size > 1:
-        experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
+    experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
         styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
@@ -141,16 +130,15 @@ def assemble(
         experts = [name for name in experts if name in held]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
-    dealt: list[nn.Module] = []
     if expert_mesh is not None:
-        dealt = apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
+        apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
     apply_fully_sharded(
         module,
         [module.get_submodule(name) for name in units],
         mesh[layout.data_axes],
         keep_gathered=stage is not None,
         whole_steps=module.automatic_optimization,
-        experts=dealt,
+        experts=[module.get_submodule(name) for name in experts],
         expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
     )
     materialize(module, listed, device, seed)
@@ -161,6 +149,17 @@ def assemble(
     if stage is not None:
         stage.join(module)
     return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
+
+
+def _refuse_cutting_anew(module: pl.LightningModule, layout: Layout) -> None:
+    """What a module that shards itself leaves to do: nothing that cuts it."""
+    sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS) and size > 1}
+    if sizes:
+        name, size = next(iter(sizes.items()))
+        raise LayoutError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, which fits {name}=1 (it is"
+            f" {size}): use that, or leave the sharding to the strategy."
+        )
 
 
 def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:

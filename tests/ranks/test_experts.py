@@ -4,51 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
-from tests import mixtures
-from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.mixtures import MixtureModel, assert_alike, trained
+from tests.parity import layout, train
 
 EP2 = {**layout(data=2), "expert_parallel_size": 2}
-PLAN = {"experts": "experts"}
 SAFE = "own, all tokens to one expert"
-
-
-class MixtureModel(Model):
-    def __init__(self, kind: str) -> None:
-        L.LightningModule.__init__(self)
-        self.on_meta = False
-        torch.manual_seed(1)
-        self.model = mixtures.NETWORKS[kind]()
-
-
-def trained(sizes: dict[str, int] | None, kinds: list[str], **options: Any) -> dict[str, Seen]:
-    plan = {"expert_parallel_plan": PLAN} if sizes else {}
-    return {
-        kind: train(
-            "llama", sizes, module=partial(MixtureModel, kind), **(plan if kind.startswith("own") else {}), **options
-        )
-        for kind in kinds
-    }
-
-
-def assert_alike(sizes: dict[str, int], kinds: list[str], **options: Any) -> None:
-    ours = run_ranks(trained, world(sizes), sizes, kinds, elastic=True, timeout_s=120, **options)
-    for kind, plain in trained(None, kinds, **options).items():
-        seen = combine([rank[kind] for rank in ours], sizes)
-        assert seen.losses == pytest.approx(plain.losses, rel=3e-6), kind
-        assert seen.norm == pytest.approx(plain.norm, rel=1e-5), kind
-        assert largest_difference(seen.initial, plain.initial) == 0, kind
-        assert largest_difference(seen.gradients, plain.gradients) < 2e-6, kind
-        assert largest_difference(seen.parameters, plain.parameters) < 2e-4, kind  # of AdamW's steps of 1e-3
-        assert seen.metrics == pytest.approx(plain.metrics, rel=1e-5), kind
 
 
 def test_experts_of_two_ranks() -> None:
