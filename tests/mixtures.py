@@ -95,6 +95,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "own": Mixtures,
     "own, all tokens to one expert": partial(Mixtures, 3),
     "mixtral": partial(transformers_model, "Mixtral", num_local_experts=EXPERTS),
+    "mixtral of two experts": partial(transformers_model, "Mixtral", num_local_experts=2),
     "qwen3": partial(
         transformers_model,
         "Qwen3Moe",
