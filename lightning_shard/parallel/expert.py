@@ -57,14 +57,9 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
     """
     if parts == 1:
         return []
+    declared = plan is None
     if plan is None:
         plan = {pattern: _STYLE for pattern, style in declared_plan(root, "ep").items() if style == _DECLARED}
-        if not plan:
-            raise PlanError(
-                f"expert_parallel_size={parts} needs experts, and {type(root).__name__} has no transformers model that"
-                ' declares some: pass expert_parallel_plan, such as {"layers.*.moe.experts": "experts"}.'
-                f" {_CONTRACT}."
-            )
     modules = dict(root.named_modules())
     tied = {name for group in tied_parameters(root) for name in group}
     found: dict[str, None] = {}
@@ -72,7 +67,7 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
         if style != _STYLE:
             raise PlanError(f'expert_parallel_plan: {pattern!r} has style {style!r}; the only one is "{_STYLE}".')
         names = [name for name in modules if matches(name, pattern)]
-        if not names:
+        if not names and not declared:  # a declared plan serves all models of a kind
             raise PlanError(
                 f"expert_parallel_plan: {pattern!r} matches no module{similar(modules, pattern)}. Correct it or leave"
                 " it out."
@@ -91,6 +86,12 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
                     f" {[n for n in range(1, experts + 1) if experts % n == 0]}."
                 )
             found[name] = None
+    if not found:
+        raise PlanError(
+            f"expert_parallel_size={parts} needs experts, and {type(root).__name__} has no transformers model that"
+            ' declares some: pass expert_parallel_plan, such as {"layers.*.moe.experts": "experts"}.'
+            f" {_CONTRACT}."
+        )
     return list(found)
 
 

@@ -140,11 +140,13 @@ class OwnShare(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for key, placement in self._placements.items():
             split_parameter(module, key, device_mesh, placement)
-        own_forward = module.forward.__func__
+        own_forward: Any = type(module).forward
 
-        def forward(module: nn.Module, *inputs: Any) -> Tensor:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            shared = [_to_shares(value, device_mesh) for value in args]
+            named = {key: _to_shares(value, device_mesh) for key, value in kwargs.items()}
             with local_parameters(module):
-                summand = own_forward(module, *(_to_shares(value, device_mesh) for value in inputs))
+                summand = own_forward(module, *shared, **named)
             return (
                 DTensor.from_local(summand, device_mesh, [Partial()]).redistribute(placements=[_REPLICATED]).to_local()
             )
@@ -409,10 +411,11 @@ def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
 def _keep_tied(root: nn.Module, tied: list[tuple[str, ...]]) -> None:
     """Have tied parameters that were split alike be one again."""
     for group in tied:
-        first, *others = (root.get_parameter(name) for name in group)
-        if all(other is first for other in others):
+        copies: list[Any] = [root.get_parameter(name) for name in group]
+        first = copies[0]
+        if all(copy is first for copy in copies):
             continue
-        if not all(isinstance(p, DTensor) and p.placements == first.placements for p in (first, *others)):
+        if not all(isinstance(copy, DTensor) and copy.placements == first.placements for copy in copies):
             raise PlanError(
                 f"tensor_parallel_plan splits the tied parameters {list(group)} in different ways, or only some: leave"
                 " their modules out of the plan, split an embedding by embedding_rowwise and a linear layer by colwise"
