@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
 from tests.parity import VOCABULARY, Model, Seen, combine, largest_difference, like_llama, train, world
 
@@ -140,17 +142,33 @@ class MixtureModel(Model):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
 
 
-def trained(sizes: dict[str, int] | None, kinds: list[str], **options: Any) -> dict[str, Seen]:
-    """Each kind of network in turn, by the same processes: on a layout, or on this process alone."""
+class SaveAtEnd(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(str(self.path))
+
+
+def trained(
+    sizes: dict[str, int] | None, kinds: list[str], folder: Path | None = None, **options: Any
+) -> dict[str, Seen]:
+    """Each kind of network in turn, by the same processes: on a layout, or on this process alone.
+
+    Args:
+        folder: Where each is saved at its end, by its name.
+    """
     seen = {}
     for kind in kinds:
         plan = {"expert_parallel_plan": {"experts": "experts"}} if sizes and kind.startswith("own") else {}
-        seen[kind] = train("llama", sizes, module=partial(MixtureModel, kind), **plan, **options)
+        saving = [SaveAtEnd(folder / kind)] if folder is not None else []
+        seen[kind] = train("llama", sizes, module=partial(MixtureModel, kind), callbacks=saving, **plan, **options)
     return seen
 
 
-def assert_alike(sizes: dict[str, int], kinds: list[str], **options: Any) -> None:
-    ours = run_ranks(trained, world(sizes), sizes, kinds, elastic=True, timeout_s=120, **options)
+def assert_alike(sizes: dict[str, int], kinds: list[str], folder: Path | None = None, **options: Any) -> None:
+    """Networks on a layout against one process; what is saved in ``folder`` is what was trained."""
+    ours = run_ranks(trained, world(sizes), sizes, kinds, folder, elastic=True, timeout_s=120, **options)
     for kind, plain in trained(None, kinds, **options).items():
         seen = combine([rank[kind] for rank in ours], sizes)
         assert seen.losses == pytest.approx(plain.losses, rel=3e-6), kind
@@ -159,3 +177,6 @@ def assert_alike(sizes: dict[str, int], kinds: list[str], **options: Any) -> Non
         assert largest_difference(seen.gradients, plain.gradients) < 2e-6, kind
         assert largest_difference(seen.parameters, plain.parameters) < 2e-4, kind  # of AdamW's steps of 1e-3
         assert seen.metrics == pytest.approx(plain.metrics, rel=1e-5), kind
+        if folder is not None:
+            stored = checkpoint.read(folder / kind)
+            assert all(torch.equal(stored[name][...], value) for name, value in seen.parameters.items()), kind

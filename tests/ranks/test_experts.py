@@ -45,21 +45,23 @@ def test_fewer_experts_than_ranks_that_share_them() -> None:
     ],
     ids=["ep2×dp2", "ep4", "ep2×dp2 replicas", "pp2×ep2", "ep2×tp2"],
 )
-def test_experts_beside_other_axes(sizes: dict[str, int]) -> None:
+def test_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
     own = [] if sizes["tensor_parallel_size"] > 1 else ["own", SAFE]
-    assert_alike(sizes, ["mixtral", "qwen3", *own])
+    assert_alike(sizes, ["mixtral", "qwen3", *own], tmp_path)
 
 
 def there_and_back(folder: Path) -> tuple[list[tuple[int, ...]], list[float]]:
     """Loaded and saved on the other layout without a step between, and trained on, by turns on each."""
     placed, losses = [], []
     dp2 = layout(data=2)
-    runs = [("a", None, EP2, 2), ("b", "a", dp2, 2), ("c", "b", EP2, 2), ("d", "a", dp2, 3), ("e", "d", EP2, 4)]
+    runs = [("a", None, EP2, 2), ("b", "a", dp2, 2), ("c", "b", EP2, 2), ("d", "a-mid", dp2, 3), ("e", "d-mid", EP2, 4)]
     for name, earlier, sizes, steps in runs:
         L.seed_everything(3)
         module, seen = MixtureModel("mixtral"), Seen()
         strategy = HybridShardStrategy(**sizes)
-        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=steps, callbacks=[Losses(seen)], **QUIET)
+        trainer = L.Trainer(
+            strategy=strategy, devices=2, max_steps=steps, callbacks=[Followed(seen, folder / f"{name}-mid")], **QUIET
+        )
         trainer.fit(module, loader(GLOBAL_BATCH // 2), ckpt_path=earlier and str(folder / earlier))
         trainer.save_checkpoint(str(folder / name))
         weight = module.get_parameter("model.model.layers.0.mlp.experts.down_proj")
@@ -69,12 +71,17 @@ def there_and_back(folder: Path) -> tuple[list[tuple[int, ...]], list[float]]:
     return placed, losses
 
 
-class Losses(L.Callback):
-    def __init__(self, seen: Seen) -> None:
+class Followed(L.Callback):
+    """Keeps each step's loss, and saves after the last one, in mid-epoch."""
+
+    def __init__(self, seen: Seen, path: Path) -> None:
         self.seen = seen
+        self.path = str(path)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.seen.losses.append(float(trainer.callback_metrics["train_loss"]))
+        if trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(self.path)
 
 
 def test_checkpoints_go_from_dealt_experts_to_whole_ones_and_back(tmp_path: Path) -> None:
