@@ -142,6 +142,19 @@ class MixtureModel(Model):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
 
 
+class OnMeta(L.LightningModule):
+    """A mixture whose weights the strategy makes, from the seed and their names."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                self.model = NETWORKS["mixtral"]()
+
+    training_step = Model.training_step
+    loss = Model.loss
+    configure_optimizers = MixtureModel.configure_optimizers
+
+
 class SaveAtEnd(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path

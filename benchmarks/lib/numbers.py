@@ -130,9 +130,7 @@ def draw(path: Path) -> None:
         place.tick_params(axis="y", length=0, labelsize=8)
         for side in place.spines.values():
             side.set_visible(False)
-    figure.suptitle(
-        "lightning_shard as a multiple of  /  …: right of the line it is faster", fontsize=9
-    )
+    figure.suptitle("lightning_shard as a multiple of  /  …: right of the line it is faster", fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

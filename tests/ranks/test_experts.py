@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.testing import run_ranks
-from tests.mixtures import MixtureModel, assert_alike, trained
-from tests.parity import GLOBAL_BATCH, QUIET, Seen, layout, loader
+from tests.mixtures import MixtureModel, OnMeta, assert_alike, trained
+from tests.parity import GLOBAL_BATCH, QUIET, Seen, largest_difference, layout, loader, train
 
 EP2 = {**layout(data=2), "expert_parallel_size": 2}
 SAFE = "own, all tokens to one expert"
@@ -48,6 +48,20 @@ def test_fewer_experts_than_ranks_that_share_them() -> None:
 def test_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
     own = [] if sizes["tensor_parallel_size"] > 1 else ["own", SAFE]
     assert_alike(sizes, ["mixtral", "qwen3", *own], tmp_path)
+
+
+def made_on_meta(sizes: dict[str, int]) -> Seen:
+    return train("llama", sizes, module=OnMeta, steps=1, trainer={"limit_val_batches": 0})
+
+
+@pytest.mark.long
+def test_experts_made_on_meta_begin_alike() -> None:
+    """Dealt, cut in packed halves, and sharded."""
+    layouts = (EP2, layout(tensor=2), layout(data=2))
+    dealt, *others = (run_ranks(made_on_meta, 2, sizes, elastic=True)[0] for sizes in layouts)
+    for other in others:
+        assert largest_difference(dealt.initial, other.initial) == 0
+        assert dealt.losses == pytest.approx(other.losses, rel=3e-6)
 
 
 def there_and_back(folder: Path) -> tuple[list[tuple[int, ...]], list[float]]:
