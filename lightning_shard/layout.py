@@ -23,6 +23,10 @@ PIPELINE_AXIS = "pipeline_parallel"
 REPLICA_AXIS = "data_parallel_replicas"
 DATA_AXIS = "data_parallel"
 TENSOR_AXIS = "tensor_parallel"
+EXPERT_AXIS = "expert_parallel"
+EXPERT_DATA_AXIS = "data_parallel_of_experts"
+PARTS_OF_DATA_AXIS = (EXPERT_DATA_AXIS, EXPERT_AXIS)
+"""The axes of the experts' mesh that make up :data:`DATA_AXIS`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Layout:
     """The sizes of a run's axes, and where one rank stands in them.
 
     ``data_parallel_size`` counts every data-parallel rank; parameters are sharded over ``shard_size`` of them and
-    replicated over ``data_parallel_replicas``.
+    replicated over ``data_parallel_replicas``. The experts of mixtures are dealt to ``expert_parallel_size`` neighbours
+    among those, and sharded over the ``shard_size / expert_parallel_size`` ranks that hold the same experts.
     """
 
     pipeline_parallel_size: int = 1
@@ -38,6 +43,7 @@ class Layout:
     data_parallel_replicas: int = 1
     tensor_parallel_size: int = 1
     rank: int = 0
+    expert_parallel_size: int = 1
 
     @classmethod
     def resolve(
@@ -49,13 +55,20 @@ class Layout:
         tensor_parallel_size: int = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicas: int = 1,
+        expert_parallel_size: int = 1,
     ) -> Layout:
         """Sizes that multiply to ``world_size``; ``data_parallel_size="auto"`` takes the ranks that are left.
 
         Raises:
             LayoutError: The sizes don't multiply to the world; says what would.
         """
-        check_sizes(pipeline_parallel_size, tensor_parallel_size, data_parallel_size, data_parallel_replicas)
+        check_sizes(
+            pipeline_parallel_size,
+            tensor_parallel_size,
+            data_parallel_size,
+            data_parallel_replicas,
+            expert_parallel_size,
+        )
         pipeline, tensor, replicas = pipeline_parallel_size, tensor_parallel_size, data_parallel_replicas
         model_ranks = pipeline * tensor
         product = f"pipeline_parallel_size ({pipeline}) × tensor_parallel_size ({tensor})"
@@ -78,18 +91,24 @@ class Layout:
                     f"{product} × data_parallel_size ({data}) = {model_ranks * data} must equal the number of processes"
                     f" ({world_size}): start {model_ranks * data} processes, or use {fits}."
                 )
-        _check_replicas(data, replicas)
-        return cls(pipeline, data, replicas, tensor, rank)
+        _check_parts(data, replicas, expert_parallel_size)
+        return cls(pipeline, data, replicas, tensor, rank, expert_parallel_size)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The axes by their setting's name: what a layout is, without a rank's place in it."""
-        return {
+        """The axes by their setting's name: what a layout is, without a rank's place in it.
+
+        Checkpoints hold it; the expert axis is there only where it is used, so that older ones still compare equal.
+        """
+        sizes = {
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "data_parallel_size": self.data_parallel_size,
             "data_parallel_replicas": self.data_parallel_replicas,
             "tensor_parallel_size": self.tensor_parallel_size,
         }
+        if self.expert_parallel_size > 1:
+            sizes["expert_parallel_size"] = self.expert_parallel_size
+        return sizes
 
     @property
     def world_size(self) -> int:
@@ -163,10 +182,32 @@ class Layout:
         shape = self.mesh_shape
         return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
+    def expert_mesh(self, device_type: str) -> DeviceMesh:
+        """The same world with its data axis divided for experts, the expert axis inside: it talks in every layer.
+
+        A collective call, as :meth:`mesh`.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape: dict[str, int] = {}
+        for axis, size in self.mesh_shape.items():
+            if axis == DATA_AXIS:
+                shape[EXPERT_DATA_AXIS] = size // self.expert_parallel_size
+                shape[EXPERT_AXIS] = self.expert_parallel_size
+            else:
+                shape[axis] = size
+        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+    @property
+    def expert_data_axes(self) -> tuple[str, ...]:
+        """The axes of the experts' mesh that experts are sharded (and, with replicas, replicated) over."""
+        return (REPLICA_AXIS, EXPERT_DATA_AXIS) if self.data_parallel_replicas > 1 else (EXPERT_DATA_AXIS,)
+
     def __str__(self) -> str:
         replicas = f" in {self.data_parallel_replicas} replicas" if self.data_parallel_replicas > 1 else ""
+        experts = f" (experts over {self.expert_parallel_size})" if self.expert_parallel_size > 1 else ""
         return (
-            f"{self.pipeline_parallel_size} pipeline × {self.data_parallel_size} data{replicas}"
+            f"{self.pipeline_parallel_size} pipeline × {self.data_parallel_size} data{replicas}{experts}"
             f" × {self.tensor_parallel_size} tensor"
         )
 
@@ -176,17 +217,19 @@ def check_sizes(
     tensor_parallel_size: int,
     data_parallel_size: int | Literal["auto"],
     data_parallel_replicas: int,
+    expert_parallel_size: int = 1,
 ) -> None:
     """Refuse sizes that fit no world.
 
     Raises:
-        LayoutError: A size that isn't a positive integer, or replicas that don't divide the data ranks.
+        LayoutError: A size that isn't a positive integer, or replicas or experts that don't divide the data ranks.
     """
     sizes = {
         "pipeline_parallel_size": pipeline_parallel_size,
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": data_parallel_size,
         "data_parallel_replicas": data_parallel_replicas,
+        "expert_parallel_size": expert_parallel_size,
     }
     for name, value in sizes.items():
         if name == "data_parallel_size" and value == "auto":
@@ -195,14 +238,22 @@ def check_sizes(
             auto = ' or "auto"' if name == "data_parallel_size" else ""
             raise LayoutError(f"{name} ({value!r}) must be an integer of at least 1{auto}.")
     if isinstance(data_parallel_size, int):
-        _check_replicas(data_parallel_size, data_parallel_replicas)
+        _check_parts(data_parallel_size, data_parallel_replicas, expert_parallel_size)
 
 
-def _check_replicas(data: int, replicas: int) -> None:
+def _check_parts(data: int, replicas: int, experts: int) -> None:
     if data % replicas:
         raise LayoutError(
             f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of"
             f" {_divisors(data)}."
+        )
+    shards = data // replicas
+    if shards % experts:
+        product = "data_parallel_size" + (" / data_parallel_replicas" if replicas > 1 else "")
+        raise LayoutError(
+            f"expert_parallel_size ({experts}) must divide {product} ({shards}), since experts are dealt to"
+            f" data-parallel ranks: use one of {_divisors(shards)}, or a multiple of {experts * replicas} data-parallel"
+            " ranks."
         )
 
 

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of ``full``, as ``like`` is sharded; a view, no communication.
-
-    Shards are cut as ``torch.chunk`` cuts, the last mesh axis first: fully sharded data parallelism (an earlier axis)
-    splits what tensor parallelism (a later axis) left.
+    """This rank's part of ``full``, as ``like`` is sharded; no communication.
 
     Args:
         full: The whole tensor, of ``like``'s global shape.
         like: A DTensor with replicated and sharded placements.
     """
-    coordinate = like.device_mesh.get_coordinate()
+    return part_on(full, like.device_mesh, like.placements)
+
+
+def part_on(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of ``full`` under placements on a mesh: a view, or where it is several pieces, their copy.
+
+    Shards are cut as ``torch.chunk`` cuts, the last mesh axis first: fully sharded data parallelism (an earlier axis)
+    splits what tensor parallelism (a later axis) left. torch writes that as a strided shard, whose factor is the number
+    of parts that later axes made of the dim. Any other factor is a tensor packed of so many, each cut by itself.
+    """
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank isn't in the tensor's mesh"
-    for axis in reversed(range(like.device_mesh.ndim)):
-        placement = like.placements[axis]
+    parts_of: dict[int, int] = {}
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
         assert not placement.is_partial(), f"{placement} has no local part of a full tensor"
-        # torch's own strided shards (fully sharded over tensor parallel on one dim) aren't a Shard, but have its dim.
+        # torch's own strided shards aren't a Shard, but have its dim.
         dim = getattr(placement, "dim", None)
-        if dim is not None:
-            full = chunk(full, dim, like.device_mesh.size(axis), coordinate[axis])
+        if dim is None:
+            continue
+        packed = getattr(placement, "split_factor", 1)
+        if packed in (1, parts_of.get(dim, 1)):
+            full = chunk(full, dim, mesh.size(axis), coordinate[axis])
+        else:
+            pieces = full.chunk(packed, dim)
+            full = torch.cat([chunk(piece, dim, mesh.size(axis), coordinate[axis]) for piece in pieces], dim)
+        parts_of[dim] = parts_of.get(dim, 1) * mesh.size(axis)
     return full
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.layout import DATA_AXIS, PARTS_OF_DATA_AXIS
 from lightning_shard.sharding import local_tensor
 
 _ELSEWHERE = "_lightning_shard_counted_elsewhere"
@@ -40,6 +41,8 @@ def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
         axes = tensor.device_mesh.mesh_dim_names
         assert axes is not None
         sharded = {axis for axis, placement in zip(axes, tensor.placements) if not placement.is_replicate()}
+        if sharded.issuperset(PARTS_OF_DATA_AXIS):
+            sharded.add(DATA_AXIS)
     return all(index == 0 for axis, index in zip(names, coordinate) if axis not in sharded)
 
 

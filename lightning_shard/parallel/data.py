@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,13 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.sharding import local_tensor
 
 
 def apply_fully_sharded(
-    root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, keep_gathered: bool, whole_steps: bool
+    root: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    keep_gathered: bool,
+    whole_steps: bool,
+    experts: Iterable[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard ``root``'s parameters over ``mesh``, in place.
 
@@ -31,11 +41,17 @@ def apply_fully_sharded(
         whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call.
             If not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is
             gathered while it is called itself.
+        experts: Modules within blocks that become units over ``expert_mesh``, the axes of the ranks that hold the same
+            experts.
 
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
     whole = set(scalar_parameters(root))
+    for unit in experts:
+        assert expert_mesh is not None
+        even = partial(_even_dim, parts=expert_mesh.size(-1))
+        fully_shard(unit, mesh=expert_mesh, reshard_after_forward=not keep_gathered, shard_placement_fn=even)
     for unit in chain.from_iterable(map(_with_forward, blocks)):
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, ignored_params=whole)
     if whole_steps:
@@ -59,6 +75,12 @@ def apply_fully_sharded(
         if not isinstance(module, FSDPModule):
             # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+
+
+def _even_dim(parameter: nn.Parameter, parts: int) -> Shard:
+    """The first dim that divides evenly: a rank has few experts, and more ranks may share them."""
+    local = local_tensor(parameter)
+    return Shard(next((dim for dim, size in enumerate(local.shape) if size % parts == 0), 0))
 
 
 def _called(root: nn.Module) -> Iterator[nn.Module]:

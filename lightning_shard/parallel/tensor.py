@@ -10,15 +10,17 @@ so colwise followed by rowwise costs one all-reduce forward and one backward (Me
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -26,9 +28,12 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.local import local_parameters, split_parameter
+from lightning_shard.parallel.plans import declared_plan, matches, similar
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -120,6 +125,64 @@ class ScatterSequence(ParallelStyle):
         return module
 
 
+class OwnShare(ParallelStyle):
+    """A module that runs by its own code on this rank's part of its parameters, and returns a summand of its output.
+
+    So a mixture's experts, ``[experts, features, features]``: each rank has a part of every expert's inner features.
+
+    Args:
+        placements: Of all its parameters, by name.
+    """
+
+    def __init__(self, placements: Mapping[str, Placement]) -> None:
+        self._placements = placements
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for key, placement in self._placements.items():
+            split_parameter(module, key, device_mesh, placement)
+        own_forward: Any = type(module).forward
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            shared = [_to_shares(value, device_mesh) for value in args]
+            named = {key: _to_shares(value, device_mesh) for key, value in kwargs.items()}
+            with local_parameters(module):
+                summand = own_forward(module, *shared, **named)
+            return (
+                DTensor.from_local(summand, device_mesh, [Partial()]).redistribute(placements=[_REPLICATED]).to_local()
+            )
+
+        module.forward = MethodType(forward, module)  # a method, so that a copy of the module has one of its own
+        return module
+
+
+class SharedByHeads(ParallelStyle):
+    """A module computed alike on all ranks, of whose output the last features go to each rank's own heads.
+
+    Their gradients are summands; those of the others come from a column-wise layer, whole.
+
+    Args:
+        features: How many.
+    """
+
+    def __init__(self, features: int) -> None:
+        self._features = features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            rest, shared = output.split([output.size(-1) - self._features, self._features], dim=-1)
+            return torch.cat([rest, _to_shares(shared, device_mesh)], dim=-1)
+
+        module.register_forward_hook(share)
+        return module
+
+
+def _to_shares(value: Any, mesh: DeviceMesh) -> Any:
+    """A tensor that all ranks hold alike, and each uses for its part of a computation: gradients are added up."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return DTensor.from_local(value, mesh, [_REPLICATED], run_check=False).to_local(grad_placements=[Partial()])
+
+
 #: The styles by name. Names shared with transformers' plans mean the same.
 STYLES: dict[str, ParallelStyle] = {
     "colwise": Split("out", _REPLICATED, _REPLICATED, _LAST),
@@ -137,61 +200,182 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_sequence": Split("in", _LAST, _LAST, _SEQUENCE),
     "gather_sequence": Split(None, _SEQUENCE, _REPLICATED, _REPLICATED),
 }
+_EXPERTS, _MLA = "moe_tp_experts", "mla_kv_a_proj"
+"""Styles of transformers' plans that depend on the module."""
+_NAMES = {*STYLES, _EXPERTS, _MLA}
+
+#: How a parameter of experts, ``[experts, …, …]``, is cut: the dim from its end, and of how many matrices it is packed.
+_CUTS: dict[str, tuple[int, int]] = {
+    "colwise": (2, 1),
+    "rowwise": (1, 1),
+    "packed_colwise": (2, 2),
+    "packed_rowwise": (1, 2),
+}
+_WITH_LORA = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 
 
-def own_plan(root: nn.Module) -> dict[str, str]:
-    """The plan that transformers models of ``root`` bring themselves, by names in ``root``; empty where there is none.
-
-    transformers 5: ``config.base_model_tp_plan`` for the base model, ``_tp_plan`` of the class for its head.
-    """
-    plan: dict[str, str] = {}
-    for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
-        base = getattr(module, "base_model_prefix", None)
-        config = getattr(module, "config", None)
-        if not isinstance(base, str) or config is None or any(key.startswith(prefix) for key in plan):
-            continue
-        held = f"{prefix}{base}." if isinstance(getattr(module, base, None), nn.Module) and base else prefix
-        for pattern, style in (getattr(config, "base_model_tp_plan", None) or {}).items():
-            plan[held + pattern] = style
-        for pattern, style in (getattr(type(module), "_tp_plan", None) or {}).items():
-            plan[prefix + pattern] = style
-    return plan
-
-
-def resolve_plan(root: nn.Module, plan: Plan | None, parts: int) -> dict[str, ParallelStyle]:
+def resolve_plan(
+    root: nn.Module, plan: Plan | None, parts: int, without: Collection[str] = ()
+) -> dict[str, ParallelStyle]:
     """Every module that a plan splits, by its name in the whole model ``root``; nothing is changed.
 
     Args:
         plan: Patterns of module names, ``*`` for any one part of a name (``"layers.*.attn.q"``), to a style's name or a
-            ``ParallelStyle``; a pattern may leave out leading parts of the name. ``None``: the model's own.
+            ``ParallelStyle``; a pattern may leave out leading parts of the name. Patterns of the names of parameters
+            say how those of a module of ``"moe_tp_experts"`` are cut. ``None``: the model's own.
         parts: Over how many ranks they are to be split.
+        without: Modules that are left out, with what is in them.
 
     Raises:
         PlanError: A pattern that matches nothing, an unknown style, sizes that don't divide, or no plan at all.
     """
+    declared = plan is None
     if plan is None:
-        plan = own_plan(root)
+        plan = declared_plan(root, "tp")
         if not plan:
             raise PlanError(
                 f"tensor_parallel_size={parts} needs a plan and {type(root).__name__} brings none: pass"
                 ' tensor_parallel_plan, such as {"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}.'
             )
     modules = dict(root.named_modules())
+    parameters = dict(root.named_parameters())
     resolved: dict[str, ParallelStyle] = {}
+    experts: list[str] = []
+    cuts: dict[str, str] = {}
     for pattern, chosen in plan.items():
-        style = _style(pattern, chosen)
         names = [name for name in modules if matches(name, pattern)]
-        if not names:
-            near = [name for name in modules if name and name.rsplit(".", 1)[-1] == pattern.rsplit(".", 1)[-1]]
-            hint = f"; modules with that last name: {near[:4]}" if near else ""
-            raise PlanError(f"tensor_parallel_plan: {pattern!r} matches no module{hint}. Correct it or leave it out.")
+        own = [name for name in parameters if matches(name, pattern)] if not names else []
+        if not names and not own:
+            if declared:  # it serves all models of a kind, with dense layers or without
+                continue
+            raise PlanError(
+                f"tensor_parallel_plan: {pattern!r} matches no module{similar(modules, pattern)}. Correct it or leave"
+                " it out."
+            )
+        if own and chosen not in _CUTS:
+            raise PlanError(
+                f"tensor_parallel_plan: {pattern!r} names a parameter and has style {chosen!r}; those of parameters are"
+                f' {sorted(_CUTS)}, of a module of style "{_EXPERTS}".'
+            )
+        cuts.update((name, str(chosen)) for name in own if not _is_in(name, without))
         for name in names:
-            if isinstance(style, Split):
-                for key, parameter in modules[name].named_parameters(recurse=False):
-                    style.placement(modules[name], f"{name}.{key}", parameter, parts)
-            resolved[name] = style
+            if _is_in(name, without):
+                continue
+            if chosen == _EXPERTS:
+                experts.append(name)
+            else:
+                resolved.update(_styles(modules, name, pattern, chosen, parts))
+    for name in experts:
+        of_module = {key.rpartition(".")[2]: cuts.pop(key) for key in list(cuts) if key.rpartition(".")[0] == name}
+        resolved[name] = _experts_style(name, modules[name], of_module, parts)
+    if cuts:
+        raise PlanError(
+            f'tensor_parallel_plan: {", ".join(cuts)} are parameters of no module of style "{_EXPERTS}": name the'
+            " module too, or name modules only."
+        )
+    _complete_ties(root, modules, resolved, parts)
     return resolved
+
+
+def _is_in(name: str, outer: Collection[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in outer)
+
+
+def _styles(
+    modules: Mapping[str, nn.Module], name: str, pattern: str, chosen: str | ParallelStyle, parts: int
+) -> Iterator[tuple[str, ParallelStyle]]:
+    """What a module's style means for it, and for what peft has put into its place."""
+    module = modules[name]
+    if chosen == _MLA:
+        features = getattr(modules[name.rpartition(".")[0]], "qk_rope_head_dim", None)
+        if type(features) is not int:
+            raise PlanError(
+                f"tensor_parallel_plan: {name} has style {_MLA!r}, and the module around it no qk_rope_head_dim: leave"
+                " this attention out of the plan."
+            )
+        yield name, SharedByHeads(features)
+        return
+    style = _style(pattern, chosen)
+    if not isinstance(style, Split):
+        yield name, style
+        return
+    split = {name: module}
+    if isinstance(getattr(module, "base_layer", None), nn.Module):
+        split = _with_lora(name, module, chosen, style)
+    elif style.features is not None and not module._parameters:
+        raise PlanError(
+            f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {chosen!r}, has no parameters of its own"
+            f" (matched by {pattern!r}): name a linear layer or an embedding, or leave it out."
+        )
+    for part, layer in split.items():
+        for key, parameter in layer.named_parameters(recurse=False):
+            style.placement(layer, f"{part}.{key}", parameter, parts)
+        yield part, style
+
+
+def _with_lora(name: str, module: nn.Module, chosen: str | ParallelStyle, style: Split) -> dict[str, nn.Module]:
+    """What of a layer of peft's LoRA is split as the layer that it adapts: that, and ``A`` or ``B``.
+
+    ``y = x·W + (x·A)·B``. Where ``W`` is split by output features, so is ``B``, and ``x·A`` is computed alike on all
+    ranks; where it is split by input features, so is ``A``, and ``(x·A)·B`` is.
+    """
+    holding = {key for key, child in module.named_children() if any(True for _ in child.parameters())}
+    if chosen not in _WITH_LORA or not holding <= {"base_layer", "lora_A", "lora_B"}:
+        what = ", ".join(sorted(holding - {"base_layer"}))
+        raise PlanError(
+            f"tensor_parallel_plan: {name} has style {chosen!r} and is adapted by {type(module).__module__}"
+            f" ({what}); under tensor parallelism that goes for LoRA's A and B beside the styles {list(_WITH_LORA)}:"
+            " adapt other modules, or leave this one out of the plan."
+        )
+    adapter = "lora_B" if style.features == "out" else "lora_A"
+    layers = module.get_submodule(adapter).named_children() if adapter in holding else ()
+    split = {f"{name}.{adapter}.{key}": layer for key, layer in layers}
+    return {f"{name}.base_layer": module.get_submodule("base_layer"), **split}
+
+
+def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts: int) -> OwnShare:
+    def refusal(reason: str) -> PlanError:
+        return PlanError(
+            f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {_EXPERTS!r}, {reason}: leave it out of"
+            " the plan, which computes it alike on all tensor ranks."
+        )
+
+    left = [key for key, _ in module.named_parameters() if key not in cuts]
+    if left or not cuts:
+        raise refusal(f"has parameters that the plan doesn't cut ({', '.join(left)})")
+    if getattr(module, "is_concatenated", True) is False:
+        raise refusal("has gate and up in turn, and not one after the other")
+    if "forward" in vars(module):
+        raise refusal("has a forward that was put on the object")
+    placements: dict[str, Placement] = {}
+    for key, cut in cuts.items():
+        parameter = module.get_parameter(key)
+        from_end, packed = _CUTS[cut]
+        if parameter.ndim != 3:
+            raise refusal(f"has {key} of shape {tuple(parameter.shape)}, and not [experts, …, …]")
+        dim = parameter.ndim - from_end
+        if parameter.size(dim) % (packed * parts):
+            raise refusal(
+                f"has {parameter.size(dim)} features in dim {dim} of {key}, which {packed * parts} must divide"
+                f" ({packed} × tensor_parallel_size)"
+            )
+        placements[key] = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
+    return OwnShare(placements)
+
+
+def _complete_ties(
+    root: nn.Module, modules: Mapping[str, nn.Module], resolved: dict[str, ParallelStyle], parts: int
+) -> None:
+    """Split an embedding as the linear layer that shares its weight, and the other way round, by rows of both."""
+    for group in tied_parameters(root):
+        owners = [name.rpartition(".")[0] for name in group]
+        chosen = [resolved.get(owner) for owner in owners]
+        by_rows = [isinstance(style, Split) and style.features in ("out", "rows") for style in chosen]
+        for owner, style in zip(owners, chosen):
+            if style is None and any(by_rows):
+                name = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}.get(type(modules[owner]))
+                if name is not None:
+                    resolved.update(_styles(modules, owner, owner, name, parts))
 
 
 def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
@@ -199,22 +383,17 @@ def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, styles: Mapping[str
 
     Args:
         root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
-        meta. mesh: The one-dimensional tensor axis.
+            meta.
+        mesh: The one-dimensional tensor axis.
         styles: As :func:`resolve_plan` gave them, for the modules that are here.
 
     Raises:
-        PlanError: Only some of several tied parameters are split.
+        PlanError: Tied parameters are split in different ways, or only some.
     """
     tied = tied_parameters(root)
     for name, style in styles.items():
         style._apply(root.get_submodule(name), mesh)
-    _check_still_tied(root, tied)
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name, or its end, is of a pattern whose ``*`` stands for any one part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
+    _keep_tied(root, tied)
 
 
 def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
@@ -222,17 +401,26 @@ def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
         return style
     if style not in STYLES:
         raise PlanError(
-            f"tensor_parallel_plan: {pattern!r} has style {style!r}; known are {sorted(STYLES)}, or pass a"
-            " torch.distributed.tensor.parallel.ParallelStyle."
+            f"tensor_parallel_plan: {pattern!r} has style {style!r}; known are {sorted(_NAMES)}, or pass a"
+            " torch.distributed.tensor.parallel.ParallelStyle. (Of a model's own plan, leave out all layers that this"
+            " one works with, such as the whole attention.)"
         )
     return STYLES[style]
 
 
-def _check_still_tied(root: nn.Module, tied: list[tuple[str, ...]]) -> None:
+def _keep_tied(root: nn.Module, tied: list[tuple[str, ...]]) -> None:
+    """Have tied parameters that were split alike be one again."""
     for group in tied:
-        owners = {id(root.get_parameter(name)) for name in group}
-        if len(owners) > 1:
+        copies: list[Any] = [root.get_parameter(name) for name in group]
+        first = copies[0]
+        if all(copy is first for copy in copies):
+            continue
+        if not all(isinstance(copy, DTensor) and copy.placements == first.placements for copy in copies):
             raise PlanError(
-                f"tensor_parallel_plan splits only some of the tied parameters {list(group)}: leave their modules out"
-                " of the plan, or untie them."
+                f"tensor_parallel_plan splits the tied parameters {list(group)} in different ways, or only some: leave"
+                " their modules out of the plan, split an embedding by embedding_rowwise and a linear layer by colwise"
+                " styles, or untie them."
             )
+        for name in group[1:]:
+            owner, _, key = name.rpartition(".")
+            root.get_submodule(owner).register_parameter(key, first)

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import LayoutError, PlacementError
-from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
+from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import Part, measure, watch
@@ -27,6 +28,7 @@ from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
 from lightning_shard.plugin.steps.memory import remember
 
+_PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
 _EXAMPLE_TOKENS = 16
 _LIBRARIES = ("torch.", "transformers.")
 
@@ -38,6 +40,7 @@ class Settings:
     placement: Literal["auto", "even"] | Sequence[int]
     pipeline_blocks: str | Sequence[str] | None
     tensor_parallel_plan: Plan | None
+    expert_parallel_plan: ExpertPlan | None
 
 
 @dataclass
@@ -67,13 +70,20 @@ class Assembly:
 
 
 def assemble(
-    module: pl.LightningModule, layout: Layout, mesh: DeviceMesh, device: torch.device, seed: int, settings: Settings
+    module: pl.LightningModule,
+    layout: Layout,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    settings: Settings,
 ) -> Assembly:
     """Cut ``module`` to this rank's stage and shard it, in place.
 
     Args:
         module: On any device, or on meta.
         mesh: The world's mesh, made by ``layout``.
+        expert_mesh: The experts' mesh, with several expert-parallel ranks.
         device: Where this rank computes.
         seed: Seeds the weights of what is on meta.
 
@@ -82,21 +92,17 @@ def assemble(
     """
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
-        if layout.pipeline_parallel_size > 1:
-            raise LayoutError(
-                f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline"
-                f" stage: use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding"
-                " to the strategy."
-            )
+        _refuse_cutting_anew(module, layout)
         materialize(module, (), device, seed)
         module.to(device)
         return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
     blocks = _blocks(module, layout, settings)
     listed = [name for names in block_lists(module).values() for name in names]
+    experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
-        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size)
+        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
     placement = None
     if blocks:
         blocks, placement = _place(module, blocks, layout, settings, device)
@@ -121,14 +127,19 @@ def assemble(
         held = {name for name, part in module.named_modules() if _is_held(part)}
         units = _units(module, stage, listed)
         styles = {name: style for name, style in styles.items() if name in held}
+        experts = [name for name in experts if name in held]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
+    if expert_mesh is not None:
+        apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
     apply_fully_sharded(
         module,
         [module.get_submodule(name) for name in units],
-        mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
+        mesh[layout.data_axes],
         keep_gathered=stage is not None,
         whole_steps=module.automatic_optimization,
+        experts=[module.get_submodule(name) for name in experts],
+        expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
     )
     materialize(module, listed, device, seed)
     module.to(device)
@@ -138,6 +149,17 @@ def assemble(
     if stage is not None:
         stage.join(module)
     return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
+
+
+def _refuse_cutting_anew(module: pl.LightningModule, layout: Layout) -> None:
+    """What a module that shards itself leaves to do: nothing that cuts it."""
+    sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS) and size > 1}
+    if sizes:
+        name, size = next(iter(sizes.items()))
+        raise LayoutError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, which fits {name}=1 (it is"
+            f" {size}): use that, or leave the sharding to the strategy."
+        )
 
 
 def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:

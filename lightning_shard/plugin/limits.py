@@ -118,10 +118,11 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layou
 def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     if isinstance(optimizer, torch.optim.LBFGS):
-        if layout.pipeline_parallel_size > 1 or layout.tensor_parallel_size > 1:
+        if layout.pipeline_parallel_size > 1 or layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
             return (
-                "searches for one step along all parameters, which pipeline stages and tensor-parallel ranks don't hold"
-                " together: use another optimizer, or pipeline_parallel_size=1 and tensor_parallel_size=1."
+                "searches for one step along all parameters, which pipeline stages and tensor- and expert-parallel"
+                " ranks don't hold together: use another optimizer, or pipeline_parallel_size=1,"
+                " tensor_parallel_size=1 and expert_parallel_size=1."
             )
         if any(p.ndim and p.size(0) % layout.shard_size for p in parameters):
             return (

@@ -25,6 +25,7 @@ from lightning_shard.parallel.data import (
     reshard,
     scalar_parameters,
 )
+from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.plugin import loops
@@ -65,7 +66,8 @@ class HybridShardStrategy(CheckpointedStrategy):
     Args:
         pipeline_parallel_size: Into how many stages the network's blocks are cut.
         tensor_parallel_size: Over how many ranks single layers are split.
-        expert_parallel_size: Over how many ranks experts are dealt. Only 1 in this version.
+        expert_parallel_size: Over how many of the data-parallel ranks the experts of mixtures are dealt; they are
+            sharded over the others. Divides ``data_parallel_size / data_parallel_replicas``.
         data_parallel_size: Over how many ranks the data is dealt; ``"auto"``: every rank that is left.
         data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks and
             replicated over this many groups of them.
@@ -81,6 +83,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             into microbatches and dealt to data ranks. Default: all parts count alike.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
+        expert_parallel_plan: Patterns of the names of modules of experts, such as ``{"layers.*.moe.experts":
+            "experts"}``. Default: the model's own, where it is a transformers model.
         activation_checkpointing: Not in this version.
         cpu_offload: Not in this version.
         compile_blocks: Not in this version.
@@ -106,6 +110,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         placement: Literal["auto", "even"] | Sequence[int] = "auto",
         pipeline_blocks: str | Sequence[str] | None = None,
         tensor_parallel_plan: Plan | None = None,
+        expert_parallel_plan: ExpertPlan | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         activation_checkpointing: Any = None,
         cpu_offload: bool = False,
@@ -119,10 +124,10 @@ class HybridShardStrategy(CheckpointedStrategy):
             "tensor_parallel_size": tensor_parallel_size,
             "data_parallel_size": data_parallel_size,
             "data_parallel_replicas": data_parallel_replicas,
+            "expert_parallel_size": expert_parallel_size,
         }
         super().__init__(sizes, process_group_backend, timeout)
         later = {
-            "expert_parallel_size": expert_parallel_size != 1,
             "activation_checkpointing": bool(activation_checkpointing),
             "cpu_offload": cpu_offload,
             "compile_blocks": compile_blocks,
@@ -133,7 +138,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches)
         self._microbatches = self._schedules[0].microbatches
-        self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan)
+        self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan, expert_parallel_plan)
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
@@ -241,6 +246,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 module,
                 self.layout,
                 self.device_mesh,
+                self._expert_mesh,
                 self.root_device,
                 randomness.derive(self._seed, "init"),
                 self._settings,

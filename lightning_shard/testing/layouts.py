@@ -14,7 +14,8 @@ from lightning_shard.layout import Layout
 DEFAULT = ("pp2", "dp2", "tp2")
 
 _AXES = {"pp": "pipeline_parallel_size", "dp": "data_parallel_size", "tp": "tensor_parallel_size"}
-_NAME = re.compile(r"(pp|dp|tp)(\d+)")
+_EXPERTS = "expert_parallel_size"
+_NAME = re.compile(r"(pp|dp|tp|ep)(\d+)")
 _BETWEEN = re.compile(r"[\s,×x*]*")
 
 
@@ -33,7 +34,10 @@ class NamedLayout:
         """Where a rank of it stands."""
         sizes = {axis: self.arguments[axis] for axis in _AXES.values()}
         replicas = self.arguments.get("data_parallel_replicas", 1)
-        return Layout.resolve(self.world_size, rank, **sizes, data_parallel_replicas=replicas)
+        experts = self.arguments.get(_EXPERTS, 1)
+        return Layout.resolve(
+            self.world_size, rank, **sizes, data_parallel_replicas=replicas, expert_parallel_size=experts
+        )
 
 
 def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedLayout:
@@ -41,7 +45,8 @@ def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedL
 
     Args:
         layout: Axes and sizes, in any order (``"pp2"``, ``"pp2 x dp2"``, ``"tp2×dp2"``), or arguments of
-            ``HybridShardStrategy``, whose data axis has one rank unless it says otherwise.
+            ``HybridShardStrategy``, whose data axis has one rank unless it says otherwise. Experts are dealt to data
+            ranks: ``"ep2"`` has two of these, ``"ep2 x dp2"`` four.
         options: More arguments; those of ``layout`` come first.
 
     Raises:
@@ -51,10 +56,13 @@ def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedL
         found = _NAME.findall(layout)
         if not found or _BETWEEN.fullmatch(_NAME.sub("", layout)) is None or len({a for a, _ in found}) < len(found):
             raise LayoutError(
-                f'A layout ({layout!r}) is named by its axes: pp, dp and tp, each with its size once, such as "pp2" or'
-                ' "pp2 x dp2"; or it is a dict of arguments of HybridShardStrategy.'
+                f'A layout ({layout!r}) is named by its axes: pp, dp, tp and ep, each with its size once, such as "pp2"'
+                ' or "pp2 x dp2"; or it is a dict of arguments of HybridShardStrategy.'
             )
-        name, arguments = layout, {_AXES[axis]: int(size) for axis, size in found}
+        sizes = {axis: int(size) for axis, size in found}
+        name, arguments = layout, {_AXES[axis]: size for axis, size in sizes.items() if axis in _AXES}
+        if "ep" in sizes:
+            arguments |= {_EXPERTS: sizes["ep"], _AXES["dp"]: sizes["ep"] * sizes.get("dp", 1)}
     else:
         name, arguments = _name_of(layout), dict(layout)
     arguments = {**dict.fromkeys(_AXES.values(), 1), **options, **arguments}

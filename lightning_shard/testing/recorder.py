@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import BatchError, ConfigurationError
 from lightning_shard.parallel.clip import gradient_norm
-from lightning_shard.parallel.tensor import own_plan
+from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.sharding import full_tensor
@@ -254,7 +254,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _describe(module: nn.Module, facts: Facts) -> None:
-    facts.has_plan = bool(own_plan(module))
+    facts.has_plan = bool(declared_plan(module, "tp"))
     norms = torch.nn.modules.batchnorm._NormBase
     facts.batch_norms = [
         name

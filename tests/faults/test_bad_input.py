@@ -134,7 +134,10 @@ def gpt() -> L.LightningModule:
             {"data_parallel_size": 4, "data_parallel_replicas": 3},
             r"replicas \(3\) must divide data_parallel_size \(4\): use one of \[1, 2, 4\]",
         ),
-        ({"expert_parallel_size": 2}, "expert_parallel_size.*can't be used in this version"),
+        (
+            {"data_parallel_size": 3, "expert_parallel_size": 2},
+            r"expert_parallel_size \(2\) must divide data_parallel_size \(3\).*one of \[1, 3\]",
+        ),
     ],
 )
 def test_settings_are_refused_before_any_process_starts(options: dict[str, Any], says: str) -> None:

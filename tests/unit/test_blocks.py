@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
-from lightning_shard.parallel.tensor import matches, own_plan
+from lightning_shard.parallel.plans import declared_plan, matches
 from tests.parity import Model
 
 
@@ -97,10 +97,10 @@ def test_a_star_is_one_part_of_a_name(name: str, pattern: str, fits: bool) -> No
 
 
 def test_transformers_models_bring_their_plans() -> None:
-    plan = own_plan(Model("llama"))
+    plan = declared_plan(Model("llama"), "tp")
     assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.lm_head"] == "colwise_gather_output"
-    assert own_plan(Model("gpt")) == {}
+    assert declared_plan(Model("gpt"), "tp") == {}
 
 
 def test_a_frozen_teacher_is_not_what_is_cut() -> None:

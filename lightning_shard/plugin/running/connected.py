@@ -14,6 +14,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.plugin import loops
@@ -45,6 +46,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._sizes = sizes
         self._layout: Layout | None = None
         self._groups: Groups | None = None
+        self._expert_mesh: DeviceMesh | None = None
         self._seed = 0
         self._watch: FailureWatch | None = None
         self._preemption = Preemption()
@@ -74,6 +76,8 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._setup_distributed()
         if self._groups is None:
             self._device_mesh = self.layout.mesh(self.root_device.type)
+            if self.layout.expert_parallel_size > 1:
+                self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:

@@ -1,0 +1,254 @@
+"""Expert parallelism: a mixture's experts dealt to ranks, and tokens brought to them.
+
+For ``E`` experts on ``p`` ranks, rank ``r`` holds experts ``r·E/p`` to ``(r+1)·E/p``: every parameter of the module of
+experts is cut along its first dim. Each rank routes its own tokens, by the model's own code; then
+
+* *dispatch*: each pair of a token and an expert goes to the expert's rank, by an all-to-all,
+* the module's own code computes there, on what came, as if each row were a token with one expert,
+* *combine*: the results go back by a second all-to-all, and are added up for each token
+
+(GShard, arXiv:2006.16668; torchtitan's and transformers' expert parallelism do the same). No token is dropped.
+
+**Gradients.** A loss is a mean over data ranks, and the experts' gradients are averaged over the ranks that hold the
+same experts. Those are ``p`` times fewer, and each has the gradients of ``p`` ranks' tokens. So gradients are divided
+by ``p`` where they enter an expert, and multiplied where they leave: exactly so for powers of two.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from lightning_shard.errors import PlanError
+from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.local import local_parameters, split_parameter
+from lightning_shard.parallel.plans import declared_plan, matches, similar
+
+ExpertPlan = Mapping[str, str]
+
+_STYLE = "experts"
+_DECLARED = "ep_dispatch_experts"
+"""The style by which transformers' plans name a module of experts."""
+_CONTRACT = (
+    "A module of experts is called as experts(hidden, indices, weights), of shapes [tokens, width], [tokens, k] and"
+    " [tokens, k], has num_experts, and holds nothing but parameters of shape [num_experts, …]"
+)
+
+
+def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> list[str]:
+    """Names of the modules of experts in the whole model ``root``; nothing is changed.
+
+    Args:
+        plan: Patterns of their names to ``"experts"``; ``None``: those that transformers models declare.
+        parts: Over how many ranks they are to be dealt; with one, none are.
+
+    Raises:
+        PlanError: None, a pattern that matches nothing, or a module that can't be dealt; says why.
+    """
+    if parts == 1:
+        return []
+    declared = plan is None
+    if plan is None:
+        plan = {pattern: _STYLE for pattern, style in declared_plan(root, "ep").items() if style == _DECLARED}
+    modules = dict(root.named_modules())
+    tied = {name for group in tied_parameters(root) for name in group}
+    found: dict[str, None] = {}
+    for pattern, style in plan.items():
+        if style != _STYLE:
+            raise PlanError(f'expert_parallel_plan: {pattern!r} has style {style!r}; the only one is "{_STYLE}".')
+        names = [name for name in modules if matches(name, pattern)]
+        if not names and not declared:  # a declared plan serves all models of a kind
+            raise PlanError(
+                f"expert_parallel_plan: {pattern!r} matches no module{similar(modules, pattern)}. Correct it or leave"
+                " it out."
+            )
+        for name in names:
+            reason = _unfit(modules[name], {key for key in tied if key.startswith(f"{name}.")})
+            if reason is not None:
+                raise PlanError(
+                    f"{name}, a {type(modules[name]).__name__}, {reason}, so its experts can't be dealt to ranks."
+                    f" {_CONTRACT}: write it so, or use expert_parallel_size=1."
+                )
+            experts: int = modules[name].num_experts  # type: ignore[assignment]
+            if experts % parts:
+                raise PlanError(
+                    f"{name} has {experts} experts, which expert_parallel_size ({parts}) must divide: use one of"
+                    f" {[n for n in range(1, experts + 1) if experts % n == 0]}."
+                )
+            found[name] = None
+    if not found:
+        raise PlanError(
+            f"expert_parallel_size={parts} needs experts, and {type(root).__name__} has no transformers model that"
+            ' declares some: pass expert_parallel_plan, such as {"layers.*.moe.experts": "experts"}.'
+            f" {_CONTRACT}."
+        )
+    return list(found)
+
+
+def _unfit(module: nn.Module, tied: set[str]) -> str | None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return "is a container of experts that are modules of their own"
+    count = getattr(module, "num_experts", None)
+    if type(count) is not int:
+        return "has no num_experts"
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        return "has no parameters"
+    for key, parameter in parameters.items():
+        if "." in key:
+            return f"holds {key} in a module of its own"
+        if not parameter.ndim or parameter.size(0) != count:
+            return f"has num_experts={count} and {key} of shape {tuple(parameter.shape)}"
+    beside = [key for key, _ in module.named_buffers()]
+    beside += [key for key, value in vars(module).items() if isinstance(value, Tensor)]
+    if beside:
+        return f"has {', '.join(beside)} beside its parameters"
+    if tied:
+        return f"shares {', '.join(sorted(tied))} with another module"
+    if "forward" in vars(module):
+        return "has a forward that was put on the object"
+    takes = inspect.signature(module.forward).parameters.values()
+    positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in takes if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(positional) < 3 or len(needed) > 3:
+        return f"is called with ({', '.join(p.name for p in takes)})"
+    return None
+
+
+def apply_expert_parallel(root: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
+    """Deal experts of ``root`` to the ranks of ``mesh``, in place: their parameters become DTensors on it, cut by rows.
+
+    Args:
+        root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
+            meta.
+        mesh: The one-dimensional expert axis.
+        names: As :func:`resolve_experts` gave them, of the modules that are here.
+    """
+    for name in names:
+        module = root.get_submodule(name)
+        for key in list(module._parameters):
+            split_parameter(module, key, mesh, Shard(0))
+        # a method, so that a copy of the module has one of its own
+        module.forward = MethodType(_Dispatched(name, module, mesh), module)
+
+
+class _Dispatched:
+    """The forward of a module of experts: its own, on the tokens that the ranks sent here.
+
+    Args:
+        name: The module's, for errors.
+        module: Before its experts were dealt.
+        mesh: The expert axis.
+    """
+
+    def __init__(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._name = name
+        self._takes = inspect.signature(module.forward)
+        self._own_forward: Any = type(module).forward
+        self._experts: int = module.num_experts  # type: ignore[assignment]
+        self._mesh = mesh
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, indices, weights = self._arguments(args, kwargs)
+        group, ranks = self._mesh.get_group(), self._mesh.size()
+        here = self._experts // ranks
+        chosen = indices.reshape(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
+        counts.scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.long))
+        counts = counts.view(ranks, here)  # of rows to be sent, by rank and expert there
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=group)
+        # the one number per rank that the host must know, and so waits for
+        given, taken = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
+
+        rows, scales = _Exchange.apply(
+            group, given, taken, ranks, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
+        )
+        experts = torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.view(-1))
+        results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
+        (returned,) = _Exchange.apply(group, taken, given, 1 / ranks, results)
+        placed = torch.empty_like(returned).index_copy(0, order, returned)
+        return placed.view(*indices.shape, -1).sum(1)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        given = list(self._takes.bind(*args, **kwargs).arguments.values())
+        fits = len(given) == 3 and all(isinstance(value, Tensor) for value in given)
+        if fits:
+            hidden, indices, weights = given
+            fits = hidden.ndim == indices.ndim == 2 and weights.shape == indices.shape
+            fits = fits and len(hidden) == len(indices) and not indices.is_floating_point()
+        if not fits:
+            shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in given]
+            raise PlanError(
+                f"{self._name} was called with {shapes}, so its experts can't be dealt to ranks. {_CONTRACT}: call it"
+                " so, or use expert_parallel_size=1."
+            )
+        return given
+
+    def _compute(self, module: nn.Module, rows: Tensor, experts: Tensor, scales: Tensor, here: int) -> Tensor:
+        """The module's own code on rows for the experts that are here; ``[len(rows), width]``."""
+        count = len(rows)
+        if not count:
+            # One row of zeros that counts for nothing: every rank's backward must come to the same collectives, and
+            # every parameter have a gradient.
+            rows, scales = rows.sum(0, keepdim=True), scales.sum(0, keepdim=True)
+            experts = experts.new_zeros(1, 1)
+        with local_parameters(module), _holding(module, here):
+            results: Tensor = self._own_forward(module, rows, experts, scales)
+        if not isinstance(results, Tensor) or len(results) != len(rows) or results.ndim != 2:
+            shape = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
+            raise PlanError(
+                f"{self._name} returned {shape} for {len(rows)} tokens, and not [tokens, width], so its experts can't"
+                " be dealt to ranks: write it so, or use expert_parallel_size=1."
+            )
+        return results[:count]
+
+
+@contextmanager
+def _holding(module: nn.Module, experts: int) -> Iterator[None]:
+    """Inside, a module's ``num_experts`` is how many it computes with."""
+    before = module.num_experts
+    module.num_experts = experts  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_experts = before
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks that they are for: ``given[r]`` of them to rank ``r``, ``taken[r]`` from it.
+
+    One function for all tensors of a dispatch, so that every rank's backward sends their gradients in one order.
+    Gradients go back multiplied by ``factor``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, given: list[int], taken: list[int], factor: float, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.way_back = group, taken, given
+        ctx.factor = factor
+        return tuple(_all_to_all(tensor, group, given, taken) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        back = (_all_to_all(gradient, *ctx.way_back).mul_(ctx.factor) for gradient in gradients)
+        return None, None, None, None, *back
+
+
+def _all_to_all(rows: Tensor, group: dist.ProcessGroup, given: list[int], taken: list[int]) -> Tensor:
+    received = rows.new_empty(sum(taken), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)
+    return received

@@ -1,0 +1,37 @@
+"""Modules that compute with this rank's part of their parameters, by their own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from lightning_shard.sharding import part_on
+
+
+def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make a module's parameter a DTensor on a one-dimensional mesh, in place.
+
+    Every rank holds the same full values, or is on meta, so each takes its own part and nothing is sent.
+    """
+    whole = module.get_parameter(key)
+    part = part_on(whole.detach(), mesh, [placement]).clone(memory_format=torch.contiguous_format)
+    split = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    module.register_parameter(key, nn.Parameter(split, requires_grad=whole.requires_grad))
+
+
+@contextmanager
+def local_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, a module's own parameters are this rank's parts, as plain tensors; gradients arrive at the whole ones."""
+    whole = dict(module._parameters)
+    for key, parameter in whole.items():
+        if isinstance(parameter, DTensor):
+            module._parameters[key] = parameter.to_local()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(whole)

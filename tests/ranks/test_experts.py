@@ -1,0 +1,108 @@
+"""Experts dealt to ranks compute what one process computes, and their checkpoints are any other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch.distributed.tensor import DTensor
+
+from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard.testing import run_ranks
+from tests.mixtures import MixtureModel, OnMeta, assert_alike, trained
+from tests.parity import GLOBAL_BATCH, QUIET, Seen, largest_difference, layout, loader, train
+
+EP2 = {**layout(data=2), "expert_parallel_size": 2}
+SAFE = "own, all tokens to one expert"
+
+
+def test_experts_of_two_ranks() -> None:
+    clipped = {"trainer": {"gradient_clip_val": 0.5}}
+    assert_alike(EP2, ["mixtral", "own", SAFE], **clipped)
+
+
+@pytest.mark.long
+def test_experts_of_other_models() -> None:
+    assert_alike(EP2, ["qwen3", "gpt-oss", "deepseek"])
+
+
+@pytest.mark.long
+def test_fewer_experts_than_ranks_that_share_them() -> None:
+    assert_alike({**layout(data=4), "expert_parallel_size": 2}, ["mixtral of two experts"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {**layout(data=4), "expert_parallel_size": 2},
+        {**layout(data=4), "expert_parallel_size": 4},
+        {**layout(data=4), "expert_parallel_size": 2, "data_parallel_replicas": 2},
+        {**layout(pipeline=2, data=2), "expert_parallel_size": 2},
+        {**layout(data=2, tensor=2), "expert_parallel_size": 2},
+    ],
+    ids=["ep2×dp2", "ep4", "ep2×dp2 replicas", "pp2×ep2", "ep2×tp2"],
+)
+def test_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
+    own = [] if sizes["tensor_parallel_size"] > 1 else ["own", SAFE]
+    assert_alike(sizes, ["mixtral", "qwen3", *own], tmp_path)
+
+
+def made_on_meta(sizes: dict[str, int]) -> Seen:
+    return train("llama", sizes, module=OnMeta, steps=1, trainer={"limit_val_batches": 0})
+
+
+@pytest.mark.long
+def test_experts_made_on_meta_begin_alike() -> None:
+    """Dealt, cut in packed halves, and sharded."""
+    layouts = (EP2, layout(tensor=2), layout(data=2))
+    dealt, *others = (run_ranks(made_on_meta, 2, sizes, elastic=True)[0] for sizes in layouts)
+    for other in others:
+        assert largest_difference(dealt.initial, other.initial) == 0
+        assert dealt.losses == pytest.approx(other.losses, rel=3e-6)
+
+
+def there_and_back(folder: Path) -> tuple[list[tuple[int, ...]], list[float]]:
+    """Loaded and saved on the other layout without a step between, and trained on, by turns on each."""
+    placed, losses = [], []
+    dp2 = layout(data=2)
+    runs = [("a", None, EP2, 2), ("b", "a", dp2, 2), ("c", "b", EP2, 2), ("d", "a-mid", dp2, 3), ("e", "d-mid", EP2, 4)]
+    for name, earlier, sizes, steps in runs:
+        L.seed_everything(3)
+        module, seen = MixtureModel("mixtral"), Seen()
+        strategy = HybridShardStrategy(**sizes)
+        trainer = L.Trainer(
+            strategy=strategy, devices=2, max_steps=steps, callbacks=[Followed(seen, folder / f"{name}-mid")], **QUIET
+        )
+        trainer.fit(module, loader(GLOBAL_BATCH // 2), ckpt_path=earlier and str(folder / earlier))
+        trainer.save_checkpoint(str(folder / name))
+        weight = module.get_parameter("model.model.layers.0.mlp.experts.down_proj")
+        assert isinstance(weight, DTensor)
+        placed.append((weight.device_mesh.ndim, *weight.to_local().shape))
+        losses += seen.losses
+    return placed, losses
+
+
+class Followed(L.Callback):
+    """Keeps each step's loss, and saves after the last one, in mid-epoch."""
+
+    def __init__(self, seen: Seen, path: Path) -> None:
+        self.seen = seen
+        self.path = str(path)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen.losses.append(float(trainer.callback_metrics["train_loss"]))
+        if trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(self.path)
+
+
+def test_checkpoints_go_from_dealt_experts_to_whole_ones_and_back(tmp_path: Path) -> None:
+    placed, losses = run_ranks(there_and_back, 2, tmp_path, elastic=True)[0]
+    dealt, whole = (2, 2, 32, 64), (1, 2, 32, 64)  # of 4 experts: on ranks of their own, and sharded by torch
+    assert placed == [dealt, whole, dealt, whole, dealt]
+    for name in ("b", "c"):
+        assert checkpoint.diff(tmp_path / "a", tmp_path / name).ok  # bytes, of the optimizer too
+    plain = trained(None, ["mixtral"], steps=4, trainer={"limit_val_batches": 0})["mixtral"]
+    assert losses == pytest.approx(plain.losses, rel=3e-6)

@@ -1,0 +1,147 @@
+"""What tensor-parallel plans mean for packed experts, tied weights and adapters, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_shard.checkpoint.shards import Split, shard, shard_strided_last, strided_factors_fit
+from lightning_shard.errors import PlanError
+from lightning_shard.parallel.plans import declared_plan
+from lightning_shard.parallel.tensor import STYLES, OwnShare, SharedByHeads, resolve_plan
+from lightning_shard.sharding import part_on
+from tests.mixtures import NETWORKS, Mixtures, adapted, transformers_model
+
+
+def on_meta(kind: str) -> nn.Module:
+    with torch.device("meta"):
+        return nn.ModuleDict({"net": NETWORKS[kind]()})
+
+
+def test_a_declared_plan_of_experts_is_taken_as_far_as_it_goes() -> None:
+    styles = resolve_plan(on_meta("qwen3"), None, 2)
+    assert isinstance(styles["net.model.layers.0.mlp.experts"], OwnShare)
+    assert "net.model.layers.0.mlp" not in styles  # the plan has dense layers too, and this model none
+    dealt = [f"net.model.layers.{i}.mlp.experts" for i in range(4)]
+    beside = resolve_plan(on_meta("qwen3"), None, 2, without=dealt)
+    assert styles.keys() - beside.keys() == set(dealt)
+
+
+def test_shared_rotary_keys_of_deepseek() -> None:
+    styles = resolve_plan(on_meta("deepseek"), None, 2)
+    assert isinstance(styles["net.model.layers.1.self_attn.kv_a_proj_with_mqa"], SharedByHeads)
+
+
+def test_an_embedding_is_split_as_the_head_that_shares_its_weight() -> None:
+    styles = resolve_plan(on_meta("tied llama"), None, 2)
+    assert styles["net.model.embed_tokens"] is STYLES["embedding_rowwise"]
+    assert styles["net.lm_head"] is STYLES["colwise_gather_output"]
+
+
+def test_lora_is_split_beside_its_layer() -> None:
+    root = nn.ModuleDict({"net": adapted()})
+    assert next(iter(declared_plan(root, "tp"))).startswith("net.base_model.model.model.layers")
+    styles = resolve_plan(root, None, 2)
+    layer = "net.base_model.model.model.layers.0.self_attn"
+    split = {name.removeprefix(f"{layer}."): style for name, style in styles.items() if name.startswith(layer)}
+    assert split == {
+        "q_proj.base_layer": STYLES["colwise"],
+        "q_proj.lora_B.default": STYLES["colwise"],
+        "k_proj": STYLES["colwise"],
+        "v_proj.base_layer": STYLES["colwise"],
+        "v_proj.lora_B.default": STYLES["colwise"],
+        "o_proj.base_layer": STYLES["rowwise"],
+        "o_proj.lora_A.default": STYLES["rowwise"],
+    }
+
+
+def with_adapter(config: peft.PeftConfig) -> nn.Module:
+    return nn.ModuleDict({"net": peft.get_peft_model(transformers_model("Llama"), config)})
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "lora_magnitude_vector"),
+        (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
+        (
+            peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            "ModulesToSaveWrapper.*no parameters of its own",
+        ),
+    ],
+    ids=["DoRA", "IA3", "modules_to_save"],
+)
+def test_other_adapters_are_refused(config: peft.PeftConfig, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        resolve_plan(with_adapter(config), None, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ({"blocks.*.experts": "moe_tp_experts"}, "has parameters that the plan doesn't cut .*up, bias, down"),
+        ({"experts.up": "colwise"}, r'experts.up.* are parameters of no module of style "moe_tp_experts"'),
+        ({"experts.up": "sequence"}, "names a parameter and has style 'sequence'"),
+        ({"blocks.*": "colwise"}, "Mixture of style 'colwise', has no parameters of its own"),
+        (
+            {"blocks.*.shared": "local_params"},
+            "has style 'local_params'; known are .*leave out all layers that this one",
+        ),
+        ({"blocks.*.shared": "mla_kv_a_proj"}, "the module around it no qk_rope_head_dim"),
+        (
+            {"experts": "moe_tp_experts", "up": "packed_rowwise", "bias": "colwise", "down": "colwise"},
+            r"has bias of shape \(4, 24\), and not \[experts",
+        ),
+    ],
+)
+def test_plans_that_cannot_work_are_refused(plan: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        resolve_plan(Mixtures(), plan, 2)
+
+
+def test_packed_features_must_divide_in_each_half() -> None:
+    with torch.device("meta"):
+        root = transformers_model("Mixtral", num_local_experts=4, intermediate_size=65)
+    with pytest.raises(PlanError, match=r"has 130 features in dim 1 of gate_up_proj, which 4 must divide"):
+        resolve_plan(root, None, 2)
+
+
+class Grid:
+    """As much of a mesh as says where a rank is in it."""
+
+    def __init__(self, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> None:
+        self.ndim, self._sizes, self._coordinate = len(sizes), sizes, coordinate
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return self._coordinate
+
+    def size(self, axis: int) -> int:
+        return self._sizes[axis]
+
+
+@pytest.mark.parametrize(
+    ("placements", "splits"),
+    [
+        # fully sharded over packed gate and up, and over dealt experts on the same dim and on another
+        ((Shard(0), _StridedShard(1, split_factor=2)), [(0, 2, 1), (1, 2, 2)]),
+        ((_StridedShard(0, split_factor=2), Shard(0)), [(0, 2, 2), (0, 2, 1)]),
+        ((Shard(1), Shard(0)), [(1, 2, 1), (0, 2, 1)]),
+    ],
+)
+def test_a_rank_takes_the_part_that_a_checkpoint_says(
+    placements: tuple[Any, ...], splits: list[tuple[int, int, int]]
+) -> None:
+    full = torch.arange(4 * 8 * 3).view(4, 8, 3)
+    for coordinate in itertools.product(range(2), range(2)):
+        cut = [Split(dim, parts, index, factor) for (dim, parts, factor), index in zip(splits, coordinate)]
+        runs = (shard_strided_last if strided_factors_fit(cut) else shard)(full.shape, cut)
+        rows = [torch.tensor([i for start, stop in run for i in range(start, stop)]) for run in runs]
+        expected = full[rows[0]][:, rows[1]][:, :, rows[2]]
+        assert torch.equal(part_on(full, Grid((2, 2), coordinate), placements), expected)  # type: ignore[arg-type]
