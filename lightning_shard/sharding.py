@@ -38,7 +38,9 @@ def chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a DTensor (collective over its mesh), or the tensor itself; without gradient history."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
