@@ -101,17 +101,7 @@ def assemble(
     """
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
-        if layout.pipeline_parallel_size > 1:
-            raise LayoutError(
-                f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline"
-                f" stage: use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding"
-                " to the strategy."
-            )
-        if settings.of_blocks:
-            raise ConfigurationError(
-                f"{type(module).__name__}.configure_model parallelizes the module itself, and not"
-                f" {settings.of_blocks}: do that there, and leave these out."
-            )
+        _refuse_beside_own_sharding(module, layout, settings)
         materialize(module, (), device, seed)
         module.to(device)
         return Assembly(layout, settings, None, None, frozenset(), (), False, places)
@@ -148,10 +138,11 @@ def assemble(
         styles = {name: style for name, style in styles.items() if name in held}
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
-    for name in (blocks.names if stage is None else [stage.blocks[place] for place in stage.owned]) if blocks else ():
-        _wrap(module.get_submodule(name), name in recomputed, settings, device)
-    keeps_gathered = stage is not None if settings.reshard_after_forward is None else not settings.reshard_after_forward
-    sharding = Sharding(keeps_gathered, settings.gathered_dtype, settings.cpu_offload)
+    for index, name in enumerate(blocks.names if blocks else ()):
+        if stage is None or index in stage.owned:
+            _wrap(module.get_submodule(name), name in recomputed, settings, device)
+    reshards = stage is None if settings.reshard_after_forward is None else settings.reshard_after_forward
+    sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
         module,
         [module.get_submodule(name) for name in units],
@@ -169,6 +160,20 @@ def assemble(
     return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
 
 
+def _refuse_beside_own_sharding(module: pl.LightningModule, layout: Layout, settings: Settings) -> None:
+    if layout.pipeline_parallel_size > 1:
+        raise LayoutError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, which fits one pipeline"
+            f" stage: use pipeline_parallel_size=1 (it is {layout.pipeline_parallel_size}), or leave the sharding"
+            " to the strategy."
+        )
+    if settings.of_blocks:
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, and not"
+            f" {settings.of_blocks}: do that there, and leave these out."
+        )
+
+
 def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:
     """The blocks; ``None`` where a single stage can do without them."""
     if layout.pipeline_parallel_size == 1 and settings.pipeline_blocks is None:
@@ -184,8 +189,8 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
     """
     if blocks is None and (settings.activation_checkpointing or settings.compile_blocks):
         raise ConfigurationError(
-            f"{type(module).__name__} has no list of repeated blocks that"
-            f" {settings.of_blocks} could be about: name modules by pipeline_blocks, or leave it out."
+            f"{type(module).__name__} has no list of repeated blocks that {settings.of_blocks} could be about: name"
+            " modules by pipeline_blocks, or leave it out."
         )
     names = blocks.names if blocks else ()
     return {names[place] for place in chosen(len(names), settings.activation_checkpointing)}

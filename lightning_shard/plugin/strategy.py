@@ -310,9 +310,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             average_shards(callbacks, module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            if not self._settings.cpu_offload:
-                _optimizers_to_device(self.optimizers, self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

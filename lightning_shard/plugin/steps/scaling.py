@@ -1,7 +1,7 @@
 """fp16's loss scaling over ranks: where one of them overflows, all leave out the step and lower the scale.
 
-``GradScaler._unscale_grads_`` (torch 2.11 to 2.13) is where a scaler learns of overflows; a rank by itself sees those of
-its stage and shards.
+``GradScaler._unscale_grads_`` (torch 2.11 to 2.13) is where a scaler learns of overflows; a rank by itself sees those
+of its stage and shards.
 """
 
 from __future__ import annotations
