@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def check_backend(setting: Any) -> None:
         )
 
 
-def compile_block(block: nn.Module, setting: bool | str) -> None:
-    """Compile a block's forward; blocks of one class and alike share what was compiled.
+def compile_block(block: nn.Module, setting: bool | str | Callable[..., Any]) -> None:
+    """Compile a block's forward, by a backend or its name; blocks of one class and alike share what was compiled.
 
     The forward alone, and not the call (as ``block.compile()`` does): the hooks around it gather parameters and talk to
     other stages.

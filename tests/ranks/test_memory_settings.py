@@ -112,6 +112,27 @@ def assert_close(ours: Seen, plain: Seen, loss: float, gradient: float, name: st
         assert difference < gradient, f"{name}: {key}"
 
 
+def in_bf16_on_one_rank() -> dict[str, tuple[Seen, Seen]]:
+    """By plain autocast and by ours, with the same kernels on the same shapes."""
+    mixed = {"precision": "bf16-mixed", **CLIPPED}
+    return {
+        f"{network} {options}": (train(network, trainer=mixed), train(network, layout(), trainer=mixed, **options))
+        for network in ("gpt", "llama")
+        for options in ({}, {"activation_checkpointing": "selective", "compile_blocks": "aot_eager"})
+    }
+
+
+def test_bf16_mixed_is_lightnings_own_bit_for_bit() -> None:
+    [runs] = run_ranks(in_bf16_on_one_rank, 1, elastic=True, timeout_s=200)
+    for name, (plain, ours) in runs.items():
+        assert ours.losses == plain.losses, name
+        assert ours.metrics == plain.metrics, name
+        for part in ("gradients", "parameters"):
+            own, expected = getattr(ours, part), getattr(plain, part)
+            assert own.keys() == expected.keys()
+            assert all(torch.equal(own[key], expected[key]) for key in expected), f"{name}: {part}"
+
+
 class Overflowing(Model):
     """One rank's loss of the second batch is infinite."""
 
