@@ -40,7 +40,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
+    on_mesh = tensor.to(tensor.device_mesh.device_type)  # it may be offloaded
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

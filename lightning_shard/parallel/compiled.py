@@ -26,11 +26,10 @@ def check_backend(setting: Any) -> None:
         )
 
 
-def compile_block(block: nn.Module, setting: bool | str | Callable[..., Any]) -> None:
-    """Compile a block's forward, by a backend or its name; blocks of one class and alike share what was compiled.
+def compile_block(block: nn.Module, backend: str | Callable[..., Any]) -> None:
+    """Compile a block's forward, by a backend of ``torch.compile`` or its name; blocks of one class and alike share what was compiled.
 
     The forward alone, and not the call (as ``block.compile()`` does): the hooks around it gather parameters and talk to
     other stages.
     """
-    backend = "inductor" if setting is True else setting
     block.__dict__["forward"] = torch.compile(block.forward, backend=backend)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, StepError
 
 Recomputing = bool | int | Literal["selective"] | None
 """``None`` or ``False``: nothing; ``True``: every block; ``n``: every n-th; ``"selective"``: of every block all but
 matrix products, convolutions, attention and what ranks send each other."""
 
+_CACHES = ("past_key_values", "layer_past")
 _KEPT = (
     ("aten", ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm")),
     (
@@ -109,6 +110,39 @@ def recompute(
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.__dict__["forward"] = compilable if is_compiled else checkpointed
+
+
+def leave_out_caches(block: nn.Module) -> None:
+    """Have a block be trained without transformers' cache of keys and values, in place.
+
+    Training has no use for it, a second run would add to it once more, and compiling breaks off at it. transformers'
+    own checkpointing leaves it out too, by the same names.
+
+    Raises:
+        StepError: When called with one that holds what isn't of this step, such as a trained prefix.
+    """
+    forward = block.forward
+    indices = (getattr(part, "layer_idx", None) for part in block.modules())
+    layer = next((index for index in indices if isinstance(index, int)), 0)
+
+    @functools.wraps(forward)
+    def without_caches(*args: Any, **kwargs: Any) -> Any:
+        for name in _CACHES if torch.is_grad_enabled() else ():
+            cache = kwargs.get(name)
+            if cache is None:
+                continue
+            if not hasattr(cache, "get_seq_length") or cache.get_seq_length(layer):
+                raise StepError(
+                    f"{type(block).__name__} is called with {name} that aren't empty, which activation_checkpointing"
+                    " and compile_blocks leave out in training: leave these settings out, or call the network without"
+                    f" {name}."
+                )
+            kwargs[name] = None
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+        return forward(*args, **kwargs)
+
+    block.__dict__["forward"] = without_caches
 
 
 class _SecondRun(AbstractContextManager[None]):

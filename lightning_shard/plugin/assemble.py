@@ -20,7 +20,7 @@ from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled import compile_block
 from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
 from lightning_shard.parallel.init import agree_on_weights, materialize
-from lightning_shard.parallel.recompute import Recomputing, chosen, recompute
+from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import Part, measure, watch
 from lightning_shard.pipeline.cut import cut
@@ -204,7 +204,9 @@ def _wrap(block: nn.Module, recomputes: bool, settings: Settings, device: torch.
             selective = settings.activation_checkpointing == "selective"
             recompute(called, generators, selective=selective, is_compiled=bool(settings.compile_blocks))
         if settings.compile_blocks:
-            compile_block(called, settings.compile_blocks)
+            compile_block(called, "inductor" if settings.compile_blocks is True else settings.compile_blocks)
+        if recomputes or settings.compile_blocks:
+            leave_out_caches(called)
 
 
 def _place(

@@ -30,7 +30,7 @@ def test_blocks_alike_are_compiled_once_and_keep_their_names(recomputes: bool) -
         block.register_forward_hook(lambda *_: seen.append("hook"))
 
     def run() -> Tensor:
-        x = torch.ones(4, 2, 8)
+        x = torch.ones(4, 2, 8, requires_grad=True)
         for block in blocks:
             x = block(x)
         return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.recompute import _policy, chosen, recompute
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.parallel.recompute import _policy, chosen, leave_out_caches, recompute
 from lightning_shard.plugin.steps import randomness
 
 WIDTH, SAMPLES, BLOCKS = 8, 16, 3
@@ -138,3 +139,36 @@ def test_every_nth_block_is_the_same_on_every_layout() -> None:
     assert chosen(5, None) == chosen(5, False) == []
     with pytest.raises(ConfigurationError, match=r"every 6th block, and there are 5"):
         chosen(5, 6)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_idx = 1
+        self.given: list[Any] = []
+
+    def forward(self, x: Tensor, past_key_values: Any = None, use_cache: bool | None = None) -> Tensor:
+        self.given.append((past_key_values, use_cache))
+        return x
+
+
+@dataclass
+class Cache:
+    """As transformers' is asked."""
+
+    lengths: tuple[int, ...]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.lengths[layer_idx]
+
+
+def test_blocks_are_trained_without_transformers_cache_unless_it_holds_something() -> None:
+    block, x = Cached(), torch.ones(1)
+    leave_out_caches(block)
+    cache = Cache((4, 0))
+    block(x, past_key_values=cache, use_cache=True)
+    with torch.no_grad():
+        block(x, past_key_values=cache, use_cache=True)
+    assert block.given == [(None, False), (cache, True)]
+    with pytest.raises(StepError, match=r"Cached is called with past_key_values that aren't empty"):
+        block(x, past_key_values=Cache((4, 4)))
