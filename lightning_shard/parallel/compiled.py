@@ -27,7 +27,7 @@ def check_backend(setting: Any) -> None:
 
 
 def compile_block(block: nn.Module, backend: str | Callable[..., Any]) -> None:
-    """Compile a block's forward, by a backend of ``torch.compile`` or its name; blocks of one class and alike share what was compiled.
+    """Compile a block's forward, in place, by a backend of ``torch.compile``; blocks alike share what was compiled.
 
     The forward alone, and not the call (as ``block.compile()`` does): the hooks around it gather parameters and talk to
     other stages.
