@@ -57,7 +57,11 @@ def chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a DTensor (collective over its mesh), or the tensor itself; without gradient history."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    on_mesh = tensor.to(tensor.device_mesh.device_type)  # it may be offloaded
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

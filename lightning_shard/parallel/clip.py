@@ -15,6 +15,7 @@ from lightning_shard.layout import DATA_AXIS, PARTS_OF_DATA_AXIS
 from lightning_shard.sharding import local_tensor
 
 _ELSEWHERE = "_lightning_shard_counted_elsewhere"
+_PIECE = 1 << 15
 
 
 def count_elsewhere(parameter: Tensor) -> None:
@@ -67,12 +68,12 @@ def norm_over_ranks(
     """The common norm of all ranks' tensors, each element counted once; a collective call over all ranks."""
     norms = _own_norms(list(tensors), stage_mesh, device, norm_type)
     largest = math.isinf(norm_type)
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if len(norms):
         total = norms.max() if largest else norms.pow(norm_type).sum()
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    return total if largest else total.pow(1.0 / norm_type)
+    return (total if largest else total.pow(1.0 / norm_type)).float()
 
 
 def norms_over_stage(
@@ -84,26 +85,32 @@ def norms_over_stage(
     total = norms if largest else norms.pow(norm_type)
     for axis in range(stage_mesh.ndim):
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stage_mesh.get_group(axis))
-    return total if largest else total.pow(1.0 / norm_type)
+    return (total if largest else total.pow(1.0 / norm_type)).float()
 
 
 def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float) -> Tensor:
-    """Of what this rank counts of each tensor, ``[len(tensors)]``; one launch for all of a kind.
+    """Of what this rank counts of each tensor, ``[len(tensors)]`` in 64 bits; one launch for all of a kind.
 
-    In 32 bits: what is rounded to 16 would depend on how tensors are cut.
+    Elements in 16 bits are taken in 32: what is rounded to 16 would depend on how tensors are cut. On the CPU, where
+    torch adds a tensor's elements one after another, and loses those that are small beside the sum, they are added by
+    pieces.
     """
-    norms = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+    norms = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for place, tensor in enumerate(tensors):
         local = local_tensor(tensor)
         if local.numel() and counts_here(tensor, stage_mesh):
-            by_kind.setdefault((local.device, local.dtype), []).append((place, local))
+            pieces = local.reshape(-1).split(_PIECE) if local.device.type == "cpu" else (local,)
+            by_kind.setdefault((local.device, local.dtype), []).extend((place, piece) for piece in pieces)
+    largest = math.isinf(norm_type)
     for (_, dtype), alike in by_kind.items():
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
-        found = torch._foreach_norm([local for _, local in alike], norm_type, dtype=wide)
+        of_pieces = torch._foreach_norm([piece for _, piece in alike], norm_type, dtype=wide)
+        found = torch.stack(list(of_pieces)).to(device=device, dtype=torch.float64)
         places = torch.tensor([place for place, _ in alike], device=device)
-        norms[places] = torch.stack(list(found)).to(device=device, dtype=torch.float32)
-    return norms
+        powers = found if largest else found.pow(norm_type)
+        norms.scatter_reduce_(0, places, powers, "amax" if largest else "sum")
+    return norms if largest else norms.pow(1.0 / norm_type)
 
 
 @torch.no_grad()

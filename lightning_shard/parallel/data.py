@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,20 +13,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.sharding import local_tensor
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are held and gathered.
+
+    Attributes:
+        keeps_gathered: Keep blocks gathered from a forward to its backward. In a pipeline the same blocks run for every
+            microbatch, so to gather once per step is to gather ``2 × microbatches`` times less.
+        gathered_dtype: Under autocast, its type: what it would cast is gathered so. ``None``: as it is held.
+        offloads: Hold shards, their gradients and so the optimizer's state in the host's memory.
+    """
+
+    keeps_gathered: bool = False
+    gathered_dtype: torch.dtype | None = None
+    offloads: bool = False
 
 
 def apply_fully_sharded(
     root: nn.Module,
     blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
+    sharding: Sharding,
     *,
-    keep_gathered: bool,
     whole_steps: bool,
     experts: Iterable[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
@@ -36,8 +56,7 @@ def apply_fully_sharded(
         root: The model.
         blocks: Modules that become a unit each, gathered while they run.
         mesh: One axis to shard over, or two: replicate over the first, shard over the second.
-        keep_gathered: Keep blocks gathered from a forward to its backward. In a pipeline the same blocks run for every
-            microbatch, so to gather once per step is to gather ``2 × microbatches`` times less.
+        sharding: How.
         whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call.
             If not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is
             gathered while it is called itself.
@@ -48,14 +67,30 @@ def apply_fully_sharded(
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
     whole = set(scalar_parameters(root))
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
     for unit in experts:
         assert expert_mesh is not None
-        even = partial(_even_dim, parts=expert_mesh.size(-1))
-        fully_shard(unit, mesh=expert_mesh, reshard_after_forward=not keep_gathered, shard_placement_fn=even)
-    for unit in chain.from_iterable(map(_with_forward, blocks)):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, ignored_params=whole)
+        fully_shard(
+            unit,
+            mesh=expert_mesh,
+            offload_policy=on_host,
+            reshard_after_forward=not sharding.keeps_gathered,
+            shard_placement_fn=partial(_even_dim, parts=expert_mesh.size(-1)),
+            mp_policy=_policy([unit]),
+        )
+    apply = partial(fully_shard, mesh=mesh, offload_policy=on_host)
+    units = list(chain.from_iterable(map(with_forward, blocks)))
+    cast = {unit for unit in units if whole_steps and sharding.gathered_dtype and is_cast(unit, whole)}
+    elsewhere = whole
     if whole_steps:
-        fully_shard(root, mesh=mesh, ignored_params=whole)
+        in_units = _in_units(root, units, cast)
+        of_root = [slot for slot in _slots(root) if slot[0].get_parameter(slot[1]) not in in_units]
+        apply(root, mp_policy=_policy([root]), ignored_params=whole | in_units)
+        elsewhere = whole.union(module.get_parameter(name) for module, name in of_root)
+    for unit in units:
+        policy = _policy([unit], sharding.gathered_dtype if unit in cast else None)
+        apply(unit, reshard_after_forward=not sharding.keeps_gathered, mp_policy=policy, ignored_params=elsewhere)
+    if whole_steps:
         return
     bare = [name for name, _ in root.named_parameters(recurse=False)]
     if bare:
@@ -74,7 +109,61 @@ def apply_fully_sharded(
     for module in called:
         if not isinstance(module, FSDPModule):
             # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+            apply(module, reshard_after_forward=True, mp_policy=_policy([module]), ignored_params=whole)
+
+
+def is_cast(unit: nn.Module, besides: Collection[nn.Parameter] = ()) -> bool:
+    """Whether it is known of each of a unit's parameters if autocast casts it or leaves it alone.
+
+    It isn't where a module holds vectors beside other modules, such as the decay of a state-space model; these are
+    nobody's weights, and may need all their bits. Neither is it where parameters aren't in 32 bits, or are tied.
+    """
+    held = [p for p in unit.parameters() if p not in besides]
+    beside = (
+        parameter.ndim < 2
+        for module in unit.modules()
+        if any(True for _ in module.children()) and not isinstance(module, nn.MultiheadAttention)
+        for parameter in module.parameters(recurse=False)
+    )
+    return all(p.dtype == torch.float32 for p in held) and not any(beside) and not tied_parameters(unit)
+
+
+def not_cast(unit: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a unit that autocast leaves alone: of norms and other holders of vectors, of embeddings.
+
+    Whether it casts a mixture's stacked matrices depends on how its code multiplies by them: they are left alone too.
+    """
+    found: set[nn.Parameter] = set()
+    for module in unit.modules():
+        own = list(module.parameters(recurse=False))
+        if module is unit or any(True for _ in module.children()):
+            continue
+        is_stack = any(p.ndim > 2 for p in own) and not isinstance(module, _CONVOLUTIONS)
+        if is_stack or isinstance(module, (nn.Embedding, ParametrizationList)) or all(p.ndim < 2 for p in own):
+            found.update(own)
+    return found
+
+
+def _slots(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where parameters are held: tied ones in several."""
+    for module in root.modules():
+        yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
+
+
+def _in_units(root: nn.Module, units: Iterable[nn.Module], cast: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that one unit holds and nothing else, without those of ``cast`` ones that aren't cast."""
+    unit_of = {module: unit for unit in reversed(list(units)) for module in unit.modules()}
+    holders: dict[nn.Parameter, set[nn.Module | None]] = {}
+    for module, name in _slots(root):
+        holders.setdefault(module.get_parameter(name), set()).add(unit_of.get(module))
+    alone = {parameter for parameter, held_by in holders.items() if len(held_by) == 1 and None not in held_by}
+    return alone.difference(*map(not_cast, cast))
+
+
+def _policy(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Gradients are added over microbatches and ranks in 32 bits, also where they are computed in 16."""
+    halves = any(p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters())
+    return MixedPrecisionPolicy(dtype, torch.float32 if dtype or halves else None, cast_forward_inputs=False)
 
 
 def _even_dim(parameter: nn.Parameter, parts: int) -> Shard:
@@ -87,15 +176,27 @@ def _called(root: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules below ``root`` that have a forward, and parameters."""
     for child in root.children():
         if any(True for _ in child.parameters()):
-            yield from _with_forward(child)
+            yield from with_forward(child)
 
 
-def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
+def with_forward(module: nn.Module) -> Iterator[nn.Module]:
     """The module, or the outermost ones in a container that is never called itself."""
     if type(module).forward is nn.Module.forward:
         yield from _called(module)
     else:
         yield module
+
+
+def to_device(root: nn.Module, device: torch.device, sharding: Sharding) -> None:
+    """Move what isn't held there yet; of what is offloaded, all but the shards."""
+    if not sharding.offloads:
+        root.to(device)
+        return
+    for parameter in scalar_parameters(root):
+        parameter.data = parameter.data.to(device)
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def scalar_parameters(root: nn.Module) -> list[nn.Parameter]:
@@ -138,7 +239,7 @@ def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True) ->
 
     Args:
         root: The model.
-        reduces: Whether it's the last one before the optimizer step: only that one reduces gradients over the ranks.
+        reduces: Whether it reduces gradients over the ranks; the last one before an optimizer step must.
         reshards: Whether it frees gathered parameters; ``False`` where another microbatch's backward needs them.
     """
     for unit in sharded_units(root):

@@ -115,11 +115,11 @@ class TiedGradients:
     def _gather(self, tensor: Tensor, stages: tuple[int, ...]) -> list[Tensor]:
         """Each stage's tensor, in their order."""
         parts = {
-            stage: torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            stage: torch.empty_like(tensor, memory_format=torch.contiguous_format, device=self._device)
             for stage in stages
             if stage != self._stage
         }
-        own = tensor.contiguous()
+        own = tensor.contiguous().to(self._device)  # it may be offloaded
         last = dist.get_world_size(self._group) - 1
         operations = [
             operation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,13 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_shard.errors import LayoutError, PlacementError
+from lightning_shard.errors import ConfigurationError, LayoutError, PlacementError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.clip import count_elsewhere
-from lightning_shard.parallel.data import apply_fully_sharded, parallelizes_itself
+from lightning_shard.parallel.compiled import compile_block
+from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
 from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.init import agree_on_weights, materialize
+from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.cost import Part, measure, watch
 from lightning_shard.pipeline.cut import cut
@@ -26,6 +29,7 @@ from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
+from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import remember
 
 _PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
@@ -35,12 +39,27 @@ _LIBRARIES = ("torch.", "transformers.")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose, beside the layout."""
+    """What the user chose, beside the layout.
+
+    Attributes:
+        gathered_dtype: That of the Trainer's mixed precision.
+    """
 
     placement: Literal["auto", "even"] | Sequence[int]
     pipeline_blocks: str | Sequence[str] | None
     tensor_parallel_plan: Plan | None
-    expert_parallel_plan: ExpertPlan | None
+    expert_parallel_plan: ExpertPlan | None = None
+    activation_checkpointing: Recomputing = None
+    cpu_offload: bool = False
+    compile_blocks: bool | str = False
+    reshard_after_forward: bool | None = None
+    gathered_dtype: torch.dtype | None = None
+
+    @property
+    def of_blocks(self) -> dict[str, Any]:
+        """The settings that say how blocks are run and sharded, by name, where they were chosen."""
+        names = ("activation_checkpointing", "cpu_offload", "compile_blocks", "reshard_after_forward")
+        return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
 
 
 @dataclass
@@ -92,10 +111,7 @@ def assemble(
     """
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
-        _refuse_cutting_anew(module, layout)
-        materialize(module, (), device, seed)
-        module.to(device)
-        return Assembly(layout, settings, None, None, frozenset(), (), False, places)
+        return _as_it_shards_itself(module, layout, settings, device, seed, places)
 
     blocks = _blocks(module, layout, settings)
     listed = [name for names in block_lists(module).values() for name in names]
@@ -106,6 +122,7 @@ def assemble(
     placement = None
     if blocks:
         blocks, placement = _place(module, blocks, layout, settings, device)
+    recomputed = _recomputed(module, blocks, settings)
     agree_on_weights(module)
 
     stage = None
@@ -132,17 +149,22 @@ def assemble(
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     if expert_mesh is not None:
         apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
+    for index, name in enumerate(blocks.names if blocks else ()):
+        if stage is None or index in stage.owned:
+            _wrap(module.get_submodule(name), name in recomputed, settings, device)
+    reshards = stage is None if settings.reshard_after_forward is None else settings.reshard_after_forward
+    sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
         module,
         [module.get_submodule(name) for name in units],
-        mesh[layout.data_axes],
-        keep_gathered=stage is not None,
+        mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
+        sharding,
         whole_steps=module.automatic_optimization,
         experts=[module.get_submodule(name) for name in experts],
         expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
     )
-    materialize(module, listed, device, seed)
-    module.to(device)
+    materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
+    to_device(module, device, sharding)
     for tie in ties:
         if layout.pipeline_rank != tie.stages[-1]:
             count_elsewhere(module.get_parameter(tie.names[0]))
@@ -151,8 +173,15 @@ def assemble(
     return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
 
 
-def _refuse_cutting_anew(module: pl.LightningModule, layout: Layout) -> None:
-    """What a module that shards itself leaves to do: nothing that cuts it."""
+def _as_it_shards_itself(
+    module: pl.LightningModule,
+    layout: Layout,
+    settings: Settings,
+    device: torch.device,
+    seed: int,
+    places: Mapping[str, int],
+) -> Assembly:
+    """A module of Lightning's own kind leaves nothing to do that cuts it, or says how its blocks run."""
     sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS) and size > 1}
     if sizes:
         name, size = next(iter(sizes.items()))
@@ -160,6 +189,14 @@ def _refuse_cutting_anew(module: pl.LightningModule, layout: Layout) -> None:
             f"{type(module).__name__}.configure_model parallelizes the module itself, which fits {name}=1 (it is"
             f" {size}): use that, or leave the sharding to the strategy."
         )
+    if settings.of_blocks:
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, and not"
+            f" {settings.of_blocks}: do that there, and leave these out."
+        )
+    materialize(module, (), device, seed)
+    module.to(device)
+    return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
 
 def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:
@@ -167,6 +204,34 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
     if layout.pipeline_parallel_size == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
     return find_blocks(module, settings.pipeline_blocks)
+
+
+def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Settings) -> set[str]:
+    """The names of the blocks that run again in a backward: the same ones on every layout.
+
+    Raises:
+        ConfigurationError: A setting needs blocks, and there are none.
+    """
+    if blocks is None and (settings.activation_checkpointing or settings.compile_blocks):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no list of repeated blocks that {settings.of_blocks} could be about: name"
+            " modules by pipeline_blocks, or leave it out."
+        )
+    names = blocks.names if blocks else ()
+    return {names[place] for place in chosen(len(names), settings.activation_checkpointing)}
+
+
+def _wrap(block: nn.Module, recomputes: bool, settings: Settings, device: torch.device) -> None:
+    """Recompute and compile what is called in a block: its forward, without the hooks around it."""
+    generators = partial(randomness.remember, device)
+    for called in with_forward(block):
+        if recomputes:
+            selective = settings.activation_checkpointing == "selective"
+            recompute(called, generators, selective=selective, is_compiled=bool(settings.compile_blocks))
+        if settings.compile_blocks:
+            compile_block(called, "inductor" if settings.compile_blocks is True else settings.compile_blocks)
+        if recomputes or settings.compile_blocks:
+            leave_out_caches(called)
 
 
 def _place(

@@ -11,7 +11,9 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.sharding import full_tensor
 
 
-def gather_parameters(module: nn.Module, layout: Layout, groups: Groups | None) -> dict[str, Tensor]:
+def gather_parameters(
+    module: nn.Module, layout: Layout, groups: Groups | None, device: torch.device
+) -> dict[str, Tensor]:
     """Whole parameters by name on the CPU of rank 0; empty elsewhere. Collective over all ranks.
 
     The first data and tensor rank of each stage holds its stage's whole parameters on its CPU meanwhile.
@@ -25,7 +27,6 @@ def gather_parameters(module: nn.Module, layout: Layout, groups: Groups | None) 
         return gathered if layout.rank == 0 else {}
     described = {name: (tuple(t.shape), t.dtype) for name, t in gathered.items()}
     stages = groups.gather_over_stages(described)
-    device = next(module.parameters()).device
     for stage, names in enumerate(stages):
         for name, (shape, dtype) in names.items():
             of_rank = layout.pipelines()[0][stage]

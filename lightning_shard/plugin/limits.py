@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -22,7 +21,18 @@ from lightning_shard.errors import ConfigurationError, UnsupportedStateError
 from lightning_shard.layout import Layout
 
 
-def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, precision: Precision) -> None:
+def check_switches(**switches: object) -> None:
+    """Check settings that are on or off.
+
+    Raises:
+        ConfigurationError: One is anything else.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
+
+
+def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
     """Check a module and a Trainer's settings.
 
     Raises:
@@ -42,11 +52,9 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, prec
             " with several pipeline stages training differs from that on whole batches. GroupNorm and LayerNorm don't."
         )
     fits = trainer.state.fn == TrainerFn.FITTING
-    scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
     takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     for applies, reason in (
-        (scales, "16-mixed precision (its loss scaler can't see all stages): use bf16-mixed"),
         (
             fits and not module.automatic_optimization,
             "manual optimization: let the Trainer optimize (automatic_optimization=True)",

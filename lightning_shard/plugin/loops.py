@@ -24,17 +24,26 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.data.loader import drop_repeated
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+GATHERED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What autocast casts weights to, by the precision's name."""
+PRECISIONS = ("32-true", *GATHERED, "bf16-true", "16-true")
 
 
-def name_refused_precisions(strategy: type) -> None:
-    """Have a Trainer that is given an instance of ``strategy`` refuse a precision in its name."""
+def name_refused_precisions(strategy: Any) -> None:
+    """Have a Trainer that is given ``strategy`` refuse a precision in its name."""
     validate = _AcceleratorConnector._validate_precision_choice
 
     def validate_choice(connector: Any) -> None:
-        if isinstance(connector._strategy_flag, strategy):
-            refuse_precision(connector._precision_flag)
-        validate(connector)
+        chosen = connector._strategy_flag
+        if not isinstance(chosen, strategy) and chosen != strategy.strategy_name:
+            validate(connector)
+            return
+        refuse_precision(connector._precision_flag)
+        if connector._precision_flag == "16-mixed" and connector._accelerator_flag == "cpu":
+            raise ConfigurationError(
+                "precision='16-mixed' isn't done on the CPU (Lightning would use bf16-mixed instead): use"
+                " precision='bf16-mixed'."
+            )
 
     _AcceleratorConnector._validate_precision_choice = validate_choice  # type: ignore[method-assign,assignment]
 

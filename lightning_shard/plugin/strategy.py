@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
     average_gradients,
     differentiating_by_inputs,
@@ -26,6 +28,7 @@ from lightning_shard.parallel.data import (
     scalar_parameters,
 )
 from lightning_shard.parallel.expert import ExpertPlan
+from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.plugin import loops
@@ -34,7 +37,13 @@ from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.full_parameters import gather_parameters
-from lightning_shard.plugin.limits import refuse, refuse_hyperparameters, refuse_optimizers, warning_of_numbers_kept
+from lightning_shard.plugin.limits import (
+    check_switches,
+    refuse,
+    refuse_hyperparameters,
+    refuse_optimizers,
+    warning_of_numbers_kept,
+)
 from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
@@ -52,6 +61,7 @@ from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import candidates, choose
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
@@ -85,9 +95,16 @@ class HybridShardStrategy(CheckpointedStrategy):
             the model's own, where it is a transformers model.
         expert_parallel_plan: Patterns of the names of modules of experts, such as ``{"layers.*.moe.experts":
             "experts"}``. Default: the model's own, where it is a transformers model.
-        activation_checkpointing: Not in this version.
-        cpu_offload: Not in this version.
-        compile_blocks: Not in this version.
+        activation_checkpointing: What blocks compute is computed again in the backward instead of being kept: ``True``
+            in every block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
+        cpu_offload: Parameters, gradients and optimizer states stay in the host's memory, and are copied to the device
+            while they are used.
+        compile_blocks: Each block's forward goes through ``torch.compile``, compiled once for blocks alike; the name of
+            a backend says which.
+        reduce_each_microbatch: Each backward reduces gradients over the data ranks, so that only shards of them are
+            kept; else the last one before an optimizer step does, which sends less.
+        reshard_after_forward: Blocks are gathered again for the backward. Default: ``True`` with one pipeline stage;
+            with several, where it would be done for each microbatch, ``False``.
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: Of collective operations.
@@ -112,9 +129,11 @@ class HybridShardStrategy(CheckpointedStrategy):
         tensor_parallel_plan: Plan | None = None,
         expert_parallel_plan: ExpertPlan | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
-        activation_checkpointing: Any = None,
+        activation_checkpointing: Recomputing = None,
         cpu_offload: bool = False,
-        compile_blocks: bool = False,
+        compile_blocks: bool | str = False,
+        reduce_each_microbatch: bool = False,
+        reshard_after_forward: bool | None = None,
         checkpoint_io: ShardedCheckpointIO | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -127,18 +146,30 @@ class HybridShardStrategy(CheckpointedStrategy):
             "expert_parallel_size": expert_parallel_size,
         }
         super().__init__(sizes, process_group_backend, timeout)
-        later = {
-            "activation_checkpointing": bool(activation_checkpointing),
-            "cpu_offload": cpu_offload,
-            "compile_blocks": compile_blocks,
-        }
-        if any(later.values()):
+        check_recomputing(activation_checkpointing)
+        check_backend(compile_blocks)
+        check_switches(
+            cpu_offload=cpu_offload,
+            reduce_each_microbatch=reduce_each_microbatch,
+            reshard_after_forward=reshard_after_forward or False,
+        )
+        if compile_blocks and expert_parallel_size > 1:
             raise ConfigurationError(
-                f"{[name for name, used in later.items() if used]} can't be used in this version: leave out."
+                f"compile_blocks with expert_parallel_size={expert_parallel_size} was never tried: leave one out."
             )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches)
         self._microbatches = self._schedules[0].microbatches
-        self._settings = Settings(placement, pipeline_blocks, tensor_parallel_plan, expert_parallel_plan)
+        self._settings = Settings(
+            placement,
+            pipeline_blocks,
+            tensor_parallel_plan,
+            expert_parallel_plan,
+            activation_checkpointing=activation_checkpointing,
+            cpu_offload=cpu_offload,
+            compile_blocks=compile_blocks,
+            reshard_after_forward=reshard_after_forward,
+        )
+        self._reduces_each = reduce_each_microbatch
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
@@ -172,7 +203,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         """All whole parameters by name, on the CPU of rank 0; empty elsewhere. A collective call over all ranks."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
-        return gather_parameters(self.lightning_module, self.layout, self._groups)
+        return gather_parameters(self.lightning_module, self.layout, self._groups, self.root_device)
 
     def synchronize_gradients(self) -> None:
         """Reduce gradients that were gathered under :meth:`block_backward_sync`; a collective call over the stage.
@@ -229,8 +260,10 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         loops.forbid_inference_mode(trainer)
-        loops.refuse_precision(str(self.precision_plugin.precision))
-        refuse(trainer, module, self.layout, self.precision_plugin)
+        precision = str(self.precision_plugin.precision)
+        loops.refuse_precision(precision)
+        self._settings = replace(self._settings, gathered_dtype=loops.GATHERED.get(precision))
+        refuse(trainer, module, self.layout)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_hyperparameters(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
@@ -278,6 +311,8 @@ class HybridShardStrategy(CheckpointedStrategy):
                 choose(self._schedules, known.placement, self.groups),
                 known.ties,
                 self._weights,
+                reduces_each=self._reduces_each,
+                reshards_each=self._settings.reshard_after_forward is True,
             )
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
@@ -285,7 +320,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             average_shards(callbacks, module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -321,6 +356,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
         WholeNorms(self.lightning_module, mesh, self.groups, self.root_device).take_over(self.precision_plugin)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            agree_on_overflows(scaler, self.optimizers)
         self._scalars = scalar_parameters(self.lightning_module)
         whole = self.precision_plugin.post_backward
 
@@ -372,7 +410,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
         assert self._weights is not None
         [self._weight] = self._weights.of(args[:1] or [None])
-        penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces)
+        penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces or self._reduces_each)
         with self.precision_plugin.train_step_context(), penalties:
             return self._whole_step("training_step", draw, args, kwargs)
 
@@ -430,7 +468,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         """Backwards inside gather gradients without reducing them over the data-parallel ranks."""
         assert self.lightning_module is not None
         # a pipelined step decides by itself, microbatch by microbatch
-        units = no_gradient_sync(self.lightning_module) if self._steps is None else nullcontext()
+        several = self._steps is not None or self._reduces_each
+        units = nullcontext() if several else no_gradient_sync(self.lightning_module)
         self._reduces = False
         try:
             with units:

@@ -138,6 +138,15 @@ def gpt() -> L.LightningModule:
             {"data_parallel_size": 3, "expert_parallel_size": 2},
             r"expert_parallel_size \(2\) must divide data_parallel_size \(3\).*one of \[1, 3\]",
         ),
+        (
+            {"activation_checkpointing": "all"},
+            r"activation_checkpointing='all' isn't known: use True \(every block\), a",
+        ),
+        ({"activation_checkpointing": -1}, "activation_checkpointing=-1 isn't known"),
+        ({"compile_blocks": "indutcor"}, "compile_blocks='indutcor' isn't known: use True, or a backend.*inductor"),
+        ({"cpu_offload": "yes"}, "cpu_offload='yes' is neither True nor False"),
+        ({"reduce_each_microbatch": 2}, "reduce_each_microbatch=2 is neither True nor False"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2 is neither True nor False"),
     ],
 )
 def test_settings_are_refused_before_any_process_starts(options: dict[str, Any], says: str) -> None:
@@ -588,8 +597,15 @@ REFUSED = {
         r"3 out features, which tensor_parallel_size \(2\) must divide",
         {"tensor_parallel_plan": {"0.mix": "colwise"}},
     ),
-    "mixed precision with a loss scaler": Refusal(
-        PIPELINE, gpt, ValueError, r"16-mixed.*bf16-mixed", {"trainer": {"precision": "16-mixed"}}
+    "mixed precision with a loss scaler, on the CPU": Refusal(
+        PIPELINE, gpt, ConfigurationError, r"16-mixed.*bf16-mixed", {"trainer": {"precision": "16-mixed"}}
+    ),
+    "every fifth of four blocks": Refusal(
+        PIPELINE,
+        gpt,
+        ConfigurationError,
+        r"activation_checkpointing=5 is every 5th block, and there are 4: use a smaller number, or True",
+        {"activation_checkpointing": 5},
     ),
     "batch norm that should be synchronized": Refusal(
         DATA,

@@ -26,7 +26,12 @@ STEPS = 10
 on_one_device = ranks(1, elastic=True, start_method="spawn", timeout_s=200)
 
 #: Loss (relative), gradients (of the largest), parameters after ten steps of AdamW at a rate of 1e-3.
-TOLERANCES = {"32-true": (2e-6, 1e-6, 5e-5), "bf16-mixed": (2e-3, 1e-2, 5e-3), "bf16-true": (4e-3, 2e-2, 2e-2)}
+TOLERANCES = {
+    "32-true": (2e-6, 1e-6, 5e-5),
+    "bf16-mixed": (2e-3, 1e-2, 5e-3),
+    "bf16-true": (4e-3, 2e-2, 2e-2),
+    "16-mixed": (1e-3, 5e-3, 5e-3),
+}
 
 CLIPPING: tuple[dict[str, Any], ...] = (
     {},
@@ -64,6 +69,36 @@ def test_training_is_that_of_a_plain_trainer(precision: str) -> None:
             ours = train(network, layout(), steps=STEPS, trainer=settings)
             assert torch.distributed.get_backend() == "nccl"
             assert_alike(ours, plain, precision)
+
+
+class Places(L.Callback):
+    """Where the shards, gradients and optimizer states of a run lie."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        states = (value for state in trainer.optimizers[0].state.values() for value in state.values())
+        tensors = [*module.parameters(), *(t for t in states if isinstance(t, Tensor) and t.ndim)]
+        self.seen = {tensor.device.type for tensor in tensors}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@on_one_device
+def test_memory_settings_change_no_number(precision: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = gpu(precision=precision, gradient_clip_val=0.05)
+    plain = train("gpt", steps=STEPS, trainer=settings)
+    for options in (
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "selective", "compile_blocks": "aot_eager"},
+        {"cpu_offload": True},
+        {"cpu_offload": True, "activation_checkpointing": "selective", "reshard_after_forward": False},
+    ):
+        places = Places()
+        ours = train("gpt", layout(), steps=STEPS, trainer=settings, callbacks=[places], **options)
+        assert_alike(ours, plain, precision)
+        assert places.seen == {"cpu" if options.get("cpu_offload") else "cuda"}
 
 
 class Predicting(Model):

@@ -423,13 +423,20 @@ class DropsOut(Model):
         self.model = Dropping(recomputes)
 
 
-def drop_out(recomputes: bool) -> Any:
-    return train("gpt", layout(pipeline=2), steps=2, module=lambda: DropsOut(recomputes))
+def drop_out(sizes: dict[str, int]) -> list[Any]:
+    """Keeping what blocks compute, recomputing in the user's code, and by the strategy's settings."""
+    kept, by_user = (train("gpt", sizes, steps=2, module=lambda r=r: DropsOut(r)) for r in (False, True))
+    settings = (True, 2, "selective")
+    return [
+        *(kept, by_user),
+        *(train("gpt", sizes, steps=2, module=lambda: DropsOut(False), activation_checkpointing=n) for n in settings),
+    ]
 
 
 def test_blocks_that_are_recomputed_draw_the_dropout_masks_of_their_forward() -> None:
     sizes = layout(pipeline=2)
-    kept = combine(run_ranks(drop_out, 2, False, elastic=True), sizes)
-    recomputed = combine(run_ranks(drop_out, 2, True, elastic=True), sizes)
-    assert largest_difference(recomputed.gradients, kept.gradients) < 1e-7
-    assert largest_difference(recomputed.parameters, kept.parameters) < 1e-6
+    kept, *others = (combine(list(seen), sizes) for seen in zip(*run_ranks(drop_out, 2, sizes, elastic=True)))
+    for recomputed in others:
+        assert recomputed.losses == kept.losses
+        assert largest_difference(recomputed.gradients, kept.gradients) < 1e-7
+        assert largest_difference(recomputed.parameters, kept.parameters) < 1e-6

@@ -53,7 +53,14 @@ def test_hyperparameters_come_from_a_checkpoint_of_ours(tmp_path: Path) -> None:
     assert made.model.hparams.width == 3
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "64-true"])
-def test_precisions_are_refused_by_the_strategys_name(precision: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{precision}' isn't supported by HybridShardStrategy"):
-        L.Trainer(strategy=HybridShardStrategy(), precision=precision, accelerator="cpu", devices=1, logger=False)
+@pytest.mark.parametrize("strategy", [HybridShardStrategy, lambda: "hybrid_shard"], ids=["instance", "name"])
+@pytest.mark.parametrize(
+    ("precision", "says"),
+    [
+        ("64-true", "'64-true' isn't supported by HybridShardStrategy"),
+        ("16-mixed", "'16-mixed' isn't done on the CPU .* use precision='bf16-mixed'"),
+    ],
+)
+def test_precisions_are_refused_by_name_before_any_process_starts(precision: Any, says: str, strategy: Any) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        L.Trainer(strategy=strategy(), precision=precision, accelerator="cpu", devices=1, logger=False)

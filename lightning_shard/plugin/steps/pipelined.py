@@ -44,6 +44,9 @@ class PipelinedSteps:
         schedule: Schedule,
         ties: Iterable[Tie],
         weights: LossWeights,
+        *,
+        reduces_each: bool = False,
+        reshards_each: bool = False,
     ) -> None:
         self._module = module
         self._stage = stage
@@ -52,6 +55,8 @@ class PipelinedSteps:
         self._device = device
         self._microbatches = schedule.microbatches
         self._schedule = schedule
+        self._reduces_each = reduces_each
+        self._reshards_each = reshards_each
         self._whole_batch: int | None = None
         self.begin_anew()
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
@@ -74,6 +79,11 @@ class PipelinedSteps:
         scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
         weights = self._weights.of(parts)
         of_gradients = (weight.of_gradient for weight in weights)  # forwards run in order
+        scaler = getattr(precision, "scaler", None)  # fp16's
+
+        def scaled(result: Any) -> Tensor:
+            loss = weighted(_loss(result), next(of_gradients)) * scale
+            return loss if scaler is None else scaler.scale(loss)
 
         def run(i: int) -> Any:
             with precision.train_step_context():
@@ -81,7 +91,8 @@ class PipelinedSteps:
 
         def before_backward(i: int, is_last: bool) -> None:
             self._seed(draw, i)
-            expect_backward(module, reduces=is_last and not accumulating, reshards=is_last)
+            reduces = self._reduces_each or (is_last and not accumulating)
+            expect_backward(module, reduces=reduces, reshards=is_last or self._reshards_each)
 
         with (
             self._logs.holding(len(parts)),
@@ -92,7 +103,7 @@ class PipelinedSteps:
                 run,
                 parts,
                 self._schedule.first(len(parts)).rows[self._stage.index],
-                loss_of=lambda result: weighted(_loss(result), next(of_gradients)) * scale,
+                loss_of=scaled,
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )

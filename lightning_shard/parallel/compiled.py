@@ -1,0 +1,35 @@
+"""Blocks through ``torch.compile``, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.errors import ConfigurationError
+
+
+def check_backend(setting: Any) -> None:
+    """Check ``compile_blocks``: ``False``, ``True``, or the name of a backend of ``torch.compile``.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
+    if isinstance(setting, bool):
+        return
+    known = torch.compiler.list_backends(())  # type: ignore[no-untyped-call]
+    if setting not in known:
+        raise ConfigurationError(
+            f"compile_blocks={setting!r} isn't known: use True, or a backend of torch.compile ({', '.join(known)})."
+        )
+
+
+def compile_block(block: nn.Module, backend: str | Callable[..., Any]) -> None:
+    """Compile a block's forward, in place, by a backend of ``torch.compile``; blocks alike share what was compiled.
+
+    The forward alone, and not the call (as ``block.compile()`` does): the hooks around it gather parameters and talk to
+    other stages.
+    """
+    block.__dict__["forward"] = torch.compile(block.forward, backend=backend)

@@ -1,0 +1,170 @@
+"""Settings of memory and precision: each alone, and all together, computes what one plain process computes.
+
+Tolerances. What saves memory computes the same numbers again, so the bounds are those of ``test_parity.py``. In 16 bits
+a number is rounded to 2⁻⁹ of its size (bf16) or 2⁻¹² (fp16) by each operation, and sums are cut elsewhere: gradients
+agree to some times that of their tensor's largest value, and small ones of fp16, which are subnormal numbers, to less.
+In bf16-true that holds for losses too; in bf16-mixed they are means in 32 bits over many samples. AdamW in fp16 divides
+by zero in its first step, in plain torch too: one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+
+from lightning_shard.testing import run_ranks
+from tests.parity import LAYOUTS, Model, Seen, combine, largest_difference, layout, train, world
+
+LOSS, GRADIENT, PARAMETER = 2e-6, 1e-7, 2e-5
+
+CLIPPED = {"gradient_clip_val": 0.1}
+TOGETHER = {
+    "activation_checkpointing": "selective",
+    "cpu_offload": True,
+    "compile_blocks": "aot_eager",
+    "reduce_each_microbatch": True,
+    "reshard_after_forward": True,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpointing": True},
+    "every second recomputed": {"activation_checkpointing": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "offloaded": {"cpu_offload": True},
+    "compiled": {"compile_blocks": "aot_eager"},
+    "reduced each": {"reduce_each_microbatch": True},
+    "resharded": {"reshard_after_forward": True},
+    "kept": {"reshard_after_forward": False},
+    "together": TOGETHER,
+}
+
+#: Largest relative difference of losses and norm, and of a gradient from its tensor's largest value.
+HALF = {"bf16-mixed": (1e-4, 2e-2), "bf16-true": (3e-2, 6e-2), "16-true": (2e-3, 1e-1)}
+STEPS = {"16-true": 1}
+
+
+#: What other tests don't show on these layouts; the rest is long.
+CHOSEN = {
+    "dp2": ["selective", "reduced each", "together", "accumulating", *HALF],
+    "pp2": ["every second recomputed", "resharded", "together", "bf16-mixed", "bf16-mixed, together"],
+}
+EVERY = [*SETTINGS, "accumulating", *HALF, "bf16-mixed, together"]
+
+
+def run(network: str, name: str, sizes: Mapping[str, int] | None = None) -> Seen:
+    """Of a setting, a precision, or both, on a layout or plainly."""
+    precision, _, setting = name.partition(", ") if name.startswith(tuple(HALF)) else ("32-true", "", name)
+    trainer = {**CLIPPED, "precision": precision}
+    if name == "accumulating":
+        setting, trainer["accumulate_grad_batches"] = "together", 2
+    options = SETTINGS.get(setting, {}) if sizes is not None else {}
+    return train(network, sizes, trainer=trainer, steps=STEPS.get(precision, 3), **options)
+
+
+def with_settings(sizes: Mapping[str, int], network: str, names: Sequence[str]) -> dict[str, Seen]:
+    return {name: run(network, name, sizes) for name in names}
+
+
+ON_LAYOUTS = {
+    **{name: LAYOUTS[name] for name in ("pp2", "tp2", "pp2×dp2", "pp2×tp2")},
+    "dp2": layout(data=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "names"),
+    [
+        *(pytest.param(name, "gpt", names, id=name) for name, names in CHOSEN.items()),
+        *(
+            pytest.param(name, network, EVERY, id=f"{name} {network}", marks=pytest.mark.long)
+            for name in ON_LAYOUTS
+            for network in ("gpt", "llama")
+        ),
+    ],
+)
+def test_each_setting_computes_what_one_process_computes(name: str, network: str, names: list[str]) -> None:
+    sizes = ON_LAYOUTS[name]
+    per_rank = run_ranks(with_settings, world(sizes), sizes, network, names, elastic=True, timeout_s=300)
+    plain = {key: run(network, key) for key in ("32-true", "accumulating", *HALF) if key in names or key == "32-true"}
+    for setting in names:
+        ours = combine([runs[setting] for runs in per_rank], sizes)
+        precision = setting.partition(",")[0]
+        if precision in HALF:
+            assert_close(ours, plain[precision], *HALF[precision], setting)
+            continue
+        expected = plain.get(setting, plain["32-true"])
+        assert ours.losses == pytest.approx(expected.losses, rel=LOSS), setting
+        assert ours.norm == pytest.approx(expected.norm, rel=1e-6), setting
+        assert largest_difference(ours.gradients, expected.gradients) < GRADIENT, setting
+        assert largest_difference(ours.parameters, expected.parameters) < PARAMETER, setting
+
+
+def assert_close(ours: Seen, plain: Seen, loss: float, gradient: float, name: str) -> None:
+    assert ours.losses == pytest.approx(plain.losses, rel=loss), name
+    assert ours.norm == pytest.approx(plain.norm, rel=gradient), name
+    assert ours.gradients.keys() == plain.gradients.keys()
+    for key, expected in plain.gradients.items():
+        difference = float((ours.gradients[key] - expected).abs().max() / expected.abs().max())
+        assert difference < gradient, f"{name}: {key}"
+
+
+def in_bf16_on_one_rank() -> dict[str, tuple[Seen, Seen]]:
+    """By plain autocast and by ours, with the same kernels on the same shapes."""
+    mixed = {"precision": "bf16-mixed"}
+    return {
+        f"{network} {options}": (train(network, trainer=mixed), train(network, layout(), trainer=mixed, **options))
+        for network in ("gpt", "llama")
+        for options in ({}, {"activation_checkpointing": "selective", "compile_blocks": "aot_eager"})
+    }
+
+
+def test_bf16_mixed_is_lightnings_own_bit_for_bit() -> None:
+    [runs] = run_ranks(in_bf16_on_one_rank, 1, elastic=True, timeout_s=200)
+    for name, (plain, ours) in runs.items():
+        assert ours.losses == plain.losses, name
+        assert ours.metrics == plain.metrics, name
+        for part in ("gradients", "parameters"):
+            own, expected = getattr(ours, part), getattr(plain, part)
+            assert own.keys() == expected.keys()
+            assert all(torch.equal(own[key], expected[key]) for key in expected), f"{name}: {part}"
+
+
+class Overflowing(Model):
+    """One rank's loss of the second batch is infinite."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("gpt")
+        self.rank = rank
+        self.scales: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if batch_idx == 1 and self.trainer.global_rank == self.rank else loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+
+
+def scaled(sizes: Mapping[str, int] | None, rank: int, **options: Any) -> tuple[Seen, list[float], dict[str, Any]]:
+    """With fp16's scaler; the Trainer itself takes 16-mixed for CUDA only."""
+    module = Overflowing(rank)
+    plugin = MixedPrecision("16-mixed", "cpu")
+    seen = train("gpt", sizes, module=lambda: module, steps=3, trainer={"plugins": plugin, **CLIPPED}, **options)
+    return seen, module.scales, plugin.state_dict()
+
+
+@pytest.mark.parametrize("sizes", [layout(data=2), layout(pipeline=2)], ids=["dp2", "pp2"])
+def test_an_overflow_on_one_rank_has_all_ranks_leave_out_the_step(sizes: dict[str, int]) -> None:
+    rank = 1 if sizes["data_parallel_size"] == 2 else 0  # where the loss is
+    per_rank = run_ranks(scaled, 2, sizes, rank, elastic=True, timeout_s=200)
+    expected, scales, state = scaled(None, 0)
+    assert scales == [2.0**16, 2.0**15, 2.0**15]
+    assert all(seen[1] == scales and seen[2] == state for seen in per_rank)
+    ours = combine([seen[0] for seen in per_rank], sizes)
+    assert ours.losses[::2] == pytest.approx(expected.losses[::2], rel=1e-4)
+    assert ours.norm == pytest.approx(expected.norm, rel=2e-3)  # unscaled before clipping
+    assert all(parameter.isfinite().all() for parameter in ours.parameters.values())
