@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -110,9 +111,19 @@ class PipelinedSteps:
         def run(i: int) -> Any:
             return self._run(method, draw, i, parts[i], args, kwargs)
 
+        is_sanity_check = self._module.trainer.sanity_checking
+        kind = " ".join(map(str, (method, is_sanity_check, *args[1:])))  # what a step may depend on, beside its batch
         with self._logs.holding(len(parts)), randomness.preserved(self._device):
-            results = self._step.evaluate(run, parts, method)
+            results = self._step.evaluate(run, parts, kind)
+        if results is None:
+            parts = [batch]
+            with self._logs.holding(1), randomness.preserved(self._device):
+                results = [self._step.call_by_call(partial(run, 0), partial(self._seed_after_call, draw))]
         return self._share(results, tree.batch_size(parts[0]))
+
+    def _seed_after_call(self, draw: int, calls: int) -> None:
+        """On all stages alike, whatever each has drawn in its part of the call."""
+        randomness.seed_all(randomness.derive(self._seed(draw, 0), "call", calls))
 
     def _split(self, batch: Any) -> list[Any]:
         """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
@@ -154,7 +165,8 @@ class PipelinedSteps:
 
         def of_block(index: int) -> Callable[[], None]:
             put_back = randomness.remember(self._device)
-            randomness.seed_all(randomness.derive(seed, "block", index))
+            call = [self._stage.calls.count] if self._stage.calls is not None and self._stage.calls.count else []
+            randomness.seed_all(randomness.derive(seed, "block", index, *call))
             return put_back
 
         self._stage.draws = of_block
