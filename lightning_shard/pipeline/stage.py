@@ -210,8 +210,8 @@ class Stage:
             raise StepError(
                 "The network was called a second time within one step, and was called once in the first batch of this"
                 " kind and these shapes. Whether an evaluation step calls it several times, as generating text does,"
-                " is found in the first batch, and may not depend on later ones' values or numbers: call it several"
-                " times in the first batch too, or use pipeline_parallel_size=1."
+                " is found in the first batch: call it several times there too (batch_idx == 0), or use"
+                " pipeline_parallel_size=1."
             )
         passage.missing = Request(done=False, again=True)
         raise StageEnd

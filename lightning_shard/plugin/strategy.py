@@ -24,7 +24,9 @@ from lightning_shard.parallel.data import (
     reduce_gradients,
     reshard,
     scalar_parameters,
+    sharded_units,
 )
+from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.plugin import loops
@@ -141,6 +143,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weight = Weight()
         self._steps: PipelinedSteps | None = None
         self._walks: Walks | None = None
+        self._lockstep: Lockstep | None = None
         self._built: Built | None = None
         self._scalars: list[nn.Parameter] = []
         self._reduces = True
@@ -273,6 +276,8 @@ class HybridShardStrategy(CheckpointedStrategy):
                 known.ties,
                 self._weights,
             )
+        elif self.layout.data_parallel_size > 1 and self._lockstep is None:
+            self._lockstep = Lockstep([u for u in sharded_units(module) if u is not module], self.groups.host)
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -399,7 +404,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self._steps is not None:
             with look:
                 return self._steps.evaluate(method, draw, *args, **kwargs)
-        return self._whole_step(method, draw, args, kwargs)
+        with self._lockstep.step() if self._lockstep is not None else nullcontext():
+            return self._whole_step(method, draw, args, kwargs)
 
     def _first_look(self, method: str, args: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Once for each kind of step of a run; what is returned goes around the step."""
