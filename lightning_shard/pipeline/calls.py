@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NoReturn, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.carried import WITHOUT_CACHE, Noted, Path, apply, objects
 from lightning_shard.pipeline.crossing import Slot, StageEnd
 from lightning_shard.pipeline.taint import Origin, Unknown, mark, refuse
+
+LARGEST_COMPARED = 2**20
+"""Elements of integer arguments, such as tokens, that are compared over the stages before each call."""
 
 Remember = Callable[[], Callable[[], None]]
 
@@ -52,7 +56,7 @@ class Calls:
     Args:
         stage: Its number.
         is_last: Whether it is the last one.
-        entrances: The modules that a step calls: the outermost one of them makes the call.
+        entrances: The modules around all blocks: the outermost one that a step calls makes the call.
         meeting: Where the stages meet.
         run: Runs a function through the stages, as often as it takes until nothing is missing on any; is given what
             notes, before each, what the function changes beside modules.
@@ -200,9 +204,9 @@ class Calls:
                 " compute it, and call self(…)."
             )
         raise StepError(
-            f"The stages went different ways between two calls of the network within one step ({_told(said)}): what a"
-            " step does there may depend on the batch, on what the network returns and on random numbers, not on"
-            " anything that differs between processes. Or use pipeline_parallel_size=1."
+            f"Between two calls of the network within one step, the stages went different ways ({_told(said)}): what a"
+            " step does there may depend on the batch, on what the network returns and on torch's, numpy's and Python's"
+            " own generators, not on anything that differs between processes. Or use pipeline_parallel_size=1."
         )
 
 
@@ -214,8 +218,10 @@ def _put_forward(module: nn.Module, own: Any) -> None:
 
 
 def _kind(leaf: Any) -> Any:
+    """What must be alike on all stages: of tensors the shape, and of integers the values too."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), str(leaf.dtype)
+        is_exact = not leaf.is_floating_point() and not leaf.is_complex() and leaf.numel() <= LARGEST_COMPARED
+        return tuple(leaf.shape), str(leaf.dtype), crc32(leaf.cpu().contiguous().numpy().tobytes()) if is_exact else 0
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
 
 
@@ -224,7 +230,7 @@ def _told(said: Sequence[tuple[str, Any]]) -> str:
 
 
 def _shapes(of: Any) -> str:
-    return str([kind for _, kind in of]) if of is not None else ""
+    return ", ".join(str(kind) for _, kind in of) if of is not None else ""
 
 
 def _described(paths: Mapping[int, Path], leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -56,7 +57,7 @@ class Stage:
         elsewhere: The modules whose parameters other stages hold.
         in_step: Whether the user's code runs.
         calls: Of a step that goes call by call.
-        entrances: The modules that a step calls to run the network.
+        entrances: The modules around all blocks: a step runs the network by calling one of them.
         given: What stand-ins have returned, by their blocks' places.
         draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
             forward, and in the backward of the same microbatch: there a block may run again, to recompute what
@@ -152,7 +153,7 @@ class Stage:
 
     def join(self, root: nn.Module) -> None:
         """Watch the blocks, once ``root`` was sharded: between these hooks runs no code of the network."""
-        self.entrances = list(dict.fromkeys([root, root.get_submodule(self.network)]))
+        self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
         for index, name in enumerate(self.blocks):
             block = root.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter, index), prepend=True, with_kwargs=True)
@@ -189,31 +190,30 @@ class Stage:
         return self._trace.ends(name, output) if self.in_step and self._trace is not None else output
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
-        passage = self.passage
-        if not passage.active:
-            return
-        passage.calls += 1
-        if passage.calls <= allowed:
-            return
-        if passage.differentiates:
-            raise StepError(
-                "The network was called a second time within one step, and in training a pipeline runs it once: call it"
-                " once on the concatenated inputs, or use pipeline_parallel_size=1."
-            )
-        if self.calls is not None:
-            raise StepError(
-                "The forward of the LightningModule calls the network a second time, in a step that calls it several"
-                " times: with several pipeline stages, call the network itself in the step, or use"
-                " pipeline_parallel_size=1."
-            )
-        if not passage.searching:
+        if self.passage.active:
+            self.passage.calls += 1
+            if self.passage.calls > allowed:
+                self._run_again(
+                    "The network was called a second time within one step, and a pipeline runs it once: call it once on"
+                    " the concatenated inputs, or use pipeline_parallel_size=1."
+                )
+
+    def _run_again(self, sentence: str) -> NoReturn:
+        """The network's blocks are to run a second time: an evaluation step goes call by call.
+
+        Raises:
+            StepError: It is a training step, or one call runs them again: with this sentence. Or no earlier batch did.
+        """
+        if self.passage.differentiates or self.calls is not None:
+            raise StepError(sentence)
+        if not self.passage.searching:
             raise StepError(
                 "The network was called a second time within one step, and was called once in the first batch of this"
                 " kind and these shapes. Whether an evaluation step calls it several times, as generating text does,"
                 " is found in the first batch: call it several times there too (batch_idx == 0), or use"
                 " pipeline_parallel_size=1."
             )
-        passage.missing = Request(done=False, again=True)
+        self.passage.missing = Request(done=False, again=True)
         raise StageEnd
 
     def _enter(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -230,7 +230,7 @@ class Stage:
             return
         if index == self.owned.start:
             if passage.entered:
-                raise StepError(
+                self._run_again(
                     "The network's blocks ran a second time within one step, and a pipeline runs them once: use"
                     " pipeline_parallel_size=1."
                 )
@@ -323,6 +323,13 @@ class Stage:
                 " shapes: what a block returns may depend on a batch's shapes, not on its values (pad it), and what"
                 " needs gradients can't change in mid-run (unfreeze from the start). Or use pipeline_parallel_size=1."
             )
+
+
+def _around_all(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules around all blocks, the root's first."""
+    paths = [name.split(".")[:-1] for name in blocks]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
+    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
 
 
 def _attribute(root: nn.Module, name: str) -> Any:

@@ -27,6 +27,9 @@ class Generates(L.LightningModule):
         self.model = llama()
         self.model.generation_config.pad_token_id = 0
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).logits[:, -1:].argmax(-1)
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = self.model(batch, labels=batch).loss
         self.log("loss", loss)
@@ -36,8 +39,7 @@ class Generates(L.LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         tokens = batch
         for _ in range(2):
-            logits = self.model(tokens, use_cache=False).logits
-            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+            tokens = torch.cat([tokens, self(tokens)], 1)
         tokens = self._generated(tokens)
         return torch.nn.functional.pad(tokens, (0, LONGEST - tokens.size(1)), value=NOTHING)
 
