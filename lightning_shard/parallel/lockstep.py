@@ -70,7 +70,7 @@ class Lockstep:
         least_and_most = torch.tensor([-index if is_calling else -len(self._units), index])
         dist.all_reduce(least_and_most, op=dist.ReduceOp.MAX, group=self._group)
         least, most = -int(least_and_most[0]), int(least_and_most[1])
-        if most != _OVER and least != most:
+        if most not in (_OVER, least):
             raise StepError(
                 "Data ranks call different parts of the network at once, in an evaluation step that calls parts several"
                 " times, and each part is gathered from all of them: the parts must run in one order on all ranks, only"

@@ -5,8 +5,8 @@ depend on values. So no stage leaves such a step early: all run the whole of it.
 the stages as a microbatch does (``step.py``), what crosses is found anew for each, and then the last stage's output is
 sent to all. What a call leaves in a cache is told to all too (``carried.py``).
 
-Before each call, and at the end of the step, the stages say to each other where they are: one that has no part in a call
-because its code went another way is found there, and nobody waits for it.
+Before each call, and at the end of the step, the stages say to each other where they are: one that has no part in a
+call because its code went another way is found there, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -248,5 +248,3 @@ def _described(paths: Mapping[int, Path], leaf: Any) -> Any:
 
 def _refuse_use(_values: Sequence[Unknown], sentence: str) -> NoReturn:
     raise StepError(sentence)
-
-

@@ -78,8 +78,10 @@ class Channel:
         """
         shared = []
         for value in values:
-            is_own = isinstance(value, Tensor)
-            tensor = value.contiguous() if is_own else torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            if isinstance(value, Tensor):
+                tensor = value.contiguous()
+            else:
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
             dist.broadcast(tensor, group=self.forward_group, group_src=0)
             shared.append(tensor)
         return shared

@@ -19,7 +19,6 @@ from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import refuse
 
 
-
 class _CallsAgain(Exception):
     """A step calls the network several times; known on all stages."""
 

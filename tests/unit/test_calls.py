@@ -141,8 +141,11 @@ def sometimes(root: Any, tokens: Tensor) -> Tensor:
     return greedy(root, tokens) if len(tokens) < 4 else root.net(tokens).logits
 
 
+STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, averaged, sometimes]
+
+
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("step", [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, averaged, sometimes])
+@pytest.mark.parametrize("step", STEPS)
 def test_several_calls_compute_what_one_process_does(step: Callable[[Any, Tensor], Tensor], stages: int) -> None:
     with torch.no_grad():
         expected = [step(Root(Net()).eval(), batch) for batch in batches()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ WIDTH, PIECES = 8, 6
 class Layer(nn.Module):
     """Counts its forwards, by instance: each stage has its own."""
 
-    ran: Counter[int] = Counter()
+    ran: ClassVar[Counter[int]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
