@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.crossing import Slot
 from lightning_shard.pipeline.effects import Before
@@ -60,11 +61,13 @@ class ForeignPart:
     def _run(self, kind: Hashable, args: Any, kwargs: Any) -> Any:
         before, drawn = Before.of(self.part, (args, kwargs)), _generators()
         output = self.forward(*args, **kwargs)
-        unknown = all(isinstance(leaf, Unknown) and not leaf.requires_grad for _, leaf in tree.walk(output))
-        does_more = before.changed(self.name) or before.kept() or drawn != _generators()
         given = {id(leaf) for _, leaf in tree.walk((args, kwargs))}
-        hands_on = any(id(leaf) in given for _, leaf in tree.walk(output))
-        self.returned[kind] = tree.map_leaves(Slot.of, output) if unknown and not does_more and not hands_on else None
+        is_new = all(
+            isinstance(leaf, Unknown) and not leaf.requires_grad and id(leaf) not in given
+            for _, leaf in tree.walk(output)
+        )
+        returns_only = is_new and drawn == _generators() and not _changes(before, self.name)
+        self.returned[kind] = tree.map_leaves(Slot.of, output) if returns_only else None
         return output
 
     def _has_hooks_inside(self) -> bool:
@@ -93,6 +96,13 @@ def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
     """Whether a part has modules inside, with parameters, and none of these is here."""
     hollow = any(fqn.startswith(f"{name}.") for fqn in stage.hollow)
     return hollow and not any(True for _ in part.parameters()) and any(True for _ in part.children())
+
+
+def _changes(before: Before, name: str) -> bool:
+    try:
+        return bool(before.changed(name) or before.kept())
+    except StepError:  # a list or dict: what it does there it does on each stage
+        return True
 
 
 def _generators() -> tuple[bytes, ...]:

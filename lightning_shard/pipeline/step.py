@@ -144,8 +144,13 @@ class PipelinedStep:
                 return None
 
         def remember_all() -> Callable[[], None]:
-            put_back = (remember(), self._remember())
-            return lambda: [each() for each in put_back][-1]
+            put_call_back, put_step_back = remember(), self._remember()
+
+            def put_back() -> None:
+                put_call_back()
+                put_step_back()
+
+            return put_back
 
         result = self._find_crossing(run, 0, remember_all)[1]
         self.channel.flush()

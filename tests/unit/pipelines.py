@@ -179,7 +179,9 @@ def evaluated_on_stages(
         for batch in batches:
             run = partial(_run_step, stage, root, step, batch)
             done = pipelined.evaluate(lambda _: run(), [batch], "evaluation")  # noqa: B023
-            results.append(pipelined.call_by_call(run, lambda _: None) if done is None else [*done, None][0])
+            if done is None:
+                done = [pipelined.call_by_call(run, lambda _: None)]
+            results += done
         return results
 
     return _on_threads(run_stage, stages)[-1]

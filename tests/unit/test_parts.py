@@ -47,6 +47,15 @@ class Keeps(Tower):
         return super().forward(x)
 
 
+class Collects(Tower):
+    """Adds to a list that it is given."""
+
+    def forward(self, x: Tensor, sizes: list[int] | None = None) -> Tensor:
+        if sizes is not None:
+            sizes.append(x.size(1))
+        return super().forward(x)
+
+
 class Draws(Tower):
     def forward(self, x: Tensor) -> Tensor:
         torch.rand(())  # code after it, on all stages, draws the next
@@ -71,10 +80,11 @@ class Skips(Net):
     """The tower's output is used after the blocks too: it crosses."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = seen = self.tower(x)
+        sizes: list[int] = []
+        hidden = seen = self.tower(x, sizes) if isinstance(self.tower, Collects) else self.tower(x)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden * seen) * getattr(self.tower, "sizes", 1)
+        return self.head(hidden * seen) * getattr(self.tower, "sizes", 1) * (1 + sum(sizes))
 
 
 def loss(root: nn.Module, x: Tensor) -> Tensor:
@@ -103,7 +113,7 @@ def test_a_tower_runs_where_it_is(net: type[Net]) -> None:
     assert ran_elsewhere(lambda: net(Tower())) == [1, 1]
 
 
-@pytest.mark.parametrize("tower", [Keeps, Draws, lambda: observed(Tower())])
+@pytest.mark.parametrize("tower", [Keeps, Draws, Collects, lambda: observed(Tower())])
 def test_a_part_that_does_more_than_return_something_runs_everywhere(tower: Callable[[], nn.Module]) -> None:
     assert min(ran_elsewhere(lambda: Skips(tower()))) >= len(PARTS)
 
