@@ -304,16 +304,30 @@ def forget_gradients(root: nn.Module) -> None:
                 parameter.unsharded_param.grad = None
 
 
+def gather_along(unit: FSDPModule) -> None:
+    """Take part where other ranks gather a unit to call it, and leave it as the call does."""
+    groups = list(_private_groups_of(unit))
+    if any(group.is_unsharded for group in groups):
+        return  # they have it too
+    unit.unshard()
+    if any(group._reshard_after_forward for group in groups):
+        unit.reshard()
+
+
 def _private_groups(root: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups, whose unreduced gradients have no public access (torch 2.11 to 2.13).
+    """FSDP2's parameter groups, whose unreduced gradients and states have no public access (torch 2.11 to 2.13).
 
     torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) end their last backward as
     :func:`reduce_gradients` does. Before torch 2.13 a unit had at most one group.
     """
     for unit in sharded_units(root):
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+        yield from _private_groups_of(unit)
+
+
+def _private_groups_of(unit: FSDPModule) -> Iterator[Any]:
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 def _has_unreduced_gradient(parameter: Any) -> bool:

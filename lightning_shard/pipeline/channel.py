@@ -9,7 +9,7 @@ calls, and two neighbours that send to each other at once would each wait for th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,30 @@ class Channel:
     def requested(self) -> Request:
         """The next stage's answer."""
         return self._listen(self.stage + 1)
+
+    # Of a step that goes call by call
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every stage's value, in their order; a collective call over the pipeline."""
+        values: list[Any] = [None] * self.stages
+        dist.all_gather_object(values, value, group=self.forward_group)
+        return values[::-1]
+
+    def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
+        """The last stage's tensors, on every stage; a collective call over the pipeline.
+
+        Args:
+            values: On the last stage the tensors, on others their slots.
+        """
+        shared = []
+        for value in values:
+            if isinstance(value, Tensor):
+                tensor = value.contiguous()
+            else:
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            dist.broadcast(tensor, group=self.forward_group, group_src=0)
+            shared.append(tensor)
+        return shared
 
     # Of each microbatch
 

@@ -115,11 +115,16 @@ class Delivery(tree.Leaf):
 
 @dataclass(frozen=True)
 class Request(tree.Leaf):
-    """The answer to a delivery: what is missing yet, and the sentence that refuses it; or that nothing is."""
+    """The answer to a delivery: what is missing yet, and the sentence that refuses it; or that nothing is.
+
+    Attributes:
+        again: The step calls the network once more: it is to be run call by call (``calls.py``).
+    """
 
     done: bool
     keys: tuple[Key, ...] = ()
     sentence: str = ""
+    again: bool = False
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.parts import ForeignPart, runs_elsewhere
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.standin import StandIn
 from lightning_shard.pipeline.taint import Hollow
@@ -55,10 +56,19 @@ def cut(
         if i not in owned:
             _hollow(root, name, holder_of[i], stage)
             root.get_submodule(name).__dict__["forward"] = StandIn(stage, i, name, root.get_submodule(name))
+    for part in parts:
+        _let_run_elsewhere(root, part, stage)
     stage.incomplete = _incomplete(root, stage.hollow)
     for name, module in stage.incomplete.items():
         module.__dict__["named_parameters"] = partial(_whole_only, stage, name, module.named_parameters)
     return stage
+
+
+def _let_run_elsewhere(root: nn.Module, name: str, stage: Stage) -> None:
+    parent, _, key = name.rpartition(".")
+    part = getattr(root.get_submodule(parent), key)
+    if isinstance(part, nn.Module) and runs_elsewhere(part, stage, name):
+        part.__dict__["forward"] = ForeignPart(stage, name, part, part.forward)
 
 
 def _incomplete(root: nn.Module, hollow: Iterable[str]) -> dict[str, nn.Module]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -18,19 +19,26 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.calls import Calls
 from lightning_shard.pipeline.crossing import (
     BlockCall,
+    Counted,
     Crossing,
     Delivery,
     Key,
     Passage,
+    Request,
     Slot,
+    StageEnd,
     Trace,
     parameters_crossing,
     unknown_states,
 )
 from lightning_shard.pipeline.effects import Before
 from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
+
+_OPERATIONS_OF_A_CALL = 2**24
+"""More than a network has: names of different calls' operations differ."""
 
 
 @dataclass(eq=False)
@@ -48,6 +56,8 @@ class Stage:
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
         in_step: Whether the user's code runs.
+        calls: Of a step that goes call by call.
+        entrances: The modules around all blocks: a step runs the network by calling one of them.
         given: What stand-ins have returned, by their blocks' places.
         draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
             forward, and in the backward of the same microbatch: there a block may run again, to recompute what
@@ -66,6 +76,8 @@ class Stage:
     hollow: dict[str, Hollow] = field(default_factory=dict)
     elsewhere: set[nn.Module] = field(default_factory=set)
     in_step: bool = False
+    calls: Calls | None = None
+    entrances: list[nn.Module] = field(default_factory=list)
     given: dict[int, Any] = field(default_factory=dict)
     draws: Callable[[int], Callable[[], None]] | None = None
 
@@ -95,6 +107,7 @@ class Stage:
             received: What the stage before sent.
             searching: Whether what crosses is yet to be found.
         """
+        counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
         passage = self.passage = Passage(
             self.index,
             self.hollow,
@@ -103,6 +116,7 @@ class Stage:
             dict(crossing.outgoing.blocks if crossing.outgoing else crossing.incoming.blocks),
             crossing.incoming.unavailable,
             frozenset(crossing.asked),
+            counted=counted,
             active=True,
             differentiates=torch.is_grad_enabled(),
         )
@@ -121,14 +135,25 @@ class Stage:
             stack.enter_context(parameters_crossing(root, self.passage))
             if self._trace is not None:
                 stack.enter_context(self._trace.running())
+            stack.callback(setattr, self, "in_step", self.in_step)
             self.in_step = True
-            stack.callback(setattr, self, "in_step", False)
             yield
             if self.passage.searching and self.is_last:
                 refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
 
+    @contextmanager
+    def calling(self, calls: Calls) -> Iterator[None]:
+        """A step that goes call by call runs inside, each call in its own :meth:`microbatch`."""
+        self.calls, self.passage = calls, Passage(self.index, self.hollow)
+        try:
+            with calls.running():
+                yield
+        finally:
+            self.calls, self.passage = None, Passage(self.index, self.hollow)
+
     def join(self, root: nn.Module) -> None:
         """Watch the blocks, once ``root`` was sharded: between these hooks runs no code of the network."""
+        self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
         for index, name in enumerate(self.blocks):
             block = root.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter, index), prepend=True, with_kwargs=True)
@@ -151,6 +176,8 @@ class Stage:
         return Delivery(slots, dict(passage.blocks), unavailable, passage.counted)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+        if self.calls is not None and not self.passage.active:
+            self.calls.on_missing(sentence)
         self.passage.on_missing(values, sentence)
 
     # Hooks
@@ -166,10 +193,28 @@ class Stage:
         if self.passage.active:
             self.passage.calls += 1
             if self.passage.calls > allowed:
-                raise StepError(
-                    "The network was called a second time within one step, and a pipeline runs it once: call it once"
-                    " on the concatenated inputs, or use pipeline_parallel_size=1."
+                self._run_again(
+                    "The network was called a second time within one step, and a pipeline runs it once: call it once on"
+                    " the concatenated inputs, or use pipeline_parallel_size=1."
                 )
+
+    def _run_again(self, sentence: str) -> NoReturn:
+        """The network's blocks are to run a second time: an evaluation step goes call by call.
+
+        Raises:
+            StepError: It is a training step, or one call runs them again: with this sentence. Or no earlier batch did.
+        """
+        if self.passage.differentiates or self.calls is not None:
+            raise StepError(sentence)
+        if not self.passage.searching:
+            raise StepError(
+                "The network was called a second time within one step, and was called once in the first batch of this"
+                " kind and these shapes. Whether an evaluation step calls it several times, as generating text does,"
+                " is found in the first batch: call it several times there too (batch_idx == 0), or use"
+                " pipeline_parallel_size=1."
+            )
+        self.passage.missing = Request(done=False, again=True)
+        raise StageEnd
 
     def _enter(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         passage = self.passage
@@ -179,11 +224,13 @@ class Stage:
             return  # recomputation under activation checkpointing
         if self._trace is not None:
             self._trace.suspend()
+        if self.calls is not None:
+            self.calls.met(index, args, kwargs)
         if index not in self.owned:
             return
         if index == self.owned.start:
             if passage.entered:
-                raise StepError(
+                self._run_again(
                     "The network's blocks ran a second time within one step, and a pipeline runs them once: use"
                     " pipeline_parallel_size=1."
                 )
@@ -276,6 +323,13 @@ class Stage:
                 " shapes: what a block returns may depend on a batch's shapes, not on its values (pad it), and what"
                 " needs gradients can't change in mid-run (unfreeze from the start). Or use pipeline_parallel_size=1."
             )
+
+
+def _around_all(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules around all blocks, the root's first."""
+    paths = [name.split(".")[:-1] for name in blocks]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
+    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
 
 
 def _attribute(root: nn.Module, name: str) -> Any:

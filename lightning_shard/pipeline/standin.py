@@ -28,6 +28,12 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage = self.stage.passage
+        if not passage.active and self.stage.in_step:
+            raise StepError(
+                f"{self.name} was called by a step that calls the network several times, and not by the network: with"
+                " several pipeline stages the parts of an encoder–decoder, or the like, can't be called one by one, as"
+                " transformers' generate does. Call the whole network in a loop, or use pipeline_parallel_size=1."
+            )
         if not passage.active:
             raise StepError(
                 "The network was called outside a step; with several pipeline stages no process holds all of it. Call"

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.calls import Calls, Remember
 from lightning_shard.pipeline.channel import Channel, signature
-from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request
+from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request, StageEnd
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.taint import refuse
+
+
+class _CallsAgain(Exception):
+    """A step calls the network several times; known on all stages."""
+
 
 #: Calls the user's step on microbatch ``i``; returns its result, on the last stage.
 RunStep = Callable[[int], Any]
@@ -38,11 +45,12 @@ class PipelinedStep:
         remember: Notes what a step may change beside gradients; returns what puts it back.
     """
 
-    def __init__(self, stage: Stage, channel: Channel, remember: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, stage: Stage, channel: Channel, remember: Remember) -> None:
         self.stage = stage
         self.channel = channel
         self._remember = remember
         self._crossings: dict[Hashable, Crossing] = {}
+        self._call_by_call: set[Hashable] = set()
 
     def train(
         self,
@@ -84,17 +92,75 @@ class PipelinedStep:
         self.channel.flush()
         return [results[i] for i in sorted(results)]
 
-    def evaluate(self, run: RunStep, microbatches: Sequence[Any], kind: str) -> list[Any]:
-        """Forwards only: microbatches stream through the stages."""
-        results = [self._forward(run, i, signature(microbatch, kind))[1] for i, microbatch in enumerate(microbatches)]
+    def evaluate(self, run: RunStep, microbatches: Sequence[Any], kind: str) -> list[Any] | None:
+        """Forwards only: microbatches stream through the stages.
+
+        Returns:
+            What the step returned for each microbatch, on the last stage; else an empty list. ``None`` on all where it
+            calls the network several times: then nothing was done, and the batch is to go :meth:`call_by_call`.
+        """
+        keys = [signature(microbatch, kind) for microbatch in microbatches]
+        if keys[0] in self._call_by_call:
+            return None
+        try:
+            results = [self._forward(run, i, key)[1] for i, key in enumerate(keys)]
+        except _CallsAgain:
+            self._call_by_call.add(keys[0])
+            return None
         self.channel.flush()
         return results if self.stage.is_last else []
+
+    def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:
+        """A step that calls the network several times, on its whole batch.
+
+        Args:
+            run: Calls the step.
+            after_call: Told after each call of the network how many there were.
+
+        Returns:
+            What the step returned; on the last stage only.
+        """
+        stage = self.stage
+        calls = Calls(
+            stage.index, stage.is_last, stage.entrances, stage.device, self.channel, self._through_stages, after_call
+        )
+        with stage.calling(calls):
+            result = run()
+            calls.end()
+        return result
+
+    def _through_stages(self, call: Callable[[], Any], remember: Remember) -> Any:
+        """One call of the network, and what it returned (on the last stage)."""
+        stage = self.stage
+
+        def run(_: int) -> Any:
+            try:
+                with stage.running(stage.entrances[0]):
+                    output = call()
+                    if stage.is_last:
+                        refuse(output, "What the network returns")
+                    return output
+            except StageEnd:
+                return None
+
+        def remember_all() -> Callable[[], None]:
+            put_call_back, put_step_back = remember(), self._remember()
+
+            def put_back() -> None:
+                put_call_back()
+                put_step_back()
+
+            return put_back
+
+        result = self._find_crossing(run, 0, remember_all)[1]
+        self.channel.flush()
+        return result
 
     def _forward(self, run: RunStep, i: int, key: Hashable) -> tuple[Passage, Any]:
         """One microbatch's forward, and what the step returned (on the last stage)."""
         crossing = self._crossings.get(key)
         if crossing is None:
-            passage, result, self._crossings[key] = self._find_crossing(run, i)
+            passage, result, self._crossings[key] = self._find_crossing(run, i, self._remember)
             return passage, result
         received = {} if self.stage.is_first else self.channel.receive(crossing.incoming.slots)
         with self.stage.microbatch(received, crossing) as passage:
@@ -107,14 +173,14 @@ class PipelinedStep:
             passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
         return passage, result
 
-    def _find_crossing(self, run: RunStep, i: int) -> tuple[Passage, Any, Crossing]:
+    def _find_crossing(self, run: RunStep, i: int, remember: Remember) -> tuple[Passage, Any, Crossing]:
         """The first microbatch of a signature: run it until neither this stage nor a later one misses anything.
 
         A stage that misses a value asks the one before, which runs its part again to send it. In between everything is
         put back as it was. Nobody asks for a name twice, so this ends.
         """
         stage, channel = self.stage, self.channel
-        put_back = self._remember()
+        put_back = remember()
         asked: list[Key] = []
         unavailable: set[Key] = set()
         while True:
@@ -136,6 +202,8 @@ class PipelinedStep:
                 passage.known.clear()
                 return passage, result, crossing
             put_back()
+            if request.again:
+                raise _CallsAgain
 
     def _deliver(self, passage: Passage, crossing: Crossing) -> Request:
         """Send what the next stage gets; whether that is all it needs, and if not, what this stage needs for it."""
@@ -145,7 +213,7 @@ class PipelinedStep:
         self.channel.announce(crossing.outgoing)
         self.channel.send(passage.sent, crossing.outgoing.slots)
         answer = self.channel.requested()
-        if answer.done:
+        if answer.done or answer.again:
             return answer
         if again := set(answer.keys) & set(crossing.asked):
             raise StepError(f"{answer.sentence} {sorted(again)} can't be sent between stages.")

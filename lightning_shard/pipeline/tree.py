@@ -26,6 +26,9 @@ class Leaf:
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every leaf with its path."""
+    if isinstance(tree, Tensor):  # most are: asking for a Mapping takes long
+        yield path, tree
+        return
     for key, child in children(tree):
         yield from walk(child, (*path, str(key)))
     if not is_node(tree):
@@ -45,7 +48,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def is_node(tree: Any) -> bool:
     """Whether it has children; :class:`torch.Size` is a leaf."""
-    if isinstance(tree, torch.Size):
+    if isinstance(tree, (Tensor, torch.Size)):
         return False
     if isinstance(tree, (Mapping, list, tuple)):
         return True

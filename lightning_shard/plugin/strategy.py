@@ -26,8 +26,10 @@ from lightning_shard.parallel.data import (
     reduce_gradients,
     reshard,
     scalar_parameters,
+    sharded_units,
 )
 from lightning_shard.parallel.expert import ExpertPlan
+from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
@@ -177,6 +179,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weight = Weight()
         self._steps: PipelinedSteps | None = None
         self._walks: Walks | None = None
+        self._lockstep: Lockstep | None = None
         self._built: Built | None = None
         self._scalars: list[nn.Parameter] = []
         self._reduces = True
@@ -314,6 +317,12 @@ class HybridShardStrategy(CheckpointedStrategy):
                 reduces_each=self._reduces_each,
                 reshards_each=self._settings.reshard_after_forward is True,
             )
+        elif self.layout.data_parallel_size > 1 and self._lockstep is None:
+            self._lockstep = Lockstep(
+                [unit for unit in sharded_units(module) if unit is not module],
+                self.groups.host,
+                deals_experts=self.layout.expert_parallel_size > 1,
+            )
         share_metrics(module, self.groups, self.root_device, known.stage)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -443,7 +452,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self._steps is not None:
             with look:
                 return self._steps.evaluate(method, draw, *args, **kwargs)
-        return self._whole_step(method, draw, args, kwargs)
+        with self._lockstep.step() if self._lockstep is not None else nullcontext():
+            return self._whole_step(method, draw, args, kwargs)
 
     def _first_look(self, method: str, args: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Once for each kind of step of a run; what is returned goes around the step."""

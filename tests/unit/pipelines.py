@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from lightning_shard.plugin.steps.memory import remember
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
+Result = TypeVar("Result")
 
 
 class Root(nn.Module):
@@ -46,6 +48,7 @@ class QueueChannel:
     """A :class:`Channel` between threads."""
 
     stage: int
+    stages: int
     queues: Mapping[tuple[int, int, str], queue.Queue[Any]]
     failed: threading.Event
     sizes: list[int] = field(default_factory=list)
@@ -72,6 +75,16 @@ class QueueChannel:
 
     def requested(self) -> Any:
         return self._get(self.stage + 1, "message")
+
+    def gather(self, value: Any) -> list[Any]:
+        for other in range(self.stages):
+            self._put(other, "meeting", value)
+        return [self._get(other, "meeting") for other in range(self.stages)]
+
+    def share(self, values: Sequence[Any]) -> list[Tensor]:
+        shared = self.gather([value.clone() if isinstance(value, Tensor) else value for value in values])[-1]
+        assert list(map(Slot.of, shared)) == list(map(Slot.of, values))
+        return [tensor.clone() for tensor in shared]
 
     def send(self, values: Mapping[Key, Tensor], slots: Mapping[Key, Slot]) -> None:
         assert {key: Slot.of(values[key]) for key in slots} == slots
@@ -128,22 +141,62 @@ def on_stages(
     Raises:
         Exception: The first that a stage raised.
     """
-    queues = {
-        (a, b, kind): queue.Queue[Any]()
-        for a in range(stages)
-        for b in (a - 1, a + 1)
-        for kind in ("message", "value", "gradient")
-    }
-    failed = threading.Event()
-    errors: list[BaseException] = []
-    channels = [QueueChannel(stage, queues, failed) for stage in range(stages)]
     actions = build(schedule, stages, len(parts)).rows
     roots = [Root(make()) for _ in range(stages)]
     cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
 
-    def run_stage(index: int) -> list[Tensor]:
+    def run_stage(index: int, channel: QueueChannel) -> tuple[list[Tensor], list[int]]:
+        return _run(roots[index], cuts[index], channel, step, parts, actions[index]), channel.sizes
+
+    done = _on_threads(run_stage, stages)
+    gradients: dict[str, Tensor] = {}
+    for root in roots:
+        gradients |= _gradients(root)
+    return Seen(done[-1][0], gradients, [sizes[-1] for _, sizes in done[:-1]])
+
+
+def evaluated_on_stages(
+    make: Callable[[], nn.Module],
+    step: Callable[[nn.Module, Any], Any],
+    batches: Sequence[Any],
+    stages: int,
+    *,
+    blocks: str | Sequence[str] | None = None,
+) -> list[Any]:
+    """What an evaluation step returns for each batch on the last stage; each is a single microbatch.
+
+    Raises:
+        Exception: The first that a stage raised.
+    """
+    roots = [Root(make()).eval() for _ in range(stages)]
+    cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
+
+    @torch.no_grad()
+    def run_stage(index: int, channel: QueueChannel) -> list[Any]:
+        stage, root = cuts[index], roots[index]
+        pipelined = PipelinedStep(stage, channel, lambda: remember(root))  # type: ignore[arg-type]
+        results = []
+        for batch in batches:
+            run = partial(_run_step, stage, root, step, batch)
+            done = pipelined.evaluate(lambda _: run(), [batch], "evaluation")  # noqa: B023
+            if done is None:
+                done = [pipelined.call_by_call(run, lambda _: None)]
+            results += done
+        return results
+
+    return _on_threads(run_stage, stages)[-1]
+
+
+def _on_threads(run_stage: Callable[[int, QueueChannel], Result], stages: int) -> list[Result]:
+    kinds = ("message", "value", "gradient", "meeting")
+    pairs = [(a, b) for a in range(stages) for b in range(stages)]
+    queues = {(a, b, kind): queue.Queue[Any]() for a, b in pairs for kind in kinds}
+    failed = threading.Event()
+    errors: list[BaseException] = []
+
+    def run(index: int) -> Result:
         try:
-            return _run(roots[index], cuts[index], channels[index], step, parts, actions[index])
+            return run_stage(index, QueueChannel(index, stages, queues, failed))
         except BaseException as error:
             if not failed.is_set():
                 errors.append(error)
@@ -151,14 +204,11 @@ def on_stages(
             raise
 
     with ThreadPoolExecutor(stages) as pool:
-        futures = [pool.submit(run_stage, index) for index in range(stages)]
+        futures = [pool.submit(run, index) for index in range(stages)]
         done = [future.exception(WAIT_S) for future in futures]
     if any(done):
         raise errors[0]
-    gradients: dict[str, Tensor] = {}
-    for root in roots:
-        gradients |= _gradients(root)
-    return Seen(futures[-1].result(), gradients, [channel.sizes[-1] for channel in channels[:-1]])
+    return [future.result() for future in futures]
 
 
 def _cut(root: nn.Module, index: int, stages: int, path: str | Sequence[str] | None) -> Stage:
@@ -187,24 +237,25 @@ def _run(
 ) -> list[Tensor]:
     pipelined = PipelinedStep(stage, channel, lambda: remember(root))
 
-    def run(i: int) -> Any:
-        try:
-            with stage.running(root):
-                result = step(root, parts[i])
-                if stage.is_last:
-                    refuse(result, "What the step returns")
-                return result
-        except StageEnd:
-            return None
-
     return pipelined.train(
-        run,
+        lambda i: _run_step(stage, root, step, parts[i]),
         parts,
         actions,
         loss_of=lambda loss: loss / len(parts),
         before_backward=lambda *_: None,
         backward=lambda loss: loss.backward(),
     )
+
+
+def _run_step(stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+    try:
+        with stage.running(root):
+            result = step(root, batch)
+            if stage.is_last:
+                refuse(result, "What the step returns")
+            return result
+    except StageEnd:
+        return None
 
 
 def _gradients(root: nn.Module) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ class _Sharing:
         assert stage is not None
 
         def shared() -> Any:
-            # In a step, where Metric.forward computes the batch's value, the last stage is alone.
-            if stage.passage.active or self._inside:
+            # In a step, where Metric.forward computes the batch's value, stages aren't in the same place.
+            if stage.in_step or self._inside:
                 return compute()
             self._inside = True
             try:

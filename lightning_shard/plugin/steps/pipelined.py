@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,6 +59,8 @@ class PipelinedSteps:
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
         self._whole_batch: int | None = None
+        self._draw_from_torch: set[int] = set()
+        self._draw_from_others: set[int] = set()
         self.begin_anew()
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
@@ -119,11 +122,22 @@ class PipelinedSteps:
         parts = tree.split(batch, self._most_parts(batch))
 
         def run(i: int) -> Any:
-            return self._run(method, draw, i, parts[i], args, kwargs)
+            return self._run_inside(method, draw, i, parts[i], args, kwargs)
 
+        is_sanity_check = self._module.trainer.sanity_checking
+        kind = " ".join(map(str, (method, is_sanity_check, *args[1:])))  # what a step may depend on, beside its batch
         with self._logs.holding(len(parts)), randomness.preserved(self._device):
-            results = self._step.evaluate(run, parts, method)
+            results = call_through(self._module, lambda: self._step.evaluate(run, parts, kind))
+        if results is None:
+            parts = [batch]
+            of_calls = partial(self._step.call_by_call, partial(run, 0), partial(self._seed_after_call, draw))
+            with self._logs.holding(1), randomness.preserved(self._device):
+                results = [call_through(self._module, of_calls)]
         return self._share(results, tree.batch_size(parts[0]))
+
+    def _seed_after_call(self, draw: int, calls: int) -> None:
+        """On all stages alike, whatever each has drawn in its part of the call."""
+        randomness.seed_all(randomness.derive(self._seed(draw, 0), "call", calls))
 
     def _split(self, batch: Any) -> list[Any]:
         """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
@@ -140,36 +154,64 @@ class PipelinedSteps:
         return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
     def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        randomness.seed_all(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
-        passage = self._stage.passage
-        if passage.searching:  # it may run again, and a step may change its batch
-            part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
+        """A microbatch in a call of the root of its own, whose hooks see what is returned, or sent, leave."""
 
         def step() -> Any:
-            try:
-                with self._stage.running(self._module):
-                    result = getattr(self._module, method)(part, *args, **kwargs)
-                    if self._stage.is_last:
-                        refuse(result, "What the step returns")
-                    return result
-            except StageEnd:
-                # Out of the user's step, but still inside the sharded root's hooks, which see what is sent leave.
-                return list(passage.sent.values())
+            result = self._run_inside(method, draw, i, part, args, kwargs)
+            return result if self._stage.is_last else list(self._stage.passage.sent.values())
 
         result = call_through(self._module, step)
         return result if self._stage.is_last else None
 
+    def _run_inside(
+        self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the user's step on a microbatch, inside a call of the root; gives its result on the last stage."""
+        randomness.seed_all(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
+        if self._stage.passage.searching:  # it may run again, and a step may change its batch
+            part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
+        try:
+            with self._stage.running(self._module):
+                result = getattr(self._module, method)(part, *args, **kwargs)
+                if not self._stage.is_last:
+                    return None
+                refuse(result, "What the step returns")
+                return result
+        except StageEnd:
+            return None
+
     def _seed(self, draw: int, i: int) -> int:
         """The seed of a microbatch; from now on, blocks draw as they do for it."""
         seed = randomness.derive(draw, i, self._layout.data_rank)
-
-        def of_block(index: int) -> Callable[[], None]:
-            put_back = randomness.remember(self._device)
-            randomness.seed_all(randomness.derive(seed, "block", index))
-            return put_back
-
-        self._stage.draws = of_block
+        self._stage.draws = partial(self._seed_block, seed)
         return seed
+
+    def _seed_block(self, seed: int, index: int) -> Callable[[], None]:
+        """Have a block draw its own numbers; returns what puts the generators back, for the code around it.
+
+        Numpy's and Python's take most of the time. In evaluations, a block that didn't draw from them in the first
+        microbatch of its kind is taken to never do.
+        """
+        calls = self._stage.calls.count if self._stage.calls is not None else 0
+        own = randomness.derive(seed, "block", index, *([calls] if calls else []))
+        evaluates = not torch.is_grad_enabled()
+        if evaluates and index in self._draw_from_torch and not self._stage.passage.searching:
+            put_torch_back = randomness.remember_torch(self._device)
+            randomness.seed_torch(own)
+            return put_torch_back
+        put_back = randomness.remember(self._device)
+        randomness.seed_all(own)
+        if not evaluates or index in self._draw_from_others:
+            return put_back
+        before = randomness.where_others_stand()
+
+        def note_and_put_back() -> None:
+            drew = randomness.where_others_stand() != before
+            self._draw_from_torch.discard(index)
+            (self._draw_from_others if drew else self._draw_from_torch).add(index)
+            put_back()
+
+        return note_and_put_back
 
     def _remember(self) -> Callable[[], None]:
         put_back = (remember(self._module), self._logs.remember())
