@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
@@ -19,42 +23,71 @@ from lightning_shard.pipeline.taint import Origin, base_of, mark
 
 @dataclass(eq=False)
 class StandIn:
-    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage."""
+    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage.
+
+    Attributes:
+        own: The block's own forward, where this stage runs it too, at other places.
+    """
 
     stage: Stage
-    index: int
     name: str
     block: nn.Module
+    own: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passage = self.stage.passage
+        passage, index = self.stage.passage, self.stage.place
+        if self.own is not None and (not passage.active or index is None or index in self.stage.owned):
+            if passage.active:
+                self._check_recomputed_apart()
+            return self.own(*args, **kwargs)
         if not passage.active:
             raise StepError(
                 "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
                 " it in training_step, validation_step, test_step or predict_step, or use pipeline_parallel_size=1."
             )
+        if index is None:
+            raise StepError(
+                f"{self.name} runs within another block, or without its __call__, and a pipeline cuts between blocks:"
+                " name others by pipeline_blocks, or use pipeline_parallel_size=1."
+            )
         passage.check_differentiates()
-        if self.index >= self.stage.owned.stop:
+        if index >= self.stage.owned.stop:
             raise StageEnd
-        done = passage.blocks.get(self.index)
+        if self.own is not None:
+            self.stage.stood_in_under = _recomputed_call()
+        done = passage.blocks.get(index)
         if done is None:
             raise StepError(
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
                 " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
             )
         for call, (path, seen) in enumerate(done.inside):
-            self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
+            self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         for number, (path, key, value) in enumerate(done.kept):
             text = f"what {self.name} keeps as {key}"
             scalar = Slot((), torch.get_default_dtype(), False)
-            filled = self._filled(scalar if value is None else value, ("kept", self.index, number), text)
+            filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
             self.block.get_submodule(path).__dict__[key] = filled
         tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
         for place in done.changed:
-            self._change(tensors[place], ("changed", self.index, place))
-        given = self._filled(done.output, ("block", self.index), f"the output of {self.name}", tensors)
-        self.stage.given[self.index] = given
+            self._change(tensors[place], ("changed", index, place))
+        given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
+        self.stage.given[index] = given
         return given
+
+    def _check_recomputed_apart(self) -> None:
+        """A recomputation runs what was stood in for as if it were here: no activation checkpoint may hold both.
+
+        Raises:
+            StepError: One does.
+        """
+        call = _recomputed_call() if self.stage.stood_in_under is not None else None
+        if call is not None and call is self.stage.stood_in_under:
+            raise StepError(
+                f"{self.name} runs several times within one call of torch.utils.checkpoint, on this pipeline stage and"
+                " on an earlier one: checkpoint each of its calls by itself, or place them on one stage"
+                " (placement=[…])."
+            )
 
     def _change(self, tensor: Tensor, key: Key) -> None:
         """What the block has written to one of its arguments."""
@@ -88,7 +121,20 @@ class StandIn:
         module = self.block.get_submodule(path)
         args, kwargs, output = seen
         for number, hook in list(module._forward_hooks.items()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+                continue  # tensor parallelism, of a block that this stage runs at other places
             if number in module._forward_hooks_with_kwargs:
                 hook(module, args, kwargs, output)
             else:
                 hook(module, args, output)
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _recomputed_call() -> FrameType | None:
+    """The innermost call of ``torch.utils.checkpoint`` that the caller runs in, by its frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CHECKPOINT:
+        frame = frame.f_back
+    return frame
