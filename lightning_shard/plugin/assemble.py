@@ -285,10 +285,11 @@ def _units(module: nn.Module, stage: Stage, listed: Sequence[str]) -> list[str]:
 def _apart(units: Sequence[str], parameters: Sequence[tuple[str, ...]], ties: Iterable[Tie]) -> list[str]:
     """The units whose parameters are theirs alone: those that others use too belong to the root's unit."""
     tied = {name for tie in ties for name in tie.names}
+    shared = [names for names in parameters if len(names) > 1 or names[0] in tied]
 
     def is_apart(unit: str) -> bool:
-        uses = [{name.startswith(f"{unit}.") for name in names} for names in parameters]
-        return not any(True in use and (False in use or names[0] in tied) for use, names in zip(uses, parameters))
+        uses = [{name.startswith(f"{unit}.") for name in names} for names in shared]
+        return not any(True in use and (False in use or names[0] in tied) for use, names in zip(uses, shared))
 
     return [unit for unit in units if is_apart(unit)]
 
