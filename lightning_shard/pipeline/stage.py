@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -52,7 +51,6 @@ class Stage:
         elsewhere: The modules whose parameters other stages hold.
         in_step: Whether the user's code runs.
         given: What stand-ins have returned, by their blocks' places.
-        stood_in_under: The activation checkpoint that the last stand-in of a block that also runs here was called in.
         draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
             forward, and in the backward of the same microbatch: there a block may run again, to recompute what
             activation checkpointing didn't keep. Which place a block of several runs again for isn't known, so
@@ -73,7 +71,6 @@ class Stage:
     elsewhere: set[nn.Module] = field(default_factory=set)
     in_step: bool = False
     given: dict[int, Any] = field(default_factory=dict)
-    stood_in_under: FrameType | None = None
     draws: Callable[[int], Callable[[], None]] | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +126,7 @@ class Stage:
         try:
             yield passage
         finally:
-            passage.active, self._trace, self._before, self.stood_in_under = False, None, None, None
+            passage.active, self._trace, self._before = False, None, None
             while self._inside:
                 self._inside.pop().remove()
 

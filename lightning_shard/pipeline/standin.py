@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -37,8 +38,6 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage, index = self.stage.passage, self.stage.place
         if self.own is not None and (not passage.active or index is None or index in self.stage.owned):
-            if passage.active:
-                self._check_recomputed_apart()
             return self.own(*args, **kwargs)
         if not passage.active:
             raise StepError(
@@ -53,8 +52,8 @@ class StandIn:
         passage.check_differentiates()
         if index >= self.stage.owned.stop:
             raise StageEnd
-        if self.own is not None:
-            self.stage.stood_in_under = _recomputed_call()
+        if self.own is not None and passage.differentiates:
+            self._check_recomputed_alone()
         done = passage.blocks.get(index)
         if done is None:
             raise StepError(
@@ -75,18 +74,17 @@ class StandIn:
         self.stage.given[index] = given
         return given
 
-    def _check_recomputed_apart(self) -> None:
-        """A recomputation runs what was stood in for as if it were here: no activation checkpoint may hold both.
+    def _check_recomputed_alone(self) -> None:
+        """A backward's recomputation runs this block wherever it was called: nothing else may depend on that.
 
         Raises:
-            StepError: One does.
+            StepError: An activation checkpoint holds more than this call.
         """
-        call = _recomputed_call() if self.stage.stood_in_under is not None else None
-        if call is not None and call is self.stage.stood_in_under:
+        if not all(_function_of(call) is self.block for call in _checkpoints()):
             raise StepError(
-                f"{self.name} runs several times within one call of torch.utils.checkpoint, on this pipeline stage and"
-                " on an earlier one: checkpoint each of its calls by itself, or place them on one stage"
-                " (placement=[…])."
+                f"{self.name} runs on several stages, and here within a torch.utils.checkpoint of more than it:"
+                " checkpoint each of its calls by itself (checkpoint(block, x, use_reentrant=False)), place them on one"
+                " stage (placement=[…]), or use pipeline_parallel_size=1."
             )
 
     def _change(self, tensor: Tensor, key: Key) -> None:
@@ -132,9 +130,18 @@ class StandIn:
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
-def _recomputed_call() -> FrameType | None:
-    """The innermost call of ``torch.utils.checkpoint`` that the caller runs in, by its frame."""
+def _checkpoints() -> Iterator[FrameType]:
+    """The calls of ``torch.utils.checkpoint`` that the caller runs in."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CHECKPOINT:
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            yield frame
         frame = frame.f_back
-    return frame
+
+
+def _function_of(call: FrameType) -> Any:
+    """What a checkpoint calls; of a module's method the module."""
+    function = call.f_locals["function"]
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__self__", function)
