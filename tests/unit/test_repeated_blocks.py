@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.ties import Tie
+from lightning_shard.plugin.assemble import _apart
 from tests.unit.pipelines import assert_alike, on_stages
 
 WIDTH, WORDS = 8, 16
@@ -171,3 +173,9 @@ def test_what_a_pipeline_cant_tell_apart_is_refused(
 ) -> None:
     with pytest.raises(StepError, match=says):
         on_stages(network, loss, batches(), stages, blocks=blocks)
+
+
+def test_units_hold_no_parameter_that_others_use() -> None:
+    parameters = [("a.up", "b.up"), ("a.down",), ("c.up", "c.again"), ("d.up",)]
+    assert _apart("abcd", parameters, ()) == ["c", "d"]
+    assert _apart("abcd", parameters, [Tie(("d.up",), (0, 1))]) == ["c"]
