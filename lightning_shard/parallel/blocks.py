@@ -108,7 +108,7 @@ def find_blocks(
 
     Without a path these are the longest list that is trained, if any is, and with it those of the same network that
     hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages. Where
-    there is no such list, the parts of an ``nn.Sequential``; where there is none, a module that runs several times.
+    there is no such list, a module that runs several times; where there is none, the parts of an ``nn.Sequential``.
 
     Args:
         root: The LightningModule.
@@ -116,14 +116,14 @@ def find_blocks(
             where no other list ends so. Or several names, of lists or of modules, in the order in which they run, and
             as often as they do.
         calls: Runs the network on an example; gives the names of all modules that were called, in order. Asked where
-            nothing else is found.
+            there is no list.
 
     Raises:
         PlacementError: No list, or none by this name; says which there are.
     """
     lists = block_lists(root, mixed=True)
     if path is None:
-        groups = _chain(root, lists) or _sequential(root) or _run_often(root, calls())
+        groups = _chain(root, lists) or _run_often(root, calls()) or _sequential(root)
         if not groups:
             raise PlacementError(_nothing_to_cut(root))
         network = _network(groups)

@@ -206,14 +206,21 @@ def _example(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], 
     for network in [module.get_submodule(blocks.network)] if blocks else module.children():
         if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
             return partial(_call_on_dummies, network)
-    if blocks and any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before):
-        network = module.get_submodule(blocks.network)
-        return lambda: network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
+    if blocks:
+        takes_tokens = any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before)
+        return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
+    for network in module.children():
+        if any(isinstance(part, nn.Embedding) for part in network.children()):
+            return partial(_call_on_tokens, network)
     return None
 
 
 def _call_on_dummies(network: Any) -> Any:
     return network(**network.dummy_inputs)
+
+
+def _call_on_tokens(network: nn.Module) -> Any:
+    return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
 
 
 def _part(module: nn.Module, name: str) -> Part:
