@@ -108,7 +108,8 @@ def find_blocks(
 
     Without a path these are the longest list that is trained, if any is, and with it those of the same network that
     hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages. Where
-    there is no such list, a module that runs several times; where there is none, the parts of an ``nn.Sequential``.
+    there is no such list, or only in a module that runs several times, that module; where there is none, the parts of
+    an ``nn.Sequential``.
 
     Args:
         root: The LightningModule.
@@ -116,14 +117,18 @@ def find_blocks(
             where no other list ends so. Or several names, of lists or of modules, in the order in which they run, and
             as often as they do.
         calls: Runs the network on an example; gives the names of all modules that were called, in order. Asked where
-            there is no list.
+            there is no list, or one in a loop.
 
     Raises:
         PlacementError: No list, or none by this name; says which there are.
     """
     lists = block_lists(root, mixed=True)
     if path is None:
-        groups = _chain(root, lists) or _run_often(root, calls()) or _sequential(root)
+        groups = _chain(root, lists)
+        if all(_is_looped(root, path) for path in groups):
+            often = _run_often(root, calls())
+            around = all(any(path.startswith(f"{name}.") for name in often) for path in groups)
+            groups = (often if around else {}) or groups or _sequential(root)
         if not groups:
             raise PlacementError(_nothing_to_cut(root))
         network = _network(groups)
@@ -203,6 +208,13 @@ def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
         return {}
     kind = type(root.get_submodule(largest))
     return {name: [name] for name in outermost if type(root.get_submodule(name)) is kind}
+
+
+def _is_looped(root: nn.Module, path: str) -> bool:
+    """Whether code has a loop that uses a module that ``path`` is in."""
+    names = path.split(".")
+    levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
+    return any(name in loop for level, name in levels if not isinstance(level, _LISTS) for loop in _loops(type(level)))
 
 
 def _nothing_to_cut(root: nn.Module) -> str:

@@ -223,3 +223,23 @@ def test_what_cant_be_cut_says_what_could_be_named() -> None:
     del module.net.first
     with pytest.raises(PlacementError, match=r"by pipeline_blocks\. .* single module, such as an nn\.LSTM, isn't cut"):
         find_blocks(module)
+
+
+class LooksLikeAList(nn.Module):
+    """A block that runs three times, and holds a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Towers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+def test_a_list_in_a_module_that_runs_several_times_isnt_cut() -> None:
+    module = Holder()
+    module.net = LooksLikeAList()
+    assert find_blocks(module, calls=lambda: ["net", "net.block", "net.block"]).names == ("net.block",)
+    assert find_blocks(module).names[0] == "net.block.heads.0"
