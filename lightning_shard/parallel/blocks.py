@@ -127,8 +127,9 @@ def find_blocks(
         groups = _chain(root, lists)
         if all(_is_looped(root, path) for path in groups):
             often = _run_often(root, calls())
-            around = all(any(path.startswith(f"{name}.") for name in often) for path in groups)
-            groups = (often if around else {}) or groups or _sequential(root)
+            if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
+                groups = often or groups
+            groups = groups or _sequential(root)
         if not groups:
             raise PlacementError(_nothing_to_cut(root))
         network = _network(groups)
