@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_shard.errors import PlacementError
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _SELF = ("self",)
+_SUPER = "super()."
 _SMALL = 0.1
 """A list of other blocks than the largest one's, and of a smaller share of its size, isn't cut."""
 
@@ -29,7 +31,7 @@ class Blocks:
     """The repeated blocks of ``root`` and the parts around them, all as dotted names in ``root``.
 
     Attributes:
-        names: Every block's name, in the order in which they run.
+        names: Every block's name, in the order in which they run; one that runs several times is there as often.
         network: The module that a step calls: the first part of all names, or ``""`` where that is ``root`` itself.
         parts: Modules and bare parameters around the blocks, each with the place of the block that it runs before;
             ``len(names)`` for what runs after all of them. Of those outside of the network, the ones that are trained.
@@ -55,23 +57,25 @@ class Blocks:
     def modules(self, root: nn.Module) -> list[nn.Module]:
         return [root.get_submodule(name) for name in self.names]
 
-    def ordered(self, starts: Sequence[str]) -> Blocks:
+    def ordered(self, calls: Sequence[str]) -> Blocks:
         """The same with the order that was seen in a run.
 
         Args:
-            starts: Names of blocks and parts, in the order in which they were called first. What wasn't called stays
-                where it is among the blocks.
+            calls: Names of blocks and parts, in the order in which they were called. What wasn't called stays where it
+                is among the blocks; if that is a block, all of them do.
         """
-        called = [name for name in starts if name in self.names]
-        names = self.names if len(called) < len(self.names) else tuple(called)
-        place = dict(self.parts)
+        called = tuple(name for name in calls if name in self.names)
+        names = called if {*called} == {*self.names} else self.names
+        place_of = {place: names.index(name) for place, name in enumerate(self.names)}
+        beside = {name: place_of.get(place, len(names)) for name, place in self.parts}
         begun = 0
-        for name in starts:
-            if name in place:
-                place[name] = begun
+        seen: dict[str, int] = {}
+        for name in calls:
+            if name in beside:
+                seen.setdefault(name, begun)
             elif name in self.names:
-                begun = max(begun, names.index(name) + 1)
-        return replace(self, names=names, parts=tuple(place.items()))
+                begun = begun + 1 if names is called else max(begun, names.index(name) + 1)
+        return replace(self, names=names, parts=tuple({**beside, **seen}.items()))
 
 
 def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]:
@@ -83,42 +87,51 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
         mixed: Also lists of several classes of which one is there twice, as attention and state-space layers in turn.
     """
     found: dict[str, list[str]] = {}
+    first_names = _first_names(root)
     for path, module in root.named_modules():
         if not isinstance(module, _LISTS) or any(path.startswith(f"{outer}.") for outer in found):
             continue
-        children = dict(module.named_children())
-        classes = [type(child) for child in children.values() if _holds(child)]
-        alike = len(set(classes)) == 1 and len(classes) == len(children)
-        in_turn = mixed and len(set(classes)) < len(classes) and len(children) > 2
+        names = [first_names[id(child)] for child in _held_by(module)]
+        classes = [type(child) for child in map(root.get_submodule, names) if _holds(child)]
+        alike = len(set(classes)) == 1 and len(classes) == len(names)
+        in_turn = mixed and len(set(classes)) < len(classes) and len(names) > 2
         if len(classes) > 1 and (alike or in_turn):
-            found[path] = [f"{path}.{name}" for name in children]
-    return found
+            found[path] = names
+    blocks = {name for names in found.values() for name in names}
+    return {path: names for path, names in found.items() if not any(path.startswith(f"{name}.") for name in blocks)}
 
 
-def find_blocks(root: nn.Module, path: str | Sequence[str] | None = None) -> Blocks:
+def find_blocks(
+    root: nn.Module, path: str | Sequence[str] | None = None, calls: Callable[[], Sequence[str]] = tuple
+) -> Blocks:
     """The blocks at ``path``, or those of the model's lists of blocks.
 
     Without a path these are the longest list that is trained, if any is, and with it those of the same network that
     hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages. Where
-    there is no such list, the parts of an ``nn.Sequential``.
+    there is no such list, or only in a module that runs several times, that module; where there is none, the parts of
+    an ``nn.Sequential``.
 
     Args:
         root: The LightningModule.
         path: A list of blocks by its name in ``root`` or by the end of that name: ``"layers"`` finds ``"model.layers"``
-            where no other list ends so. Or several names, of lists or of modules, in the order in which they run.
+            where no other list ends so. Or several names, of lists or of modules, in the order in which they run, and
+            as often as they do.
+        calls: Runs the network on an example; gives the names of all modules that were called, in order. Asked where
+            there is no list, or one in a loop.
 
     Raises:
         PlacementError: No list, or none by this name; says which there are.
     """
     lists = block_lists(root, mixed=True)
     if path is None:
-        groups = _chain(root, lists) or _sequential(root)
+        groups = _chain(root, lists)
+        if all(_is_looped(root, path) for path in groups):
+            often = _run_often(root, calls())
+            if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
+                groups = often or groups
+            groups = groups or _sequential(root)
         if not groups:
-            raise PlacementError(
-                f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or"
-                " nn.ModuleDict of at least two modules that hold parameters): name it, or the modules to cut between,"
-                " by pipeline_blocks, or use pipeline_parallel_size=1."
-            )
+            raise PlacementError(_nothing_to_cut(root))
         network = _network(groups)
         names, parts = _lay_out(root, groups, network)
     else:
@@ -127,16 +140,22 @@ def find_blocks(root: nn.Module, path: str | Sequence[str] | None = None) -> Blo
         network = _network(groups)
         names, parts = _lay_out(root, groups, network)
         if not isinstance(path, str):
-            names = [name for group in groups.values() for name in group]
-    return Blocks(tuple(names), network, tuple(parts))
+            names = [name for one in found for name in groups[one]]
+    around = {name: place for name, place in reversed(parts) if name not in names}  # of several places the first
+    return Blocks(tuple(names), network, tuple(reversed(around.items())))
+
+
+def names_of_parameters(root: nn.Module) -> list[tuple[str, ...]]:
+    """Each parameter's names: several where it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tuple(group) for group in names.values()]
 
 
 def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
     """Groups of names that share one parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [tuple(group) for group in names.values() if len(group) > 1]
+    return [names for names in names_of_parameters(root) if len(names) > 1]
 
 
 # -- which blocks
@@ -178,6 +197,41 @@ def _sequential(root: nn.Module) -> dict[str, list[str]]:
     return {path: found[path]}
 
 
+def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
+    """The modules that run several times, of the class that makes most of the network: ALBERT's one layer."""
+    times = Counter(calls)
+    often = [name for name, count in times.items() if count > 1 and name and _trains(root.get_submodule(name))]
+    outermost = [name for name in often if not any(name.startswith(f"{other}.") for other in often)]
+    if not outermost:
+        return {}
+    largest = max(outermost, key=lambda name: times[name] * _size(root, name))
+    if _size(root, largest) < _SMALL * _size(root, ""):
+        return {}
+    kind = type(root.get_submodule(largest))
+    return {name: [name] for name in outermost if type(root.get_submodule(name)) is kind}
+
+
+def _is_looped(root: nn.Module, path: str) -> bool:
+    """Whether code has a loop that uses a module that ``path`` is in."""
+    names = path.split(".")
+    levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
+    return any(name in loop for level, name in levels if not isinstance(level, _LISTS) for loop in _loops(type(level)))
+
+
+def _nothing_to_cut(root: nn.Module) -> str:
+    """Says what could be named."""
+    path, level = "", root
+    while len(trained := [name for name, child in level.named_children() if _trains(child)]) == 1:
+        path, level = f"{path}{trained[0]}.", level.get_submodule(trained[0])
+    such_as = f", such as {[path + name for name in trained[:4]]} if they run one after the other" if trained else ""
+    return (
+        f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of at"
+        f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}. One that"
+        " runs several times is found in a run on example_input_array, or named as often as it runs. Or use"
+        " pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't cut."
+    )
+
+
 def _parent(root: nn.Module, path: str) -> nn.Module | None:
     return root.get_submodule(path.rpartition(".")[0]) if "." in path else None
 
@@ -192,10 +246,21 @@ def _unfolded(root: nn.Module, path: str) -> Iterator[str]:
 
 
 def _children(root: nn.Module, path: str) -> list[str]:
+    """What a list holds, by name; a module that has several names by its first. Of another module its own name."""
     module = root.get_submodule(path)
     if not isinstance(module, _LISTS):
         return [path]
-    return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+    first_names = _first_names(root)
+    return [first_names[id(child)] for child in _held_by(module)]
+
+
+def _first_names(root: nn.Module) -> dict[int, str]:
+    return {id(module): name for name, module in root.named_modules()}
+
+
+def _held_by(listed: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> Iterable[nn.Module]:
+    """As often as they are there."""
+    return listed.values() if isinstance(listed, nn.ModuleDict) else listed
 
 
 def _network(groups: dict[str, list[str]]) -> str:
@@ -310,7 +375,7 @@ def _running_order(
             break
     else:
         used = []
-    order = [name for name in used if name in held]
+    order = _loops_first(type(level), used, carriers)
     for name in [child for child in carriers if child not in order]:
         order.append(name)
     place = {name: index for index, name in enumerate(children)}
@@ -320,13 +385,34 @@ def _running_order(
     return [*(name for name in bare if name not in order), *order]
 
 
-def _attributes_used(cls: type, method: str, depth: int) -> Iterator[str]:
+def _loops_first(cls: type, used: Sequence[str], carriers: Sequence[str]) -> list[str]:
+    """What is called in the loop over the blocks runs between them all: the earliest stage that needs it holds it."""
+    order = list(used)
+    for loop in _loops(cls):
+        places = [order.index(name) for name in carriers if name in loop and name in order]
+        for name in [name for name in order[min(places) :] if name in loop and name not in carriers] if places else ():
+            order.remove(name)
+            order.insert(min(places), name)
+    return order
+
+
+def _attributes_used(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
     """Names of attributes in the order in which a method's code uses them, its class's own methods unfolded.
 
     A call comes after what it is given: ``self.head(self.blocks(x))`` uses the blocks first.
+
+    Args:
+        after: A base class, of whose own bases the method is meant.
     """
-    for name in _names_used(_code(getattr(cls, method, None))):
-        if depth and name != method and inspect.isfunction(inspect.getattr_static(cls, name, None)):
+    bases = cls.__mro__[cls.__mro__.index(after) + 1 if after else 0 :]
+    owner = next((base for base in bases if method in vars(base)), None)
+    if owner is None:
+        return
+    for name in _names_used(_code(vars(owner)[method])):
+        inherited = name.removeprefix(_SUPER)
+        if depth and inherited != name:
+            yield from _attributes_used(cls, inherited, depth - 1, owner)
+        elif depth and name != method and inspect.isfunction(inspect.getattr_static(cls, name, None)):
             yield from _attributes_used(cls, name, depth - 1)
         else:
             yield name
@@ -340,12 +426,14 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
         names.append(inner.attr)
         inner = inner.value
     yield from _names_used([inner])
-    yield ".".join(reversed(names))
+    is_inherited = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super"
+    yield _SUPER * is_inherited + ".".join(reversed(names))
 
 
 def _loops(cls: type) -> list[set[str]]:
-    """Of each loop in a class's methods, the names of the attributes that it uses."""
-    methods = (_code(value) for value in vars(cls).values() if inspect.isfunction(value))
+    """Of each loop in a class's methods, and in the forwards that it inherits, the names of attributes that it uses."""
+    inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
+    methods = (_code(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
     nodes = (node for body in methods for statement in body for node in ast.walk(statement))
     return [set(_names_used([node])) for node in nodes if isinstance(node, ast.For)]
 

@@ -7,6 +7,7 @@ batch, estimated from the parameters.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,12 +40,13 @@ class PartCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The costs of a network that can be cut between its blocks."""
+    """The costs of a network that can be cut between its blocks; ``everywhere`` is what each stage has whole."""
 
     blocks: tuple[PartCost, ...]
     before: tuple[PartCost, ...] = ()
     after: tuple[PartCost, ...] = ()
     between: tuple[tuple[int, PartCost], ...] = ()
+    everywhere: tuple[PartCost, ...] = ()
     counted: bool = False
 
     def parts_at(self, place: int) -> tuple[PartCost, ...]:
@@ -55,25 +57,43 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Run:
-    """What was seen in a run of the network: each part's operations, and the names of what was called, in order."""
+    """What was seen in a run of the network.
+
+    Attributes:
+        flops: Each part's operations, in all of its calls.
+        calls: The names of the parts that were called, in order; not of those that another part calls, unless they
+            are in it.
+    """
 
     flops: Mapping[str, int]
-    starts: tuple[str, ...]
+    calls: tuple[str, ...]
 
 
 def measure(
-    blocks: Mapping[str, nn.Module],
+    blocks: Iterable[tuple[str, nn.Module]],
     parts: Mapping[str, tuple[int, Part]],
     seen: Run | None = None,
+    everywhere: Mapping[str, Part] | None = None,
 ) -> ModelCost:
     """The cost of each block and of each part around them.
 
     Args:
-        blocks: By name, in the order in which they run; on any device or on meta.
+        blocks: Names and modules in the order in which they run, as often as they do; on any device or on meta.
         parts: By name, with the place of the block that each runs before; ``len(blocks)`` for what runs after all.
         seen: What was counted. Without it, the operations are estimated as 2 per token and parameter; embeddings look
-            up and count nothing.
+            up and count nothing. What the run didn't call is estimated so too, for as many tokens as it had.
+        everywhere: What every stage holds and runs, by name.
     """
+    blocks = list(blocks)
+    times = Counter(name for name, _ in blocks)
+    called = {name for name, flops in seen.flops.items() if flops or name in seen.calls} if seen is not None else set()
+    estimated = sum(_estimated_flops(block) for name, block in blocks if name in called)
+    tokens = sum(seen.flops[name] for name in times if name in called) / estimated if seen and estimated else 1
+
+    def operations(name: str, part: Part) -> int:
+        if seen is None or name not in called:
+            return round(tokens * _estimated_flops(part))
+        return seen.flops[name] // max(times[name], 1)
 
     def cost(name: str, part: Part) -> PartCost:
         held = _parameters(part)
@@ -81,41 +101,54 @@ def measure(
             name,
             sum(parameter.numel() for parameter in held),
             sum(parameter.numel() * parameter.element_size() for parameter in held),
-            _estimated_flops(part) if seen is None else seen.flops[name],
+            operations(name, part),
         )
 
     placed = [(place, cost(name, part)) for name, (place, part) in parts.items()]
     return ModelCost(
-        tuple(cost(name, block) for name, block in blocks.items()),
+        tuple(cost(name, block) for name, block in blocks),
         tuple(part for place, part in placed if place == 0),
         tuple(part for place, part in placed if place == len(blocks)),
         tuple((place, part) for place, part in placed if 0 < place < len(blocks)),
+        tuple(cost(name, part) for name, part in (everywhere or {}).items()),
         counted=seen is not None,
     )
 
 
-def watch(parts: Mapping[str, Part], run: Callable[[], Any]) -> Run | None:
+def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module | None = None) -> Run | None:
     """Count the operations of each part in one call of ``run``; ``None`` if it fails, and the reason is warned.
 
     Args:
         parts: Blocks, and parts around them.
         run: Calls the network on inputs that it makes itself: what it makes are fake tensors too.
+        network: Whose first call counts, where it is called several times: a step calls it once.
     """
     flops = dict.fromkeys(parts, 0)
-    starts: dict[str, None] = {}
+    calls: list[str] = []
+    running: list[str] = []
+    passes = 0
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
+
+    def begin(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
 
     def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def start(*_: Any) -> None:
-            starts.setdefault(name)
+            if passes < 2 and all(name.startswith(f"{outer}.") for outer in running):
+                calls.append(name)
+            running.append(name)
             flops[name] -= counter.get_total_flops()
 
         def stop(*_: Any) -> None:
+            running.pop()
             flops[name] += counter.get_total_flops()
 
         return start, stop
 
     with ExitStack() as stack:
+        if network is not None:
+            stack.callback(network.register_forward_pre_hook(begin).remove)
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 start, stop = hooks(name)
@@ -131,7 +164,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any]) -> Run | None:
                 stacklevel=3,
             )
             return None
-    return Run(flops, tuple(starts))
+    return Run(flops, tuple(calls))
 
 
 def _parameters(part: Part) -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ its parameters are :class:`Hollow`: right shape and dtype, no memory, and what i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -40,11 +40,11 @@ def cut(
 
     Args:
         root: The LightningModule.
-        blocks: Names of all blocks, in the order in which they run.
-        owned: Which of them this stage holds.
+        blocks: Names of all blocks, in the order in which they run, and as often.
+        owned: Which of them this stage runs.
         network: The name of the module that a step calls; ``""`` where it is ``root`` itself.
         parts: Names of the modules and parameters around the blocks, and the stage that holds each.
-        holder_of: The stage that holds each block.
+        holder_of: The stage that runs each block.
         kept: Names of tied parameters that this stage holds, wherever they are used.
         device: Where stand-ins live.
     """
@@ -52,13 +52,16 @@ def cut(
     for part, holder in parts.items():
         if holder != index:
             stage.foreign_buffers.update(_hollow(root, part, holder, stage, kept))
-    for i, name in enumerate(blocks):
-        if i not in owned:
-            _hollow(root, name, holder_of[i], stage)
-            root.get_submodule(name).__dict__["forward"] = StandIn(stage, i, name, root.get_submodule(name))
+    for name, places in stage.places.items():
+        block = root.get_submodule(name)
+        if not any(place in owned for place in places):
+            _hollow(root, name, holder_of[places[0]], stage, kept)
+            block.__dict__["forward"] = StandIn(stage, name, block)
+        elif not all(place in owned for place in places):
+            block.__dict__["forward"] = StandIn(stage, name, block, block.forward)
     for part in parts:
         _let_run_elsewhere(root, part, stage)
-    stage.incomplete = _incomplete(root, stage.hollow)
+    stage.incomplete = _incomplete(root)
     for name, module in stage.incomplete.items():
         module.__dict__["named_parameters"] = partial(_whole_only, stage, name, module.named_parameters)
     return stage
@@ -71,12 +74,9 @@ def _let_run_elsewhere(root: nn.Module, name: str, stage: Stage) -> None:
         part.__dict__["forward"] = ForeignPart(stage, name, part, part.forward)
 
 
-def _incomplete(root: nn.Module, hollow: Iterable[str]) -> dict[str, nn.Module]:
-    names = {""} if hollow else set()
-    for name in hollow:
-        parts = name.split(".")[:-1]
-        names.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return {name: root.get_submodule(name) for name in sorted(names)}
+def _incomplete(root: nn.Module) -> dict[str, nn.Module]:
+    lacking = {module for module in root.modules() if any(isinstance(value, Hollow) for value in vars(module).values())}
+    return {name: module for name, module in root.named_modules() if not lacking.isdisjoint(module.modules())}
 
 
 def _hollow(root: nn.Module, name: str, holder: int, stage: Stage, kept: Collection[str] = ()) -> list[str]:

@@ -103,7 +103,8 @@ def place(cost: ModelCost, stages: int, policy: Policy = "auto", *, devices: Seq
     if stages > blocks:
         raise PlacementError(
             f"{stages} stages need at least {stages} blocks, and the network has {blocks}:"
-            f" use pipeline_parallel_size={blocks} or less."
+            f" use pipeline_parallel_size={blocks} or less, or name by pipeline_blocks what else to cut between, and a"
+            " block as often as it runs."
         )
     weights = _weights(cost)
     if policy == "auto":
@@ -117,8 +118,8 @@ def place(cost: ModelCost, stages: int, policy: Policy = "auto", *, devices: Seq
     placed = []
     for index, (start, stop) in enumerate(pairwise(bounds)):
         places = range(start, stop + (index == stages - 1))
-        beside = tuple(part for place in places for part in cost.parts_at(place))
-        held = cost.blocks[start:stop] + beside
+        beside = (*(part for place in places for part in cost.parts_at(place)), *cost.everywhere)
+        held = {part.name: part for part in cost.blocks[start:stop] + beside}.values()  # a block may run several times
         placed.append(
             StagePlacement(
                 range(start, stop),

@@ -6,6 +6,7 @@ batch). What of it crosses between stages is found by ``crossing.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -47,8 +48,9 @@ class Stage:
 
     Attributes:
         index: Its place in the pipeline, of ``count``.
-        blocks: Names of all blocks, in the order in which they run.
-        owned: Which of them it holds.
+        blocks: Names of all blocks, in the order in which they run; one that runs several times is there as often.
+        owned: Which of these places it runs.
+        places: Each block's places.
         parts: Names of the modules and parameters around them.
         network: The name of the module that a step calls; ``""`` where it is the root itself.
         foreign_buffers: Names of buffers that stay here for code around the blocks but are another stage's state.
@@ -61,7 +63,9 @@ class Stage:
         given: What stand-ins have returned, by their blocks' places.
         draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
             forward, and in the backward of the same microbatch: there a block may run again, to recompute what
-            activation checkpointing didn't keep.
+            activation checkpointing didn't keep. Which place a block of several runs again for isn't known, so
+            they draw as the code around them does, and what follows each place draws anew, on every stage: before it
+            recomputes, a checkpoint puts the generators where they were.
     """
 
     index: int
@@ -83,6 +87,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.passage = Passage(self.index, self.hollow)
+        self.places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.blocks):
+            self.places.setdefault(name, []).append(place)
+        self._times_run: Counter[str] = Counter()
+        self._running: list[int | None] = []
         self._trace: Trace | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
         self._before: Before | None = None
@@ -96,6 +105,11 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.index == self.count - 1
+
+    @property
+    def place(self) -> int | None:
+        """The place of the block that is being called; ``None`` if it is called by another one."""
+        return self._running[-1] if self._running else None
 
     @contextmanager
     def microbatch(
@@ -120,6 +134,8 @@ class Stage:
             active=True,
             differentiates=torch.is_grad_enabled(),
         )
+        self._times_run.clear()
+        self._running.clear()
         self._trace = Trace(passage) if searching or crossing.is_traced() else None
         try:
             yield passage
@@ -154,10 +170,10 @@ class Stage:
     def join(self, root: nn.Module) -> None:
         """Watch the blocks, once ``root`` was sharded: between these hooks runs no code of the network."""
         self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
-        for index, name in enumerate(self.blocks):
+        for name in self.places:
             block = root.get_submodule(name)
-            block.register_forward_pre_hook(partial(self._enter, index), prepend=True, with_kwargs=True)
-            block.register_forward_hook(partial(self._leave, index))
+            block.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(self._leave, name))
         for name in self.parts:
             part = _attribute(root, name)
             if isinstance(part, nn.Module):
@@ -216,26 +232,37 @@ class Stage:
         self.passage.missing = Request(done=False, again=True)
         raise StageEnd
 
-    def _enter(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        passage = self.passage
-        if index in self.owned and self.draws is not None:
-            self._drawn[index] = self.draws(index)
+    def _place_of(self, name: str) -> int | None:
+        """Which of its places a call of a block is: the calls are counted within a forward."""
+        if self._running:
+            return None  # another block calls it
+        places, before = self.places[name], self._times_run[name]
+        if before == len(places):
+            self._run_again(
+                f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: give the"
+                " LightningModule an example_input_array, by which calls are counted, name blocks by pipeline_blocks"
+                " in running order and as often as they run, or use pipeline_parallel_size=1."
+            )
+        self._times_run[name] += 1
+        return places[before]
+
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        passage, places = self.passage, self.places[name]
+        if len(places) == 1 and places[0] in self.owned and self.draws is not None:
+            self._drawn[places[0]] = self.draws(places[0])
         if not passage.active:
             return  # recomputation under activation checkpointing
+        index = self._place_of(name)
+        self._running.append(index)
         if self._trace is not None:
             self._trace.suspend()
-        if self.calls is not None:
+        if self.calls is not None and index is not None:
             self.calls.met(index, args, kwargs)
-        if index not in self.owned:
+        if index is None or index not in self.owned:
             return
         if index == self.owned.start:
-            if passage.entered:
-                self._run_again(
-                    "The network's blocks ran a second time within one step, and a pipeline runs them once: use"
-                    " pipeline_parallel_size=1."
-                )
             passage.entered_at = passage.counted
-        refuse((args, kwargs), self.blocks[index])
+        refuse((args, kwargs), name)
         if self.is_last:
             return  # nobody is told
         if passage.wants("inside", index):
@@ -265,13 +292,16 @@ class Stage:
                 self.passage.sent[key] = leaf.clone()
         self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
-    def _leave(self, index: int, _block: nn.Module, _args: Any, output: Any) -> Any:
-        passage = self.passage
-        if index in self._drawn:
-            self._drawn.pop(index)()
+    def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
+        passage, places = self.passage, self.places[name]
+        if places[0] in self._drawn:
+            self._drawn.pop(places[0])()
         if not passage.active:
             return None
-        if index in self.owned:
+        index = self._running.pop()
+        if index is not None and len(places) > 1 and self.draws is not None:
+            self.draws(index)
+        if index is not None and index in self.owned:
             while self._inside:
                 self._inside.pop().remove()
             passage.check_differentiates()
@@ -282,9 +312,9 @@ class Stage:
                 self._before = None
         if self._trace is not None:
             self._trace.resume()
-        if index not in self.owned:
-            return self.given.pop(index, output)  # what hooks return was sent already
-        return None
+        if index is None or index in self.owned:
+            return None
+        return self.given.pop(index, output)  # what hooks return was sent already
 
     def _note_effects(self, index: int, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
         passage = self.passage

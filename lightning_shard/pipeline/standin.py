@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
@@ -19,15 +24,21 @@ from lightning_shard.pipeline.taint import Origin, base_of, mark
 
 @dataclass(eq=False)
 class StandIn:
-    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage."""
+    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage.
+
+    Attributes:
+        own: The block's own forward, where this stage runs it too, at other places.
+    """
 
     stage: Stage
-    index: int
     name: str
     block: nn.Module
+    own: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passage = self.stage.passage
+        passage, index = self.stage.passage, self.stage.place
+        if self.own is not None and (not passage.active or index is None or index in self.stage.owned):
+            return self.own(*args, **kwargs)
         if not passage.active and self.stage.in_step:
             raise StepError(
                 f"{self.name} was called by a step that calls the network several times, and not by the network: with"
@@ -39,28 +50,48 @@ class StandIn:
                 "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
                 " it in training_step, validation_step, test_step or predict_step, or use pipeline_parallel_size=1."
             )
+        if index is None:
+            raise StepError(
+                f"{self.name} runs within another block, or without its __call__, and a pipeline cuts between blocks:"
+                " name others by pipeline_blocks, or use pipeline_parallel_size=1."
+            )
         passage.check_differentiates()
-        if self.index >= self.stage.owned.stop:
+        if index >= self.stage.owned.stop:
             raise StageEnd
-        done = passage.blocks.get(self.index)
+        if self.own is not None and passage.differentiates:
+            self._check_recomputed_alone()
+        done = passage.blocks.get(index)
         if done is None:
             raise StepError(
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
                 " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
             )
         for call, (path, seen) in enumerate(done.inside):
-            self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
+            self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         for number, (path, key, value) in enumerate(done.kept):
             text = f"what {self.name} keeps as {key}"
             scalar = Slot((), torch.get_default_dtype(), False)
-            filled = self._filled(scalar if value is None else value, ("kept", self.index, number), text)
+            filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
             self.block.get_submodule(path).__dict__[key] = filled
         tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
         for place in done.changed:
-            self._change(tensors[place], ("changed", self.index, place))
-        given = self._filled(done.output, ("block", self.index), f"the output of {self.name}", tensors)
-        self.stage.given[self.index] = given
+            self._change(tensors[place], ("changed", index, place))
+        given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
+        self.stage.given[index] = given
         return given
+
+    def _check_recomputed_alone(self) -> None:
+        """A backward's recomputation runs this block wherever it was called: nothing else may depend on that.
+
+        Raises:
+            StepError: An activation checkpoint holds more than this call.
+        """
+        if not all(_function_of(call) is self.block for call in _checkpoints()):
+            raise StepError(
+                f"{self.name} runs on several stages, and here within a torch.utils.checkpoint of more than it:"
+                " checkpoint each of its calls by itself (checkpoint(block, x, use_reentrant=False)), place them on one"
+                " stage (placement=[…]), or use pipeline_parallel_size=1."
+            )
 
     def _change(self, tensor: Tensor, key: Key) -> None:
         """What the block has written to one of its arguments."""
@@ -94,7 +125,29 @@ class StandIn:
         module = self.block.get_submodule(path)
         args, kwargs, output = seen
         for number, hook in list(module._forward_hooks.items()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+                continue  # tensor parallelism, of a block that this stage runs at other places
             if number in module._forward_hooks_with_kwargs:
                 hook(module, args, kwargs, output)
             else:
                 hook(module, args, output)
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _checkpoints() -> Iterator[FrameType]:
+    """The calls of ``torch.utils.checkpoint`` that the caller runs in."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            yield frame
+        frame = frame.f_back
+
+
+def _function_of(call: FrameType) -> Any:
+    """What a checkpoint calls; of a module's method the module."""
+    function = call.f_locals["function"]
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__self__", function)

@@ -1,4 +1,4 @@
-"""One parameter of the model on several stages: an embedding that is also the head's weight.
+"""One parameter of the model on several stages: an embedding that is also the head's weight, a block that runs again.
 
 Each of these stages holds it under all of its names, so tying stays what it was for the user's code: on the first
 stage the embedding uses it, on the last the head. Their gradients are added before anything looks at them, so all
@@ -7,7 +7,7 @@ copies take the same steps and stay equal. A norm counts it once, and the last o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.errors import PlacementError, StepError
+from lightning_shard.errors import StepError
 from lightning_shard.sharding import local_tensor
 
 
@@ -27,30 +27,15 @@ class Tie:
     stages: tuple[int, ...]
 
 
-def find_ties(
-    groups: Iterable[tuple[str, ...]], stage_of: Callable[[str], int], is_in_block: Callable[[str], bool]
-) -> list[Tie]:
-    """The tied parameters that several stages hold.
+def find_ties(groups: Iterable[tuple[str, ...]], stages_of: Callable[[str], Collection[int]]) -> list[Tie]:
+    """The parameters that several stages hold.
 
     Args:
-        groups: Names that are one parameter.
-
-    Raises:
-        PlacementError: A block on another stage uses one; names the parameters.
+        groups: Each parameter's names.
+        stages_of: The stages that use it by one of its names.
     """
-    ties = []
-    for names in groups:
-        stages = tuple(sorted({stage_of(name) for name in names}))
-        if len(stages) == 1:
-            continue
-        if any(map(is_in_block, names)):
-            raise PlacementError(
-                f"{' and '.join(names)} are one tied parameter on stages {[*stages]}, and a block uses it: only what"
-                " runs around the blocks may share parameters over stages. Untie them, place the"
-                " blocks that share on one stage (placement=[…]), or use pipeline_parallel_size=1."
-            )
-        ties.append(Tie(names, stages))
-    return ties
+    ties = (Tie(names, tuple(sorted({stage for name in names for stage in stages_of(name)}))) for names in groups)
+    return [tie for tie in ties if len(tie.stages) > 1]
 
 
 class TiedGradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, LayoutError, PlacementError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
-from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
+from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled import compile_block
 from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
@@ -114,7 +114,7 @@ def assemble(
         return _as_it_shards_itself(module, layout, settings, device, seed, places)
 
     blocks = _blocks(module, layout, settings)
-    listed = [name for names in block_lists(module).values() for name in names]
+    listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
@@ -124,8 +124,18 @@ def assemble(
         blocks, placement = _place(module, blocks, layout, settings, device)
     recomputed = _recomputed(module, blocks, settings)
     agree_on_weights(module)
+    if blocks and placement:
+        # before the cut, which stands in for some of their calls
+        _wrap_blocks(
+            module,
+            {blocks.names[place] for place in placement.stages[layout.pipeline_rank].blocks},
+            recomputed,
+            settings,
+            device,
+        )
 
     stage = None
+    named = names_of_parameters(module)
     units = listed
     saved_elsewhere: set[str] = set()
     all_ties: list[Tie] = []
@@ -134,10 +144,11 @@ def assemble(
         assert blocks is not None
         assert placement is not None
         is_last = layout.pipeline_rank == layout.pipeline_parallel_size - 1
-        saved_elsewhere = set() if is_last else _on_every_stage(module, blocks)
+        saved_elsewhere = set() if is_last else _names_on_every_stage(module, blocks)
         _refuse_pre_hooks(module, blocks, placement)
         holders = Holders(blocks, placement)
-        all_ties = _ties(module, holders)
+        all_ties = find_ties(named, holders.of)
+        _refuse_buffers_of_several_stages(module, holders)
         ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
         saved_elsewhere |= {name for tie in ties if layout.pipeline_rank != tie.stages[-1] for name in tie.names}
         stage = _cut(module, holders, layout, ties, device)
@@ -149,14 +160,11 @@ def assemble(
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     if expert_mesh is not None:
         apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
-    for index, name in enumerate(blocks.names if blocks else ()):
-        if stage is None or index in stage.owned:
-            _wrap(module.get_submodule(name), name in recomputed, settings, device)
     reshards = stage is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
         module,
-        [module.get_submodule(name) for name in units],
+        [module.get_submodule(name) for name in _apart(units, named, ties)],
         mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
         sharding,
         whole_steps=module.automatic_optimization,
@@ -165,12 +173,17 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    for tie in ties:
-        if layout.pipeline_rank != tie.stages[-1]:
-            count_elsewhere(module.get_parameter(tie.names[0]))
     if stage is not None:
-        stage.join(module)
+        _join(module, stage, ties)
     return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
+
+
+def _join(module: nn.Module, stage: Stage, ties: Iterable[Tie]) -> None:
+    """What a stage does to a module that is sharded: norms count a parameter of several stages on the last of these."""
+    for tie in ties:
+        if stage.index != tie.stages[-1]:
+            count_elsewhere(module.get_parameter(tie.names[0]))
+    stage.join(module)
 
 
 def _as_it_shards_itself(
@@ -203,7 +216,18 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
     """The blocks; ``None`` where a single stage can do without them."""
     if layout.pipeline_parallel_size == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
-    return find_blocks(module, settings.pipeline_blocks)
+    return find_blocks(module, settings.pipeline_blocks, partial(_calls, module))
+
+
+def _calls(module: pl.LightningModule) -> Sequence[str]:
+    """The names of all modules in the order in which a run of the example calls them; none without an example."""
+    run = _example(module, None)
+    if run is None:
+        return ()
+    put_back = remember(module)
+    seen = watch({name: part for name, part in module.named_modules() if name}, run)
+    put_back()
+    return seen.calls if seen is not None else ()
 
 
 def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Settings) -> set[str]:
@@ -221,17 +245,20 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
     return {names[place] for place in chosen(len(names), settings.activation_checkpointing)}
 
 
-def _wrap(block: nn.Module, recomputes: bool, settings: Settings, device: torch.device) -> None:
-    """Recompute and compile what is called in a block: its forward, without the hooks around it."""
+def _wrap_blocks(
+    module: nn.Module, names: Collection[str], recomputed: Collection[str], settings: Settings, device: torch.device
+) -> None:
+    """Recompute and compile what is called in blocks: their forward, without the hooks around it."""
     generators = partial(randomness.remember, device)
-    for called in with_forward(block):
-        if recomputes:
-            selective = settings.activation_checkpointing == "selective"
-            recompute(called, generators, selective=selective, is_compiled=bool(settings.compile_blocks))
-        if settings.compile_blocks:
-            compile_block(called, "inductor" if settings.compile_blocks is True else settings.compile_blocks)
-        if recomputes or settings.compile_blocks:
-            leave_out_caches(called)
+    for name in names:
+        for called in with_forward(module.get_submodule(name)):
+            if name in recomputed:
+                selective = settings.activation_checkpointing == "selective"
+                recompute(called, generators, selective=selective, is_compiled=bool(settings.compile_blocks))
+            if settings.compile_blocks:
+                compile_block(called, "inductor" if settings.compile_blocks is True else settings.compile_blocks)
+            if name in recomputed or settings.compile_blocks:
+                leave_out_caches(called)
 
 
 def _place(
@@ -239,18 +266,20 @@ def _place(
 ) -> tuple[Blocks, Placement]:
     """The blocks in the order in which they were seen to run, where there is an example, and each one's stage."""
     policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
-    run = _example(module, blocks) if policy == "auto" else None
+    run = _example(module, blocks) if layout.pipeline_parallel_size > 1 else None
     seen = None
     if run is not None:
         put_back = remember(module)  # a cache made in the run would hold fake tensors
-        seen = watch({name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}, run)
+        watched = {name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}
+        seen = watch(watched, run, module.get_submodule(blocks.network))
         put_back()
     if seen is not None:
-        blocks = blocks.ordered(seen.starts)
+        blocks = blocks.ordered(seen.calls)
     cost = measure(
-        {name: module.get_submodule(name) for name in blocks.names},
+        zip(blocks.names, blocks.modules(module)),
         {name: (place, _part(module, name)) for name, place in blocks.parts},
         seen,
+        _on_every_stage(module, blocks),
     )
     if layout.pipeline_parallel_size > 1:
         module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
@@ -264,18 +293,34 @@ def _devices(layout: Layout, device: torch.device) -> list[str]:
     return [f"{device.type} {span[0]}" + (f"–{span[-1]}" if size > 1 else "") for span in spans]
 
 
-def _example(module: pl.LightningModule, blocks: Blocks) -> Callable[[], Any] | None:
-    """A call of the network to count operations in: on the module's or model's own example, or on token numbers."""
-    network = module.get_submodule(blocks.network)
+def _example(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
+    """A call of the network to count operations in: on the module's or model's own example, or on token numbers.
+
+    Args:
+        blocks: ``None`` where it isn't known yet what is cut.
+    """
     example = module.example_input_array
     if example is not None:
         inputs = example if isinstance(example, (tuple, dict)) else (example,)
         return lambda: module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-    if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
-        return lambda: network(**network.dummy_inputs)  # type: ignore[arg-type]
-    if any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before):
-        return lambda: network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
+    for network in [module.get_submodule(blocks.network)] if blocks else module.children():
+        if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
+            return partial(_call_on_dummies, network)
+    if blocks:
+        takes_tokens = any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before)
+        return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
+    for network in module.children():
+        if any(isinstance(part, nn.Embedding) for part in network.children()):
+            return partial(_call_on_tokens, network)
     return None
+
+
+def _call_on_dummies(network: Any) -> Any:
+    return network(**network.dummy_inputs)
+
+
+def _call_on_tokens(network: nn.Module) -> Any:
+    return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
 
 
 def _part(module: nn.Module, name: str) -> Part:
@@ -310,19 +355,20 @@ class Holders:
     def _at(self, place: int) -> int:
         return self.of_block[min(place, len(self.of_block) - 1)]
 
-    def block_of(self, name: str) -> int | None:
-        """The place of the block that a parameter is in."""
-        return next((i for i, block in enumerate(self.blocks.names) if name.startswith(f"{block}.")), None)
-
-    def of(self, name: str) -> int | None:
-        """The stage that holds a parameter; ``None`` where every stage does."""
-        block = self.block_of(name)
-        if block is not None:
-            return self.of_block[block]
-        return next((s for part, s in self.of_part.items() if name == part or name.startswith(f"{part}.")), None)
+    def of(self, name: str) -> set[int]:
+        """The stages that use a parameter; none where it's in no block or part, and every stage has it."""
+        uses = [*zip(self.blocks.names, self.of_block), *self.of_part.items()]
+        return {stage for used, stage in uses if name == used or name.startswith(f"{used}.")}
 
 
-def _on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
+def _on_every_stage(module: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    """The modules with parameters that aren't cut, by name: frozen ones beside the network."""
+    cut = {name.partition(".")[0] for name in (blocks.network, *blocks.names, *dict(blocks.parts))}
+    beside = {name: child for name, child in module.named_children() if name not in cut}
+    return {name: child for name, child in beside.items() if any(True for _ in child.parameters())}
+
+
+def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
     """State-dict names of what isn't cut: what stands beside the network, and isn't trained."""
     cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
     prefix = f"{blocks.network}." if blocks.network else ""
@@ -343,24 +389,35 @@ def _units(module: nn.Module, stage: Stage, listed: Sequence[str]) -> list[str]:
     return sorted(held, key=lambda name: -name.count("."))
 
 
-def _ties(module: pl.LightningModule, holders: Holders) -> list[Tie]:
-    ties = find_ties(
-        tied_parameters(module), lambda name: holders.of(name) or 0, lambda name: holders.block_of(name) is not None
-    )
+def _apart(units: Sequence[str], parameters: Sequence[tuple[str, ...]], ties: Iterable[Tie]) -> list[str]:
+    """The units whose parameters are theirs alone: those that others use too belong to the root's unit."""
+    tied = {name for tie in ties for name in tie.names}
+    shared = [names for names in parameters if len(names) > 1 or names[0] in tied]
+
+    def is_apart(unit: str) -> bool:
+        uses = [{name.startswith(f"{unit}.") for name in names} for names in shared]
+        return not any(True in use and (False in use or names[0] in tied) for use, names in zip(uses, shared))
+
+    return [unit for unit in units if is_apart(unit)]
+
+
+def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holders) -> None:
+    places: dict[int, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
-        buffers = part._buffers.keys() - part._non_persistent_buffers_set
-        of_both = {tie.names for tie in ties for n in tie.names if n.rpartition(".")[0] == name}
-        if buffers and any(_is_one_module(module, names) for names in of_both):
+        places.setdefault(id(part), []).append(name)
+    for names in places.values():
+        stages = {stage for name in names for stage in holders.of(f"{name}.")}
+        part = module.get_submodule(names[0])
+        buffers = [*(part._buffers.keys() - part._non_persistent_buffers_set)]
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            buffers.append("extra state")
+        if len(stages) > 1 and buffers:
             raise PlacementError(
-                f"{name} runs in several places around the blocks, and has buffers ({', '.join(sorted(buffers))}),"
-                " which several stages would keep in their own ways: use two modules that share their weights, or"
+                f"{names[0]} runs in several places, on stages {sorted(stages)}, and has buffers"
+                f" ({', '.join(sorted(buffers))}), which they would keep in their own ways: register what never"
+                " changes with persistent=False, use a module for each place, which share their weights, or"
                 " pipeline_parallel_size=1."
             )
-    return ties
-
-
-def _is_one_module(root: nn.Module, names: Sequence[str]) -> bool:
-    return len({id(root.get_submodule(name.rpartition(".")[0])) for name in names}) < len(names)
 
 
 def _cut(

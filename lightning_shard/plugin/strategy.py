@@ -91,7 +91,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             a CSV file as torch's schedules write it, with one stage on each rank.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
-            and modules in the order in which they run. Default: found.
+            and modules in the order in which they run, and as often. Default: found.
         loss_weight: A function of a batch that says how much its loss counts, such as its number of tokens that aren't
             padding: then losses that are means over tokens are so over the whole global batch, however it was cut
             into microbatches and dealt to data ranks. Default: all parts count alike.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.blocks import find_blocks
+from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
 from lightning_shard.pipeline.cut import cut
@@ -24,6 +24,7 @@ from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
+from lightning_shard.pipeline.ties import find_ties
 from lightning_shard.plugin.assemble import Holders
 from lightning_shard.plugin.steps.memory import remember
 
@@ -151,7 +152,8 @@ def on_stages(
     done = _on_threads(run_stage, stages)
     gradients: dict[str, Tensor] = {}
     for root in roots:
-        gradients |= _gradients(root)
+        for name, gradient in _gradients(root).items():  # of several stages where one parameter is on these
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return Seen(done[-1][0], gradients, [sizes[-1] for _, sizes in done[:-1]])
 
 
@@ -213,9 +215,9 @@ def _on_threads(run_stage: Callable[[int, QueueChannel], Result], stages: int) -
 
 def _cut(root: nn.Module, index: int, stages: int, path: str | Sequence[str] | None) -> Stage:
     blocks = find_blocks(root, path)
-    modules = dict(zip(blocks.names, blocks.modules(root)))
-    holders = Holders(blocks, place(measure(modules, {}), stages, "even"))
+    holders = Holders(blocks, place(measure(zip(blocks.names, blocks.modules(root)), {}), stages, "even"))
     owned = holders.placement.stages[index].blocks
+    ties = find_ties(names_of_parameters(root), holders.of)
     stage = cut(
         root,
         blocks.names,
@@ -225,7 +227,7 @@ def _cut(root: nn.Module, index: int, stages: int, path: str | Sequence[str] | N
         count=stages,
         parts=holders.of_part,
         holder_of=holders.of_block,
-        kept=(),
+        kept={name for tie in ties if index in tie.stages for name in tie.names},
         device=CPU,
     )
     stage.join(root)

@@ -162,3 +162,84 @@ def test_the_order_that_was_seen_in_a_run_corrects_the_guess() -> None:
     blocks = find_blocks(Whole()).ordered(["head", "embed", "layers.1", "layers.0", "layers.2"])
     assert blocks.names == ("layers.1", "layers.0", "layers.2")
     assert dict(blocks.parts)["head"] == 0
+
+
+class Prepares(Whole):
+    """What it adds is registered after the blocks and used before; the loop uses a part between all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepare = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.prepare(x))
+
+
+class UsesAPartBetween(Whole):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._prepare(x)
+        for experts in self.layers:
+            x = self.norm(experts[0](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("network", "part"), [(Prepares, "prepare"), (UsesAPartBetween, "norm")])
+def test_what_runs_before_an_inherited_forward_or_within_the_loop_comes_first(network: type[Whole], part: str) -> None:
+    places = dict(find_blocks(network()).parts)
+    assert places[part] == places["embed"] == 0
+    assert places["head"] == 3
+
+
+class Holder(nn.Module):
+    """Of what is set on it."""
+
+
+def test_a_module_of_several_places_is_there_as_often_as_it_runs() -> None:
+    module = Holder()
+    module.embed, module.block, module.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+    assert find_blocks(module, ["block"] * 3).names == ("block",) * 3
+    seen = ["embed", "block", "norm", "block", "norm"]
+    found = find_blocks(module, calls=lambda: seen)
+    assert found.names == ("block",)
+    ordered = found.ordered(seen)
+    assert ordered.names == ("block", "block")
+    assert dict(ordered.parts) == {"embed": 0, "norm": 1}
+    module.blocks = nn.ModuleList([module.block, nn.Linear(8, 8)] * 2)
+    assert find_blocks(module).names == ("block", "blocks.1") * 2
+    assert "block" not in dict(find_blocks(module).parts)
+
+
+def test_what_cant_be_cut_says_what_could_be_named() -> None:
+    module = Holder()
+    module.net = Holder()
+    module.net.first, module.net.second = nn.Linear(8, 8), nn.LSTM(8, 8, num_layers=4)
+    with pytest.raises(PlacementError, match=r"pipeline_blocks, such as \['net\.first', 'net\.second'\]"):
+        find_blocks(module)
+    assert find_blocks(module, ["first", "second"]).names == ("net.first", "net.second")
+    del module.net.first
+    with pytest.raises(PlacementError, match=r"by pipeline_blocks\. .* single module, such as an nn\.LSTM, isn't cut"):
+        find_blocks(module)
+
+
+class LooksLikeAList(nn.Module):
+    """A block that runs three times, and holds a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Towers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+def test_a_list_in_a_module_that_runs_several_times_isnt_cut() -> None:
+    module = Holder()
+    module.net = LooksLikeAList()
+    assert find_blocks(module, calls=lambda: ["net", "net.block", "net.block"]).names == ("net.block",)
+    assert find_blocks(module).names[0] == "net.block.heads.0"

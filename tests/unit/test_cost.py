@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_shard.pipeline.cost import measure, watch
+from lightning_shard.pipeline.placement import place
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 12
 MLP_FLOPS = 2 * TOKENS * (WIDTH * 4 * WIDTH) * 2
@@ -42,7 +43,7 @@ class Network(nn.Module):
         parts = {"embedding": self.embedding, "scale": self.scale, "norm": self.norm, "head": self.head}
         seen = watch({**blocks, **parts}, run) if run else None
         places = {"embedding": 0, "scale": 0, "norm": len(blocks), "head": len(blocks)}
-        return measure(blocks, {name: (places[name], part) for name, part in parts.items()}, seen)
+        return measure(blocks.items(), {name: (places[name], part) for name, part in parts.items()}, seen)
 
 
 def by_name(parts):
@@ -107,3 +108,29 @@ def test_experts_count_for_the_tokens_that_they_get(device, caplog):
     router = 2 * TOKENS * WIDTH * experts
     assert seen.flops["block"] == router + chosen * 3 * (2 * TOKENS * WIDTH * 4 * WIDTH)
     assert not caplog.records
+
+
+def test_what_a_run_does_not_call_is_estimated_for_as_many_tokens():
+    network = Network()
+    blocks, tower = dict(network.blocks.named_children()), Network(depth=6).blocks
+    seen = watch({**blocks, "tower": tower}, lambda: network(torch.zeros(1, TOKENS, dtype=torch.long)))
+    cost = measure(blocks.items(), {"tower": (0, tower)}, seen, {"teacher": tower})
+    assert cost.before[0].flops == cost.everywhere[0].flops == 6 * MLP_FLOPS
+
+
+def test_a_block_of_several_places_costs_at_each_and_is_held_once():
+    block = Block()
+    seen = watch({"block": block}, lambda: [block(torch.zeros(TOKENS, WIDTH)) for _ in range(4)])
+    assert seen.calls == ("block",) * 4
+    cost = measure([("block", block)] * 4, {}, seen)
+    assert [each.flops for each in cost.blocks] == [MLP_FLOPS] * 4
+    stages = place(cost, 2).stages
+    assert [stage.parameters for stage in stages] == [2048] * 2
+    assert [stage.cost for stage in stages] == [2 * MLP_FLOPS] * 2
+
+
+def test_a_networks_second_call_is_not_the_steps():
+    network = Network()
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    seen = watch(dict(network.blocks.named_children()), lambda: (network(tokens), network(tokens)), network)
+    assert seen.calls == ("0", "1", "2")

@@ -299,6 +299,31 @@ class ResNet(nn.Module):
         return self.head(features.mean((2, 3))).reshape(len(x), 6, WORDS)
 
 
+class Inherits(Net):
+    """A part is registered after the blocks and called before the inherited forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepare = nn.Embedding(WORDS, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x + self.prepare(x).argmax(-1)) % WORDS) + self.prepare(x)
+
+
+class BetweenAll(Net):
+    """One part runs between all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden) * self.gate(hidden).sigmoid()
+        return self.head(self.norm(hidden))
+
+
 class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -334,6 +359,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
+        *(Inherits, BetweenAll),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}
 
@@ -651,7 +677,7 @@ class ValuesDecide(Conditioned):
         (Commits, "isn't known there"),
         (Differentiates, r"takes gradients itself \(grad\)"),
         (Scripted, r"turned finite values into NaN.*scripted function"),
-        (Twice, "a second time within one step"),
+        (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
     ],
 )
