@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
-from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
+from lightning_shard.pipeline.crossing import Key, Slot, StageEnd, keep
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
 
@@ -29,6 +29,12 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage = self.stage.passage
         if not passage.active:
+            if self.stage.in_backward:
+                raise StepError(
+                    f"Activation checkpointing recomputes {self.name} together with blocks or other code of another"
+                    " pipeline stage: checkpoint each block by itself, place the blocks that are checkpointed together"
+                    " on one stage (placement=[…]), or use pipeline_parallel_size=1."
+                )
             raise StepError(
                 "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
                 " it in training_step, validation_step, test_step or predict_step, or use pipeline_parallel_size=1."
@@ -45,10 +51,12 @@ class StandIn:
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
         for number, (path, key, value) in enumerate(done.kept):
+            module, name = self.block.get_submodule(path), ("kept", self.index, number)
+            if not passage.searching and not any(sent[:3] == name for sent in passage.received):
+                continue  # unknown since the search
             text = f"what {self.name} keeps as {key}"
             scalar = Slot((), torch.get_default_dtype(), False)
-            filled = self._filled(scalar if value is None else value, ("kept", self.index, number), text)
-            self.block.get_submodule(path).__dict__[key] = filled
+            keep(module, key, self._filled(scalar if value is None else value, name, text))
         tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
         for place in done.changed:
             self._change(tensors[place], ("changed", self.index, place))
@@ -84,11 +92,10 @@ class StandIn:
         return tree.map_leaves(fill, values)
 
     def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
-        """The forward hooks of a module inside the block, on what they saw where it ran."""
+        """The forward hooks of a module inside the block, on what the first of them saw where it ran."""
         module = self.block.get_submodule(path)
         args, kwargs, output = seen
         for number, hook in list(module._forward_hooks.items()):
-            if number in module._forward_hooks_with_kwargs:
-                hook(module, args, kwargs, output)
-            else:
-                hook(module, args, output)
+            given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
+            result = hook(module, *given, output)
+            output = output if result is None else result

@@ -26,7 +26,7 @@ from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
-from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.memory import Memory
 
 _PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
 _EXAMPLE_TOKENS = 16
@@ -177,9 +177,10 @@ def _place(
     run = _example(module, blocks) if policy == "auto" else None
     seen = None
     if run is not None:
-        put_back = remember(module)  # a cache made in the run would hold fake tensors
+        memory = Memory(module)  # a cache made in the run would hold fake tensors
         seen = watch({name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}, run)
-        put_back()
+        memory.put_back()
+        memory.forget()
     if seen is not None:
         blocks = blocks.ordered(seen.starts)
     cost = measure(

@@ -20,11 +20,15 @@ from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
+from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.plugin.assemble import Holders
-from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.kept import KeptState
+from lightning_shard.plugin.steps.memory import Memory
+from lightning_shard.plugin.steps.python_state import own_generators
+from lightning_shard.plugin.steps.randomness import derive, seed_own
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
@@ -84,15 +88,30 @@ class QueueChannel:
 
     def send_gradients(self, received: Iterable[Tensor]) -> None:
         for tensor in received:
-            if tensor.requires_grad:
-                self._put(self.stage - 1, "gradient", torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            self._put(self.stage - 1, "gradient", torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
-    def receive_gradients(self, sent: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        outputs = [tensor for tensor in sent if tensor.requires_grad]
-        return outputs, [self._get(self.stage + 1, "gradient") for _ in outputs]
+    def receive_gradients(self, sent: Iterable[Tensor]) -> list[Tensor]:
+        return [self._get(self.stage + 1, "gradient") for _ in sent]
+
+    def send_needed(self, needed: Sequence[bool]) -> None:
+        self._put(self.stage - 1, "gradient", needed)
+
+    def receive_needed(self, count: int) -> list[bool]:
+        needed = self._get(self.stage + 1, "gradient")
+        assert len(needed) == count
+        return needed
 
     def flush(self) -> None:
         pass
+
+    def agree(self, kept: KeptState, microbatches: int) -> None:
+        """The last stage's state, on all."""
+        changes = kept.changes() if (self.stage, self.stage + 1, "message") not in self.queues else None
+        if changes is None:
+            changes = self._get(self.stage + 1, "message")
+            kept.take(changes, microbatches, CPU)
+        if self.stage:
+            self._put(self.stage - 1, "message", changes)
 
 
 @dataclass
@@ -109,7 +128,10 @@ Step = Callable[[nn.Module, Any], Tensor]
 
 def alone(make: Callable[[], nn.Module], step: Step, parts: Sequence[Any]) -> Seen:
     root = Root(make())
-    losses = [step(root, part) for part in parts]
+    losses = []
+    for i, part in enumerate(parts):
+        seed_generators(root, i)
+        losses.append(step(root, part))
     torch.stack(losses).mean().backward()
     return Seen([loss.detach() for loss in losses], _gradients(root))
 
@@ -122,8 +144,12 @@ def on_stages(
     *,
     blocks: str | Sequence[str] | None = None,
     schedule: str = "1F1B",
+    microbatches: int | None = None,
 ) -> Seen:
     """The same through a pipeline; gradients of the stages that hold the parameters.
+
+    Args:
+        microbatches: Of a batch; all parts are one batch if not said.
 
     Raises:
         Exception: The first that a stage raised.
@@ -132,18 +158,19 @@ def on_stages(
         (a, b, kind): queue.Queue[Any]()
         for a in range(stages)
         for b in (a - 1, a + 1)
+        if b < stages
         for kind in ("message", "value", "gradient")
     }
     failed = threading.Event()
     errors: list[BaseException] = []
     channels = [QueueChannel(stage, queues, failed) for stage in range(stages)]
-    actions = build(schedule, stages, len(parts)).rows
+    built = build(schedule, stages, len(parts))
     roots = [Root(make()) for _ in range(stages)]
     cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
 
     def run_stage(index: int) -> list[Tensor]:
         try:
-            return _run(roots[index], cuts[index], channels[index], step, parts, actions[index])
+            return _run(roots[index], cuts[index], channels[index], step, parts, built, microbatches or len(parts))
         except BaseException as error:
             if not failed.is_set():
                 errors.append(error)
@@ -183,28 +210,47 @@ def _cut(root: nn.Module, index: int, stages: int, path: str | Sequence[str] | N
 
 
 def _run(
-    root: nn.Module, stage: Stage, channel: Any, step: Step, parts: Sequence[Any], actions: Sequence[Any]
+    root: nn.Module,
+    stage: Stage,
+    channel: Any,
+    step: Step,
+    parts: Sequence[Any],
+    schedule: Schedule,
+    microbatches: int,
 ) -> list[Tensor]:
-    pipelined = PipelinedStep(stage, channel, lambda: remember(root))
+    pipelined = PipelinedStep(stage, channel, lambda: Memory(root))
+    kept = KeptState(root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+    losses = []
+    for start in range(0, len(parts), microbatches):
+        batch = parts[start : start + microbatches]
 
-    def run(i: int) -> Any:
-        try:
-            with stage.running(root):
-                result = step(root, parts[i])
-                if stage.is_last:
-                    refuse(result, "What the step returns")
-                return result
-        except StageEnd:
-            return None
+        def run(i: int, start: int = start) -> Any:
+            seed_generators(root, start + i)
+            try:
+                with kept.step(searching=stage.passage.searching), stage.running(root):
+                    result = step(root, parts[start + i])
+                    if stage.is_last:
+                        refuse(result, "What the step returns")
+                    return result
+            except StageEnd:
+                return None
 
-    return pipelined.train(
-        run,
-        parts,
-        actions,
-        loss_of=lambda loss: loss / len(parts),
-        before_backward=lambda *_: None,
-        backward=lambda loss: loss.backward(),
-    )
+        losses += pipelined.train(
+            run,
+            batch,
+            schedule.first(len(batch)).rows[stage.index],
+            loss_of=lambda loss: loss / len(parts),
+            before_backward=lambda *_: None,
+            backward=lambda loss: loss.backward(),
+        )
+        channel.agree(kept, len(batch))
+    return losses
+
+
+def seed_generators(root: nn.Module, i: int) -> None:
+    """Those that a module holds itself; the global ones are the threads' together."""
+    for name, generator in own_generators(root).items():
+        seed_own(generator, derive(i, name))
 
 
 def _gradients(root: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.data import expect_backward
+from lightning_shard.parallel.data import expect_backward, reduce_gradients, reshard
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
@@ -25,9 +27,11 @@ from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.kept import KeptState
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
-from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.memory import Memory
+from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
 
 
@@ -53,6 +57,9 @@ class PipelinedSteps:
         self._microbatches = schedule.microbatches
         self._schedule = schedule
         self._whole_batch: int | None = None
+        self._generators = randomness.AllGenerators(device)
+        self._may_have_new_generators = True
+        self._kept = KeptState(module, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
         self.begin_anew()
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
@@ -85,7 +92,7 @@ class PipelinedSteps:
 
         with (
             self._logs.holding(len(parts)),
-            randomness.preserved(self._device),
+            self._drawing(),
             self._ties.adding(last=not accumulating),
         ):
             results = self._step.train(
@@ -96,6 +103,9 @@ class PipelinedSteps:
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
+            if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
+                reduce_gradients(module)
+                reshard(module)
         losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
         result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
@@ -110,7 +120,7 @@ class PipelinedSteps:
         def run(i: int) -> Any:
             return self._run(method, draw, i, parts[i], args, kwargs)
 
-        with self._logs.holding(len(parts)), randomness.preserved(self._device):
+        with self._logs.holding(len(parts)), self._drawing():
             results = self._step.evaluate(run, parts, method)
         return self._share(results, tree.batch_size(parts[0]))
 
@@ -129,14 +139,14 @@ class PipelinedSteps:
         return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
     def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        randomness.seed_all(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
+        self._generators.seed(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
         passage = self._stage.passage
         if passage.searching:  # it may run again, and a step may change its batch
             part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
 
         def step() -> Any:
             try:
-                with self._stage.running(self._module):
+                with self._kept.step(searching=passage.searching), self._stage.running(self._module):
                     result = getattr(self._module, method)(part, *args, **kwargs)
                     if self._stage.is_last:
                         refuse(result, "What the step returns")
@@ -153,31 +163,55 @@ class PipelinedSteps:
         seed = randomness.derive(draw, i, self._layout.data_rank)
 
         def of_block(index: int) -> Callable[[], None]:
-            put_back = randomness.remember(self._device)
-            randomness.seed_all(randomness.derive(seed, "block", index))
+            put_back = self._generators.remember()
+            self._generators.seed(randomness.derive(seed, "block", index))
             return put_back
 
         self._stage.draws = of_block
         return seed
 
-    def _remember(self) -> Callable[[], None]:
-        put_back = (remember(self._module), self._logs.remember())
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Steps run inside: what they draw or seed leaves no trace."""
+        if self._may_have_new_generators:
+            self._generators.own = own_generators(self._module)
+            self._may_have_new_generators = False
+        with self._generators.preserved():
+            yield
 
-        def undo() -> None:
-            for each in put_back:
-                each()
-
-        return undo
+    def _remember(self) -> _Before:
+        self._may_have_new_generators = True  # a first step may make some
+        return _Before(Memory(self._module), self._logs.remember())
 
     def _share(self, results: list[Any], size: int) -> Any:
         """The last stage's merged result and logs, on every stage."""
         said = None
         if self._stage.is_last:
             merged = tree.map_leaves(_to_host, merge(results, size))
-            said = (merged, self._logs.combined())
-        result, logs = self._groups.broadcast_from_last_stage(said, self._device)
+            said = (merged, self._logs.combined(), self._kept.changes(), len(results))
+        result, logs, changes, microbatches = self._groups.broadcast_from_last_stage(said, self._device)
+        if not self._stage.is_last:
+            self._kept.take(changes, microbatches, self._device)
         self._logs.say(logs)
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a step may change, as it was before its first run."""
+
+    memory: Memory
+    put_back_logs: Callable[[], None]
+
+    def put_back(self) -> None:
+        self.memory.put_back()
+        self.put_back_logs()
+
+    def check(self) -> None:
+        self.memory.check()
+
+    def forget(self) -> None:
+        self.memory.forget()
 
 
 def _loss(result: Any) -> Tensor:
