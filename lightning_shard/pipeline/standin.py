@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
-from lightning_shard.pipeline.crossing import Key, Slot, StageEnd, keep
+from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd, keep
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
 
@@ -50,19 +50,22 @@ class StandIn:
             )
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._filled(seen, ("inside", self.index, call), f"what {self.name}.{path} computes"))
-        for number, (path, key, value) in enumerate(done.kept):
-            module, name = self.block.get_submodule(path), ("kept", self.index, number)
-            if not passage.searching and not any(sent[:3] == name for sent in passage.received):
-                continue  # unknown since the search
-            text = f"what {self.name} keeps as {key}"
-            scalar = Slot((), torch.get_default_dtype(), False)
-            keep(module, key, self._filled(scalar if value is None else value, name, text))
+        if passage.searching or any(key[:2] == ("kept", self.index) for key in passage.received):
+            self._keep(done)  # else unknown since the search
         tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
         for place in done.changed:
             self._change(tensors[place], ("changed", self.index, place))
         given = self._filled(done.output, ("block", self.index), f"the output of {self.name}", tensors)
         self.stage.given[self.index] = given
         return given
+
+    def _keep(self, done: BlockCall) -> None:
+        """Attributes and buffers that modules of the block have set."""
+        for number, (path, key, value) in enumerate(done.kept):
+            text = f"what {self.name} keeps as {key}"
+            scalar = Slot((), torch.get_default_dtype(), False)
+            filled = self._filled(scalar if value is None else value, ("kept", self.index, number), text)
+            keep(self.block.get_submodule(path), key, filled)
 
     def _change(self, tensor: Tensor, key: Key) -> None:
         """What the block has written to one of its arguments."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -73,8 +73,7 @@ def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
 
 def is_object(value: Any) -> bool:
     """Whether it is an object of a class whose attributes are looked into; a module isn't."""
-    kind: Any = type(value)
-    return _has_state(kind)
+    return _has_state(cast(Any, type(value)))
 
 
 @functools.cache
