@@ -77,7 +77,7 @@ def is_object(value: Any) -> bool:
 
 
 @functools.cache
-def _has_state(kind: type) -> bool:
+def _has_state(kind: Any) -> bool:
     if issubclass(kind, (type, Enum, nn.Module, types.ModuleType, *_LEAVES, *CONTAINERS, *_HANDED_ON)):
         return False
     return kind in _OBJECTS or (not _is_machinery(kind) and (kind.__dictoffset__ != 0 or bool(slots(kind))))
@@ -95,7 +95,7 @@ def entries(container: Any, most: int | None = None) -> list[Any]:
 
 
 @functools.cache
-def slots(kind: type) -> list[str]:
+def slots(kind: Any) -> list[str]:
     named = (name for base in kind.__mro__ for name in _as_tuple(base.__dict__.get("__slots__", ())))
     return [name for name in named if not name.startswith("__")]
 
