@@ -682,6 +682,16 @@ class CheckpointsHead(Net):
         return checkpoint(lambda hidden: (hidden @ self.embed.weight.T).tanh() ** 2, hidden, use_reentrant=False)
 
 
+class CheckpointsPart(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        times = x[:, :1, None].float() / WORDS
+        hidden = self.embed(x) * self.time(times)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = checkpoint(lambda hidden: hidden * self.time(times), hidden, use_reentrant=False)
+        return self.head(self.norm(hidden))
+
+
 class CheckpointedTogether(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.blocks[0](self.embed(x))
@@ -689,7 +699,9 @@ class CheckpointedTogether(Net):
         return self.head(self.norm(self.blocks[3](hidden)))
 
 
-@pytest.mark.parametrize("network", [LooksAtBuffers, Replacing, Views, ViewHandedOn, Caches, CheckpointsHead, Commits])
+@pytest.mark.parametrize(
+    "network", [LooksAtBuffers, Replacing, Views, ViewHandedOn, Caches, CheckpointsHead, CheckpointsPart, Commits]
+)
 def test_what_else_networks_do_is_as_in_one_process(network: type[Net]) -> None:
     assert_alike(seeded(network), loss, batches(), 3)
 
