@@ -116,21 +116,30 @@ class Channel:
         return received
 
     def send_gradients(self, received: Iterable[Tensor]) -> None:
-        """Send the gradients of received values to the previous stage."""
+        """Send the gradients of received values to the previous stage; zeros for what has none."""
         for tensor in received:
-            if tensor.requires_grad:
-                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                self._send(gradient, self.backward_group, self.stage - 1)
+            gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            self._send(gradient, self.backward_group, self.stage - 1)
 
-    def receive_gradients(self, sent: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The sent values that need gradients, and their gradients from the next stage."""
-        outputs = [tensor for tensor in sent if tensor.requires_grad]
+    def receive_gradients(self, sent: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients of sent values, from the next stage."""
         gradients = []
-        for output in outputs:
+        for output in sent:
             gradient = torch.empty(output.shape, dtype=output.dtype, device=self.device)
             dist.recv(gradient, group=self.backward_group, group_src=self._rank(self.stage + 1))
             gradients.append(gradient)
-        return outputs, gradients
+        return gradients
+
+    def send_needed(self, needed: Sequence[bool]) -> None:
+        """Tell the previous stage, once for a signature, which of the values that need gradients have got one."""
+        flags = torch.tensor(needed, dtype=torch.uint8, device=self.device)
+        self._send(flags, self.backward_group, self.stage - 1)
+
+    def receive_needed(self, count: int) -> list[bool]:
+        """What the next stage tells of ``count`` values."""
+        flags = torch.empty(count, dtype=torch.uint8, device=self.device)
+        dist.recv(flags, group=self.backward_group, group_src=self._rank(self.stage + 1))
+        return [bool(flag) for flag in flags.tolist()]
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""

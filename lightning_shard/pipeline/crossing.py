@@ -14,10 +14,11 @@ user's code goes on with it as if it had been computed here.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import functions, tree
-from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, fill, leaves, mark, writes
+from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, base_of, fill, leaves, mark, memory_of, writes
 
 Key = tuple[Any, ...]
 """A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or of a block's call
@@ -105,12 +106,14 @@ class Delivery(tree.Leaf):
         blocks: What each block so far did.
         unavailable: What was asked for and is computed from parameters that a later stage holds.
         counted: The operations until the next stage's first block was called.
+        traced: Whether operations' results cross here or further up.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
     blocks: dict[int, BlockCall] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
+    traced: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,22 +122,33 @@ class Request(tree.Leaf):
 
     Attributes:
         again: The step calls the network once more: it is to be run call by call (``calls.py``).
+        traced: Whether operations' results cross further down.
     """
 
     done: bool
     keys: tuple[Key, ...] = ()
     sentence: str = ""
     again: bool = False
+    traced: bool = False
 
 
 @dataclass
 class Crossing:
-    """What crosses into this stage and out of it, for microbatches of one signature."""
+    """What crosses into this stage and out of it, for microbatches of one signature.
+
+    Attributes:
+        needed_later: Which of the values sent that need gradients have got one; known from the first backward on.
+        told_needed: Whether the stage before was told so.
+        is_settled: Whether it holds for all later microbatches of the signature.
+    """
 
     incoming: Delivery
     asked: list[Key] = field(default_factory=list)
     unavailable: set[Key] = field(default_factory=set)
     outgoing: Delivery | None = None
+    needed_later: list[bool] | None = None
+    told_needed: bool = False
+    is_settled: bool = False
 
     def is_traced(self) -> bool:
         """Whether operations must be counted; the hidden state crosses without that."""
@@ -153,6 +167,7 @@ class Passage:
             known here. While searching only.
         missing: What this stage needs and doesn't know.
         hollow: The parameters that other stages hold, by name.
+        filler: What unknown values are.
     """
 
     stage: int
@@ -171,6 +186,17 @@ class Passage:
     calls: int = 0
     active: bool = False
     differentiates: bool = False
+    filler: float = torch.nan
+    _kept: dict[int, dict[tuple[str, str], None]] | None = None
+
+    def kept_by(self, number: int) -> list[tuple[str, str]]:
+        """The modules within a part, and their attributes, that cross as kept by its call, an operation's number."""
+        if self._kept is None:
+            self._kept = defaultdict(dict)
+            for key in chain(self.wanted, self.received):
+                if key[0] == "operation" and isinstance(key[2], tuple):
+                    self._kept[key[1]][key[2][:2]] = None
+        return [*self._kept.get(number, ())]
 
     @property
     def entered(self) -> bool:
@@ -216,7 +242,7 @@ class Passage:
     def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
         """In place of a value that isn't known here; of its own memory, since models may write into it."""
         data = torch.empty(slot.shape, dtype=slot.dtype, device=device)
-        data.fill_(torch.nan if data.is_floating_point() or data.is_complex() else 0)
+        data.fill_(self.filler if data.is_floating_point() or data.is_complex() else 0)
         tensor: Any = mark(data, Origin(text, self.on_missing))
         tensor.value = Value(key)
         return tensor
@@ -346,6 +372,7 @@ class Trace(TorchFunctionMode):
         self._suspended = 0
         self._off = False
         self._parents: tuple[Value, ...] = ()
+        self._written: dict[int, Unknown] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -356,24 +383,64 @@ class Trace(TorchFunctionMode):
                 f"The step takes gradients itself ({func.__name__}), and with several pipeline stages they would be of"
                 " one stage only: use pipeline_parallel_size=1."
             )
+        self.see_written((args, kwargs))
         parents = self._unknown_in((args, kwargs))
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        changed = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
-        return self._counted(name, result, [leaf for leaf in changed if isinstance(leaf, Tensor)], parents)
+        written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
+        changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
+        result = self._counted(name, result, changed, parents)
+        if self._passage.searching:
+            unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
+            self._written.update((memory_of(leaf), leaf) for leaf in unknown)
+        return result
+
+    def see_written(self, value: Any) -> None:
+        """Have known tensors be unknown whose memory was written to, by another view, with what isn't known."""
+        for leaf in leaves(value) if self._written else ():
+            if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
+                unknown: Any = mark(leaf, source.origin)
+                unknown.value = source.value
 
     def begins(self, args: Any) -> None:
         """A part around the blocks, or an autograd function, is called: it counts as one operation of ``args``."""
         if not self._suspended:
+            self.see_written(args)
             self._parents = self._unknown_in(args)
         self.suspend()
 
-    def ends(self, name: str, result: Any) -> Any:
-        """What it returned; gives what the user's code goes on with."""
+    def ends(
+        self, name: str, result: Any, part: nn.Module | None = None, kept: Sequence[tuple[str, str]] | None = None
+    ) -> Any:
+        """What it returned; gives what the user's code goes on with.
+
+        Args:
+            part: The part, if it's one.
+            kept: Its modules' names, and attributes that they have set; not said where it isn't being found out.
+        """
         if self._suspended == 1:  # not resumed yet: copies made here aren't the network's
+            number = self._passage.counted.number
             result = self._counted(name, result, [], self._parents)
+            if part is not None:
+                for path, key in kept if kept is not None else self._passage.kept_by(number):
+                    self._counted_kept(part.get_submodule(path), (number, path, key, name))
         self.resume()
         return result
+
+    def _counted_kept(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
+        """What a part keeps as an attribute has a name as what it returns has."""
+        number, path, key, name = named
+        held = (module._buffers if key in module._buffers else vars(module)).get(key)
+        places = count()
+
+        def produced(leaf: Any) -> Any:
+            place = (path, key, next(places))
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+                return leaf
+            return self._passage.produced(("operation", number, place, name), leaf, self._parents)
+
+        if any(not isinstance(leaf, nn.Parameter) for leaf in tree.tensors(held)):
+            keep(module, key, tree.map_leaves(produced, held))
 
     def _unknown_in(self, value: Any) -> tuple[Value, ...]:
         if not self._passage.searching:
@@ -426,25 +493,38 @@ class Trace(TorchFunctionMode):
 @contextmanager
 def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
     """Inside a step: parameters that are asked for are sent, and received ones stand in for hollow ones."""
-    placed: list[tuple[nn.Module, str, Any]] = []
     for key in passage.wanted:
         if key[0] == "parameter" and key not in passage.received:
             parameter = root.get_parameter(key[1])
             if type(parameter) is nn.Parameter:
                 passage.sent[key] = parameter.clone()
     for key, tensor in passage.received.items():
+        if key[0] == "parameter" and key in passage.wanted:
+            passage.sent[key] = tensor.clone()
+    with parameters_in_place(root, passage.received):
+        yield
+
+
+@contextmanager
+def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> Iterator[None]:
+    """Inside, received parameters stand in for hollow ones."""
+    placed: list[tuple[nn.Module, str, Any]] = []
+    for key, tensor in received.items():
         if key[0] == "parameter":
             parent, _, name = key[1].rpartition(".")
             module = root.get_submodule(parent)
             placed.append((module, name, module.__dict__[name]))
             module.__dict__[name] = tensor
-            if key in passage.wanted:
-                passage.sent[key] = tensor.clone()
     try:
         yield
     finally:
         for module, name, hollow in placed:
             module.__dict__[name] = hollow
+
+
+def keep(module: nn.Module, key: str, value: Any) -> None:
+    """Set an attribute, or a buffer, of a module whose code has set it on another stage."""
+    (module._buffers if key in module._buffers else module.__dict__)[key] = value
 
 
 def unknown_states(modules: Iterable[nn.Module]) -> list[Unknown]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +20,13 @@ class Before:
 
     arguments: list[tuple[Any, int]]
     containers: list[tuple[Any, int]]
-    attributes: list[tuple[str, nn.Module, dict[str, Any]]]
+    attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
 
     @classmethod
     def of(cls, block: nn.Module, arguments: Any) -> Before:
-        noted = [(leaf, leaf._version if isinstance(leaf, Tensor) else 0) for _, leaf in tree.walk(arguments)]
+        noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         sizes = [(each, len(each)) for each in _containers(arguments)]
-        return cls(noted, sizes, [(path, module, dict(vars(module))) for path, module in block.named_modules()])
+        return cls(noted, sizes, [(path, module, dict(_attributes(module))) for path, module in block.named_modules()])
 
     def slot(self, leaf: Any) -> Any:
         """An output's; it may be an argument, handed on."""
@@ -47,13 +48,23 @@ class Before:
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
 
     def kept(self) -> list[tuple[str, str, Any]]:
-        """The attributes that modules of the block have set."""
+        """The attributes and buffers that modules of the block have set, or written to."""
         return [
             (path, key, value)
             for path, module, before in self.attributes
-            for key, value in vars(module).items()
-            if not key.startswith("_") and key != "training" and before.get(key, before) is not value
+            for key, (value, version) in _attributes(module)
+            if before.get(key, (before, 0))[0] is not value or before[key][1] != version
         ]
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
+    for key, value in chain(vars(module).items(), module._buffers.items()):
+        if not key.startswith("_") and key != "training":
+            yield key, (value, _version(value))
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _containers(value: Any) -> Iterator[Any]:

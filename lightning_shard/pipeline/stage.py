@@ -33,6 +33,7 @@ from lightning_shard.pipeline.crossing import (
     StageEnd,
     Trace,
     parameters_crossing,
+    parameters_in_place,
     unknown_states,
 )
 from lightning_shard.pipeline.effects import Before
@@ -60,6 +61,7 @@ class Stage:
         in_step: Whether the user's code runs.
         calls: Of a step that goes call by call.
         entrances: The modules around all blocks: a step runs the network by calling one of them.
+        in_backward: Whether a backward runs.
         given: What stand-ins have returned, by their blocks' places.
         draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
             forward, and in the backward of the same microbatch: there a block may run again, to recompute what
@@ -82,6 +84,7 @@ class Stage:
     in_step: bool = False
     calls: Calls | None = None
     entrances: list[nn.Module] = field(default_factory=list)
+    in_backward: bool = False
     given: dict[int, Any] = field(default_factory=dict)
     draws: Callable[[int], Callable[[], None]] | None = None
 
@@ -93,8 +96,11 @@ class Stage:
         self._times_run: Counter[str] = Counter()
         self._running: list[int | None] = []
         self._trace: Trace | None = None
+        self._filler = torch.nan
+        self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
         self._before: Before | None = None
+        self._parts_before: list[Before] = []
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
 
@@ -133,6 +139,7 @@ class Stage:
             counted=counted,
             active=True,
             differentiates=torch.is_grad_enabled(),
+            filler=self._filler,
         )
         self._times_run.clear()
         self._running.clear()
@@ -141,8 +148,33 @@ class Stage:
             yield passage
         finally:
             passage.active, self._trace, self._before = False, None, None
+            self._parts_before.clear()
             while self._inside:
                 self._inside.pop().remove()
+
+    @contextmanager
+    def backward(self, received: Mapping[Key, Tensor]) -> Iterator[None]:
+        """A microbatch's backward runs inside; code that it recomputes finds the parameters that were sent."""
+        assert self._root is not None
+        self.in_backward = True
+        try:
+            with parameters_in_place(self._root, received):
+                yield
+        finally:
+            self.in_backward = False
+
+    @contextmanager
+    def unknown_values_being(self, value: float) -> Iterator[None]:
+        """Inside, hollow parameters and what isn't known hold this value, where they would hold NaN."""
+        self._filler = value
+        for hollow in self.hollow.values():
+            hollow.fill(value)
+        try:
+            yield
+        finally:
+            self._filler = torch.nan
+            for hollow in self.hollow.values():
+                hollow.fill(torch.nan)
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
@@ -169,6 +201,7 @@ class Stage:
 
     def join(self, root: nn.Module) -> None:
         """Watch the blocks, once ``root`` was sharded: between these hooks runs no code of the network."""
+        self._root = root
         self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
         for name in self.places:
             block = root.get_submodule(name)
@@ -189,7 +222,8 @@ class Stage:
         """What goes out of a microbatch."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         unavailable = frozenset(crossing.unavailable)
-        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted)
+        traced = crossing.incoming.traced or crossing.is_traced()
+        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         if self.calls is not None and not self.passage.active:
@@ -198,12 +232,17 @@ class Stage:
 
     # Hooks
 
-    def _enter_part(self, hollow: Sequence[Hollow], _part: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_part(self, hollow: Sequence[Hollow], part: nn.Module, args: Any, kwargs: Any) -> None:
         if self.in_step and self._trace is not None:
+            if self.passage.searching:
+                self._parts_before.append(Before.of(part, ()))
             self._trace.begins((args, kwargs, hollow))
 
-    def _leave_part(self, name: str, _part: nn.Module, _args: Any, output: Any) -> Any:
-        return self._trace.ends(name, output) if self.in_step and self._trace is not None else output
+    def _leave_part(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:
+        if not self.in_step or self._trace is None:
+            return output
+        kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
+        return self._trace.ends(name, output, part, kept)
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
         if self.passage.active:
@@ -262,6 +301,8 @@ class Stage:
             return
         if index == self.owned.start:
             passage.entered_at = passage.counted
+        if self._trace is not None:
+            self._trace.see_written((args, kwargs))
         refuse((args, kwargs), name)
         if self.is_last:
             return  # nobody is told
@@ -276,7 +317,7 @@ class Stage:
         for path, module in block.named_modules():
             if path and module._forward_hooks:
                 note = partial(self._note_inside, index, path)
-                self._inside.append(module.register_forward_hook(note, with_kwargs=True))
+                self._inside.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
 
     def _note_inside(self, index: int, path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
-from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
+from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd, keep
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
 
@@ -39,6 +39,12 @@ class StandIn:
         passage, index = self.stage.passage, self.stage.place
         if self.own is not None and (not passage.active or index is None or index in self.stage.owned):
             return self.own(*args, **kwargs)
+        if not passage.active and self.stage.in_backward:
+            raise StepError(
+                f"Activation checkpointing recomputes {self.name} together with blocks or other code of another"
+                " pipeline stage: checkpoint each block by itself, place the blocks that are checkpointed together"
+                " on one stage (placement=[…]), or use pipeline_parallel_size=1."
+            )
         if not passage.active and self.stage.in_step:
             raise StepError(
                 f"{self.name} was called by a step that calls the network several times, and not by the network: with"
@@ -68,17 +74,22 @@ class StandIn:
             )
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
-        for number, (path, key, value) in enumerate(done.kept):
-            text = f"what {self.name} keeps as {key}"
-            scalar = Slot((), torch.get_default_dtype(), False)
-            filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
-            self.block.get_submodule(path).__dict__[key] = filled
+        if passage.searching or any(key[:2] == ("kept", index) for key in passage.received):
+            self._keep(done, index)  # else unknown since the search
         tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
         for place in done.changed:
             self._change(tensors[place], ("changed", index, place))
         given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
         self.stage.given[index] = given
         return given
+
+    def _keep(self, done: BlockCall, index: int) -> None:
+        """Attributes and buffers that modules of the block have set."""
+        for number, (path, key, value) in enumerate(done.kept):
+            text = f"what {self.name} keeps as {key}"
+            scalar = Slot((), torch.get_default_dtype(), False)
+            filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
+            keep(self.block.get_submodule(path), key, filled)
 
     def _check_recomputed_alone(self) -> None:
         """A backward's recomputation runs this block wherever it was called: nothing else may depend on that.
@@ -121,16 +132,15 @@ class StandIn:
         return tree.map_leaves(fill, values)
 
     def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
-        """The forward hooks of a module inside the block, on what they saw where it ran."""
+        """The forward hooks of a module inside the block, on what the first of them saw where it ran."""
         module = self.block.get_submodule(path)
         args, kwargs, output = seen
         for number, hook in list(module._forward_hooks.items()):
             if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
                 continue  # tensor parallelism, of a block that this stage runs at other places
-            if number in module._forward_hooks_with_kwargs:
-                hook(module, args, kwargs, output)
-            else:
-                hook(module, args, output)
+            given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
+            result = hook(module, *given, output)
+            output = output if result is None else result
 
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +27,41 @@ class _CallsAgain(Exception):
 RunStep = Callable[[int], Any]
 
 
+class Memory(Protocol):
+    """What a step may change beside gradients, as it was."""
+
+    def put_back(self) -> None: ...
+
+    def check(self) -> None:
+        """After each run: see that it changed nothing that can't be put back."""
+
+    def forget(self) -> None:
+        """Nothing will be put back any more."""
+
+
+@dataclass(frozen=True)
+class _OfCall:
+    """The memory of a call of the network: also of what it is given."""
+
+    step: Memory
+    put_call_back: Callable[[], None]
+
+    def put_back(self) -> None:
+        self.put_call_back()
+        self.step.put_back()
+
+    def check(self) -> None:
+        self.step.check()
+
+    def forget(self) -> None:
+        self.step.forget()
+
+
 @dataclass
 class _InFlight:
     """A microbatch between its forward and its backward."""
 
+    crossing: Crossing
     received: Mapping[Key, Tensor]
     sent: Mapping[Key, Tensor]
     loss: Tensor | None
@@ -42,13 +73,14 @@ class PipelinedStep:
     Args:
         stage: The stage of the model that was cut.
         channel: This rank's ends of its pipeline.
-        remember: Notes what a step may change beside gradients; returns what puts it back.
+        remember: Notes what a step may change beside gradients.
     """
 
-    def __init__(self, stage: Stage, channel: Channel, remember: Remember) -> None:
+    def __init__(self, stage: Stage, channel: Channel, remember: Callable[[], Memory]) -> None:
         self.stage = stage
         self.channel = channel
         self._remember = remember
+        self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
         self._crossings: dict[Hashable, Crossing] = {}
         self._call_by_call: set[Hashable] = set()
 
@@ -76,16 +108,18 @@ class PipelinedStep:
             What the step returned for each microbatch, on the last stage; else an empty list.
         """
         in_flight: dict[int, _InFlight] = {}
+        self.has_skipped_backward = False
         results: dict[int, Any] = {}
         last_backward = next(a.microbatch for a in reversed(actions) if a.kind == "B")
         for _, kind, i in actions:
             if kind == "F":
-                passage, result = self._forward(run, i, signature(microbatches[i], "train"))
+                signed = signature(microbatches[i], "train")
+                passage, result = self._forward(run, i, signed)
                 loss = None
                 if self.stage.is_last:
                     loss = loss_of(result)
                     results[i] = tree.map_leaves(_detached, result)  # keep no graph alive
-                in_flight[i] = _InFlight(passage.received, passage.sent, loss)
+                in_flight[i] = _InFlight(self._crossings[signed], passage.received, passage.sent, loss)
             else:
                 before_backward(i, i == last_backward)
                 self._backward(in_flight.pop(i), backward)
@@ -143,24 +177,19 @@ class PipelinedStep:
             except StageEnd:
                 return None
 
-        def remember_all() -> Callable[[], None]:
-            put_call_back, put_step_back = remember(), self._remember()
-
-            def put_back() -> None:
-                put_call_back()
-                put_step_back()
-
-            return put_back
-
-        result = self._find_crossing(run, 0, remember_all)[1]
+        result = self._find_crossing(run, 0, lambda: _OfCall(self._remember(), remember()))[1]
         self.channel.flush()
         return result
 
     def _forward(self, run: RunStep, i: int, key: Hashable) -> tuple[Passage, Any]:
         """One microbatch's forward, and what the step returned (on the last stage)."""
         crossing = self._crossings.get(key)
-        if crossing is None:
-            passage, result, self._crossings[key] = self._find_crossing(run, i, self._remember)
+        if crossing is None or not crossing.is_settled:
+            passage, result, found = self._find_crossing(run, i, self._remember)
+            # A first microbatch may run more operations than others, to fill caches: where they are counted, the second
+            # one's are. All stages know alike whether any of them counts.
+            found.is_settled = found.is_settled or crossing is not None
+            self._crossings[key] = found
             return passage, result
         received = {} if self.stage.is_first else self.channel.receive(crossing.incoming.slots)
         with self.stage.microbatch(received, crossing) as passage:
@@ -173,14 +202,14 @@ class PipelinedStep:
             passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
         return passage, result
 
-    def _find_crossing(self, run: RunStep, i: int, remember: Remember) -> tuple[Passage, Any, Crossing]:
+    def _find_crossing(self, run: RunStep, i: int, remember: Callable[[], Memory]) -> tuple[Passage, Any, Crossing]:
         """The first microbatch of a signature: run it until neither this stage nor a later one misses anything.
 
         A stage that misses a value asks the one before, which runs its part again to send it. In between everything is
         put back as it was. Nobody asks for a name twice, so this ends.
         """
         stage, channel = self.stage, self.channel
-        put_back = remember()
+        memory = remember()
         asked: list[Key] = []
         unavailable: set[Key] = set()
         while True:
@@ -194,29 +223,69 @@ class PipelinedStep:
                 if passage.missing is None:
                     _check_ran(stage, passage)
             request = passage.missing or self._deliver(passage, crossing)
+            if request.done:
+                crossing.is_settled = not (incoming.traced or request.traced)
             if not stage.is_first:
                 channel.request(request)
             if request.done:
+                memory.check()
                 _check_order(passage, crossing)
-                _check_complete(passage, result)
                 passage.known.clear()
+                passage, result = self._check_complete(run, i, passage, result, crossing, memory)
+                memory.forget()
                 return passage, result, crossing
-            put_back()
+            memory.check()
+            memory.put_back()
             if request.again:
+                memory.forget()
                 raise _CallsAgain
+
+    def _check_complete(
+        self, run: RunStep, i: int, passage: Passage, result: Any, crossing: Crossing, memory: Memory
+    ) -> tuple[Passage, Any]:
+        """Where NaN came up here: whether it is the network's own, or came from a hollow parameter.
+
+        Unknown values are followed through torch's functions; this finds one that went another way, such as through a
+        scripted function. Then NaN goes where unknown values are 0 instead. Once per signature.
+
+        Raises:
+            StepError: It came from a hollow parameter.
+        """
+        found = [] if self.stage.is_first or _nan_of(passage.received) else _nan_of((passage.sent, result))
+        if not found:
+            return passage, result
+        memory.put_back()
+        received = {
+            key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in passage.received.items()
+        }
+        with self.stage.unknown_values_being(0.0), self.stage.microbatch(received, crossing) as again:
+            result = run(i)
+        if crossing.outgoing is not None:
+            again.sent = {key: again.sent[key] for key in crossing.outgoing.slots}
+        own = _nan_of((again.sent, result))
+        if len(own) != len(found) or not all(map(torch.equal, own, found)):
+            raise StepError(
+                f"Stage {passage.stage} turned finite values into NaN that a plain run wouldn't have: code around its"
+                " blocks computes something that only an earlier stage has in a way that can't be followed, such as a"
+                " scripted function. Use torch's own functions there, make it a part of the blocks, or use"
+                " pipeline_parallel_size=1."
+            )
+        return again, result
 
     def _deliver(self, passage: Passage, crossing: Crossing) -> Request:
         """Send what the next stage gets; whether that is all it needs, and if not, what this stage needs for it."""
         if self.stage.is_last:
-            return Request(done=True)
+            return Request(done=True, traced=crossing.is_traced())
         crossing.outgoing = self.stage.delivery(passage, crossing)
         self.channel.announce(crossing.outgoing)
         self.channel.send(passage.sent, crossing.outgoing.slots)
         answer = self.channel.requested()
-        if answer.done or answer.again:
+        if answer.again:
             return answer
+        if answer.done:
+            return replace(answer, traced=answer.traced or crossing.is_traced())
         if again := set(answer.keys) & set(crossing.asked):
-            raise StepError(f"{answer.sentence} {sorted(again)} can't be sent between stages.")
+            raise StepError(f"{answer.sentence} {sorted(again, key=str)} can't be sent between stages.")
         crossing.asked.extend(answer.keys)
         needed: dict[Key, None] = {}
         for key in answer.keys:
@@ -228,14 +297,38 @@ class PipelinedStep:
         return Request(False, tuple(needed), answer.sentence)
 
     def _backward(self, microbatch: _InFlight, backward: Callable[[Tensor], None]) -> None:
-        if microbatch.loss is not None:
-            backward(microbatch.loss)
-        else:
-            outputs, gradients = self.channel.receive_gradients(microbatch.sent.values())
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
+        with self.stage.backward(microbatch.received):
+            if microbatch.loss is not None:
+                backward(microbatch.loss)
+            else:
+                self._backward_of_sent(microbatch)
         if not self.stage.is_first:
-            self.channel.send_gradients(microbatch.received.values())
+            self._send_gradients(microbatch)
+
+    def _backward_of_sent(self, microbatch: _InFlight) -> None:
+        """What has no gradient on the later stages has none here: parameters that only it needs keep ``None``."""
+        crossing = microbatch.crossing
+        outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
+        if crossing.needed_later is None and outputs:
+            crossing.needed_later = self.channel.receive_needed(len(outputs))
+        gradients = self.channel.receive_gradients(outputs)
+        needed = [
+            (output, gradient)
+            for output, gradient, is_needed in zip(outputs, gradients, crossing.needed_later or ())
+            # what had none in the first microbatch may have one now
+            if is_needed or bool(gradient.any())
+        ]
+        self.has_skipped_backward |= not needed
+        if needed:
+            torch.autograd.backward([output for output, _ in needed], [gradient for _, gradient in needed])
+
+    def _send_gradients(self, microbatch: _InFlight) -> None:
+        crossing = microbatch.crossing
+        received = [tensor for tensor in microbatch.received.values() if tensor.requires_grad]
+        if not crossing.told_needed and received:
+            self.channel.send_needed([tensor.grad is not None for tensor in received])
+            crossing.told_needed = True
+        self.channel.send_gradients(received)
 
 
 def _check_ran(stage: Stage, passage: Passage) -> None:
@@ -261,22 +354,10 @@ def _check_order(passage: Passage, crossing: Crossing) -> None:
         )
 
 
-def _check_complete(passage: Passage, result: Any) -> None:
-    """NaN that came from a hollow parameter and not from the stage before.
-
-    Unknown values are followed through torch's functions; this finds one that went another way, such as through a
-    scripted function. Once per signature, since it waits for the device.
-    """
-    if passage.stage and _has_nan((passage.sent, result)) and not _has_nan(passage.received):
-        raise StepError(
-            f"Stage {passage.stage} turned finite values into NaN. If a plain run doesn't, code around its blocks"
-            " computes something that only an earlier stage has in a way that can't be followed, such as a scripted"
-            " function: use torch's own functions there, make it a part of the blocks, or use pipeline_parallel_size=1."
-        )
-
-
-def _has_nan(values: Any) -> bool:
-    return any(bool(t.isnan().any()) for t in tree.tensors(values) if t.is_floating_point())
+def _nan_of(values: Any) -> list[Tensor]:
+    """Where there is NaN, if anywhere; waits for the device."""
+    masks = [tensor.detach().isnan() for tensor in tree.tensors(values) if tensor.is_floating_point()]
+    return masks if any(bool(mask.any()) for mask in masks) else []
 
 
 def _detached(leaf: Any) -> Any:

@@ -123,6 +123,13 @@ class Hollow(Unknown):
         hollow.fqn, hollow.holder = name, stage
         return hollow
 
+    @torch.no_grad()
+    def fill(self, value: float) -> None:
+        """Have its one element be this."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.is_floating_point() or self.is_complex():
+                self.as_strided((1,), (1,), 0).fill_(value)
+
 
 def mark(tensor: Tensor, origin: Origin) -> Tensor:
     """Have a new tensor be unknown from now on; it is returned.
@@ -173,6 +180,12 @@ def _has_no_memory(tensor: Tensor) -> bool:
 def base_of(tensor: Tensor) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tensors that share their memory have in common."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
 
 
 def refuse(value: Any, where: str) -> None:

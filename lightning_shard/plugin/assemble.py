@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.memory import Memory
 
 _PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
 _EXAMPLE_TOKENS = 16
@@ -219,14 +220,24 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
     return find_blocks(module, settings.pipeline_blocks, partial(_calls, module))
 
 
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """The network runs inside, and leaves no trace: a cache made in the run would hold fake tensors."""
+    memory = Memory(module)
+    try:
+        yield
+    finally:
+        memory.put_back()
+        memory.forget()
+
+
 def _calls(module: pl.LightningModule) -> Sequence[str]:
     """The names of all modules in the order in which a run of the example calls them; none without an example."""
     run = _example(module, None)
     if run is None:
         return ()
-    put_back = remember(module)
-    seen = watch({name: part for name, part in module.named_modules() if name}, run)
-    put_back()
+    with _put_back(module):
+        seen = watch({name: part for name, part in module.named_modules() if name}, run)
     return seen.calls if seen is not None else ()
 
 
@@ -269,10 +280,9 @@ def _place(
     run = _example(module, blocks) if layout.pipeline_parallel_size > 1 else None
     seen = None
     if run is not None:
-        put_back = remember(module)  # a cache made in the run would hold fake tensors
         watched = {name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}
-        seen = watch(watched, run, module.get_submodule(blocks.network))
-        put_back()
+        with _put_back(module):
+            seen = watch(watched, run, module.get_submodule(blocks.network))
     if seen is not None:
         blocks = blocks.ordered(seen.calls)
     cost = measure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -60,6 +60,7 @@ from lightning_shard.plugin.saving.state import (
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.agreement import check_same_batch
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
+from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
@@ -426,7 +427,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self._weights is not None
         [self._weight] = self._weights.of(args[:1] or [None])
         penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces or self._reduces_each)
-        with self.precision_plugin.train_step_context(), penalties:
+        with look, self.precision_plugin.train_step_context(), penalties:
             return self._whole_step("training_step", draw, args, kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -455,21 +456,26 @@ class HybridShardStrategy(CheckpointedStrategy):
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         look = self._first_look(method, args)
         draw = randomness.derive(self._seed, method, *args[1:])
-        if self._steps is not None:
-            with look:
-                return self._steps.evaluate(method, draw, *args, **kwargs)
-        with self._lockstep.step() if self._lockstep is not None else nullcontext():
-            return self._whole_step(method, draw, args, kwargs)
-
-    def _first_look(self, method: str, args: tuple[Any, ...]) -> AbstractContextManager[None]:
-        """Once for each kind of step of a run; what is returned goes around the step."""
-        assert self.lightning_module is not None
-        if method not in self._checked:
-            self._checked.add(method)
-            check_same_batch(args[0] if args else None, self.layout)
+        with look:
             if self._steps is not None:
-                return warning_of_numbers_kept(self.lightning_module, method, self._microbatches)
-        return nullcontext()
+                return self._steps.evaluate(method, draw, *args, **kwargs)
+            with self._lockstep.step() if self._lockstep is not None else nullcontext():
+                return self._whole_step(method, draw, args, kwargs)
+
+    @contextmanager
+    def _first_look(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
+        """Steps run inside; the first of each kind of a run is looked at."""
+        module = self.lightning_module
+        assert module is not None
+        with ExitStack() as looks:
+            if method not in self._checked:
+                self._checked.add(method)
+                check_same_batch(args[0] if args else None, self.layout)
+                if self._steps is not None:
+                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
+                if module.automatic_optimization:
+                    looks.enter_context(refusing_lost_changes(module))
+            yield
 
     def _whole_step(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module

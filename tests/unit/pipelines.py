@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,12 +22,16 @@ from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
+from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import find_ties
 from lightning_shard.plugin.assemble import Holders
-from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.kept import KeptState
+from lightning_shard.plugin.steps.memory import Memory
+from lightning_shard.plugin.steps.python_state import own_generators
+from lightning_shard.plugin.steps.randomness import derive, seed_own
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
@@ -98,15 +103,30 @@ class QueueChannel:
 
     def send_gradients(self, received: Iterable[Tensor]) -> None:
         for tensor in received:
-            if tensor.requires_grad:
-                self._put(self.stage - 1, "gradient", torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            self._put(self.stage - 1, "gradient", torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
-    def receive_gradients(self, sent: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        outputs = [tensor for tensor in sent if tensor.requires_grad]
-        return outputs, [self._get(self.stage + 1, "gradient") for _ in outputs]
+    def receive_gradients(self, sent: Iterable[Tensor]) -> list[Tensor]:
+        return [self._get(self.stage + 1, "gradient") for _ in sent]
+
+    def send_needed(self, needed: Sequence[bool]) -> None:
+        self._put(self.stage - 1, "gradient", needed)
+
+    def receive_needed(self, count: int) -> list[bool]:
+        needed = self._get(self.stage + 1, "gradient")
+        assert len(needed) == count
+        return needed
 
     def flush(self) -> None:
         pass
+
+    def agree(self, kept: KeptState, microbatches: int) -> None:
+        """The last stage's state, on all."""
+        changes = kept.changes() if self.stage == self.stages - 1 else None
+        if changes is None:
+            changes = self._get(self.stage + 1, "message")
+            kept.take(changes, microbatches, CPU)
+        if self.stage:
+            self._put(self.stage - 1, "message", changes)
 
 
 @dataclass
@@ -123,7 +143,10 @@ Step = Callable[[nn.Module, Any], Tensor]
 
 def alone(make: Callable[[], nn.Module], step: Step, parts: Sequence[Any]) -> Seen:
     root = Root(make())
-    losses = [step(root, part) for part in parts]
+    losses = []
+    for i, part in enumerate(parts):
+        seed_generators(root, i)
+        losses.append(step(root, part))
     torch.stack(losses).mean().backward()
     return Seen([loss.detach() for loss in losses], _gradients(root))
 
@@ -136,18 +159,22 @@ def on_stages(
     *,
     blocks: str | Sequence[str] | None = None,
     schedule: str = "1F1B",
+    microbatches: int | None = None,
 ) -> Seen:
     """The same through a pipeline; gradients of the stages that hold the parameters.
+
+    Args:
+        microbatches: Of a batch; all parts are one batch if not said.
 
     Raises:
         Exception: The first that a stage raised.
     """
-    actions = build(schedule, stages, len(parts)).rows
+    built = build(schedule, stages, len(parts))
     roots = [Root(make()) for _ in range(stages)]
     cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
 
     def run_stage(index: int, channel: QueueChannel) -> tuple[list[Tensor], list[int]]:
-        return _run(roots[index], cuts[index], channel, step, parts, actions[index]), channel.sizes
+        return _run(roots[index], cuts[index], channel, step, parts, built, microbatches or len(parts)), channel.sizes
 
     done = _on_threads(run_stage, stages)
     gradients: dict[str, Tensor] = {}
@@ -176,7 +203,7 @@ def evaluated_on_stages(
     @torch.no_grad()
     def run_stage(index: int, channel: QueueChannel) -> list[Any]:
         stage, root = cuts[index], roots[index]
-        pipelined = PipelinedStep(stage, channel, lambda: remember(root))  # type: ignore[arg-type]
+        pipelined = PipelinedStep(stage, channel, lambda: Memory(root))  # type: ignore[arg-type]
         results = []
         for batch in batches:
             run = partial(_run_step, stage, root, step, batch)
@@ -235,23 +262,48 @@ def _cut(root: nn.Module, index: int, stages: int, path: str | Sequence[str] | N
 
 
 def _run(
-    root: nn.Module, stage: Stage, channel: Any, step: Step, parts: Sequence[Any], actions: Sequence[Any]
+    root: nn.Module,
+    stage: Stage,
+    channel: Any,
+    step: Step,
+    parts: Sequence[Any],
+    schedule: Schedule,
+    microbatches: int,
 ) -> list[Tensor]:
-    pipelined = PipelinedStep(stage, channel, lambda: remember(root))
+    pipelined = PipelinedStep(stage, channel, lambda: Memory(root))
+    kept = KeptState(root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+    losses = []
+    for start in range(0, len(parts), microbatches):
+        batch = parts[start : start + microbatches]
 
-    return pipelined.train(
-        lambda i: _run_step(stage, root, step, parts[i]),
-        parts,
-        actions,
-        loss_of=lambda loss: loss / len(parts),
-        before_backward=lambda *_: None,
-        backward=lambda loss: loss.backward(),
-    )
+        def run(i: int, start: int = start) -> Any:
+            seed_generators(root, start + i)
+            return _run_step(stage, root, step, parts[start + i], kept)
+
+        losses += pipelined.train(
+            run,
+            batch,
+            schedule.first(len(batch)).rows[stage.index],
+            loss_of=lambda loss: loss / len(parts),
+            before_backward=lambda *_: None,
+            backward=lambda loss: loss.backward(),
+        )
+        channel.agree(kept, len(batch))
+    return losses
 
 
-def _run_step(stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+def seed_generators(root: nn.Module, i: int) -> None:
+    """Those that a module holds itself; the global ones are the threads' together."""
+    for name, generator in own_generators(root).items():
+        seed_own(generator, derive(i, name))
+
+
+def _run_step(
+    stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, kept: KeptState | None = None
+) -> Any:
+    keeping = kept.step(searching=stage.passage.searching) if kept is not None else nullcontext()
     try:
-        with stage.running(root):
+        with keeping, stage.running(root):
             result = step(root, batch)
             if stage.is_last:
                 refuse(result, "What the step returns")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
 from tests.unit.pipelines import assert_alike, on_stages
@@ -614,6 +615,123 @@ class Commits(Net):
         return self.head(self.norm(hidden)) * (1 + self.quantize.loss)
 
 
+class Measured(Block):
+    """Keeps in a buffer, and in a tensor that is none, what the network looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(()))
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        result = super().forward(x)
+        self.usage.mul_(0.5).add_(result.detach().square().mean())
+        self.calls += 1
+        return result
+
+
+class LooksAtBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Measured() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(block.usage / block.calls for block in self.blocks)
+
+
+class Replacing(Net):
+    """A hook inside of a block gives another output than the one that the hook before has collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            block.up.register_forward_hook(lambda module, args, output: output * 2)
+            block.up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        result = super().forward(x)
+        return result + sum(each.square().mean() * i for i, each in enumerate(self.seen))
+
+
+class Views(Net):
+    """Written to as a whole and through a view, after other views were made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(*x.shape, WIDTH)
+        first, last = whole[:, :3], whole[:, 3:]
+        whole[:, 0] = self.embed(x[:, 0])
+        whole[:, 3:] = self.embed(x[:, 3:])
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, whole)
+        return self.head(self.norm(hidden)) * (1 + first.sum() + last.mean())
+
+
+class ViewHandedOn(Net):
+    """A view made before, given to blocks as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(2, *x.shape, WIDTH)
+        condition = whole[0]
+        whole[:] = self.embed(x)
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+class Caches(Net):
+    """Computes a table on its first call."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(6.0).cos().sin()[:, None]
+        first = hidden = self.embed(x) + self.table
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden) + first)
+
+
+class CheckpointsHead(Net):
+    """With the embedding's weights, by a lambda."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden = self.norm(hidden)
+        return checkpoint(lambda hidden: (hidden @ self.embed.weight.T).tanh() ** 2, hidden, use_reentrant=False)
+
+
+class CheckpointsPart(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        times = x[:, :1, None].float() / WORDS
+        hidden = self.embed(x) * self.time(times)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = checkpoint(lambda hidden: hidden * self.time(times), hidden, use_reentrant=False)
+        return self.head(self.norm(hidden))
+
+
+class CheckpointedTogether(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[0](self.embed(x))
+        hidden = checkpoint(lambda hidden: self.blocks[2](self.blocks[1](hidden)), hidden, use_reentrant=False)
+        return self.head(self.norm(self.blocks[3](hidden)))
+
+
+@pytest.mark.parametrize(
+    "network", [LooksAtBuffers, Replacing, Views, ViewHandedOn, Caches, CheckpointsHead, CheckpointsPart, Commits]
+)
+def test_what_else_networks_do_is_as_in_one_process(network: type[Net]) -> None:
+    assert_alike(seeded(network), loss, batches(), 3)
+
+
 class Differentiates(Net):
     def forward(self, x: Tensor) -> Tensor:
         first = self.embed(x)
@@ -674,9 +792,9 @@ class ValuesDecide(Conditioned):
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
         (Appends, "changes a list or dict that it is given"),
         (CapturedFunction, "isn't known there"),
-        (Commits, "isn't known there"),
         (Differentiates, r"takes gradients itself \(grad\)"),
         (Scripted, r"turned finite values into NaN.*scripted function"),
+        (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,31 @@ def test_what_is_drawn_inside_leaves_no_trace() -> None:
         randomness.seed_all(7)
         draw()
     assert draw() == expected
+
+
+def test_a_modules_own_generators_are_seeded_each_by_its_name_and_put_back() -> None:
+    own: dict[str, Any] = {
+        "torch": torch.Generator(),
+        "numpy": np.random.default_rng(1),
+        "old": np.random.RandomState(1),
+        "python": random.Random(1),
+    }
+    generators = randomness.AllGenerators(CPU, own)
+
+    def draw_all() -> tuple[Any, ...]:
+        drawn = torch.rand((), generator=own["torch"]).item(), own["numpy"].random(), own["old"].rand()
+        return (*drawn, own["python"].random(), *draw())
+
+    put_back = generators.remember()
+    expected = draw_all()
+    put_back()
+    with generators.preserved():
+        generators.seed(7)
+        seeded = draw_all()
+        assert len(set(seeded)) == len(seeded)
+        generators.seed(7)
+        assert draw_all() == seeded
+    assert draw_all() == expected != seeded
 
 
 def test_seeds_differ_by_every_part_and_are_stable() -> None:

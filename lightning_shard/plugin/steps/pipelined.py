@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.data import expect_backward
+from lightning_shard.parallel.data import expect_backward, reduce_gradients, reshard
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
@@ -26,9 +28,11 @@ from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.kept import KeptState
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
-from lightning_shard.plugin.steps.memory import remember
+from lightning_shard.plugin.steps.memory import Memory
+from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
 
 
@@ -61,6 +65,9 @@ class PipelinedSteps:
         self._whole_batch: int | None = None
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
+        self._generators = randomness.AllGenerators(device)
+        self._may_have_new_generators = True
+        self._kept = KeptState(module, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
         self.begin_anew()
         self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
         self._logs = HeldLogs(module)
@@ -99,7 +106,7 @@ class PipelinedSteps:
 
         with (
             self._logs.holding(len(parts)),
-            randomness.preserved(self._device),
+            self._drawing(),
             self._ties.adding(last=not accumulating),
         ):
             results = self._step.train(
@@ -110,6 +117,9 @@ class PipelinedSteps:
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
+            if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
+                reduce_gradients(module)
+                reshard(module)
         losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
         result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
@@ -126,18 +136,18 @@ class PipelinedSteps:
 
         is_sanity_check = self._module.trainer.sanity_checking
         kind = " ".join(map(str, (method, is_sanity_check, *args[1:])))  # what a step may depend on, beside its batch
-        with self._logs.holding(len(parts)), randomness.preserved(self._device):
+        with self._logs.holding(len(parts)), self._drawing():
             results = call_through(self._module, lambda: self._step.evaluate(run, parts, kind))
         if results is None:
             parts = [batch]
             of_calls = partial(self._step.call_by_call, partial(run, 0), partial(self._seed_after_call, draw))
-            with self._logs.holding(1), randomness.preserved(self._device):
+            with self._logs.holding(1), self._drawing():
                 results = [call_through(self._module, of_calls)]
         return self._share(results, tree.batch_size(parts[0]))
 
     def _seed_after_call(self, draw: int, calls: int) -> None:
         """On all stages alike, whatever each has drawn in its part of the call."""
-        randomness.seed_all(randomness.derive(self._seed(draw, 0), "call", calls))
+        self._generators.seed(randomness.derive(self._seed(draw, 0), "call", calls))
 
     def _split(self, batch: Any) -> list[Any]:
         """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
@@ -167,11 +177,14 @@ class PipelinedSteps:
         self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the user's step on a microbatch, inside a call of the root; gives its result on the last stage."""
-        randomness.seed_all(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
-        if self._stage.passage.searching:  # it may run again, and a step may change its batch
+        self._generators.seed(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
+        searching = self._stage.passage.searching
+        if searching:  # it may run again, and a step may change its batch
             part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
+        # a step that goes call by call runs whole on each stage
+        kept = self._kept.step(searching=searching) if self._stage.calls is None else nullcontext()
         try:
-            with self._stage.running(self._module):
+            with kept, self._stage.running(self._module):
                 result = getattr(self._module, method)(part, *args, **kwargs)
                 if not self._stage.is_last:
                     return None
@@ -190,18 +203,18 @@ class PipelinedSteps:
         """Have a block draw its own numbers; returns what puts the generators back, for the code around it.
 
         Numpy's and Python's take most of the time. In evaluations, a block that didn't draw from them in the first
-        microbatch of its kind is taken to never do.
+        microbatch of its kind is taken to never do, where modules have no generators of their own.
         """
         calls = self._stage.calls.count if self._stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
-        evaluates = not torch.is_grad_enabled()
-        if evaluates and index in self._draw_from_torch and not self._stage.passage.searching:
+        skips = not torch.is_grad_enabled() and not self._generators.own
+        if skips and index in self._draw_from_torch and not self._stage.passage.searching:
             put_torch_back = randomness.remember_torch(self._device)
             randomness.seed_torch(own)
             return put_torch_back
-        put_back = randomness.remember(self._device)
-        randomness.seed_all(own)
-        if not evaluates or index in self._draw_from_others:
+        put_back = self._generators.remember()
+        self._generators.seed(own)
+        if not skips or index in self._draw_from_others:
             return put_back
         before = randomness.where_others_stand()
 
@@ -213,24 +226,48 @@ class PipelinedSteps:
 
         return note_and_put_back
 
-    def _remember(self) -> Callable[[], None]:
-        put_back = (remember(self._module), self._logs.remember())
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Steps run inside: what they draw or seed leaves no trace."""
+        if self._may_have_new_generators:
+            self._generators.own = own_generators(self._module)
+            self._may_have_new_generators = False
+        with self._generators.preserved():
+            yield
 
-        def undo() -> None:
-            for each in put_back:
-                each()
-
-        return undo
+    def _remember(self) -> _Before:
+        self._may_have_new_generators = True  # a first step may make some
+        return _Before(Memory(self._module), self._logs.remember())
 
     def _share(self, results: list[Any], size: int) -> Any:
         """The last stage's merged result and logs, on every stage."""
         said = None
         if self._stage.is_last:
             merged = tree.map_leaves(_to_host, merge(results, size))
-            said = (merged, self._logs.combined())
-        result, logs = self._groups.broadcast_from_last_stage(said, self._device)
+            said = (merged, self._logs.combined(), self._kept.changes(), len(results))
+        result, logs, changes, microbatches = self._groups.broadcast_from_last_stage(said, self._device)
+        if not self._stage.is_last:
+            self._kept.take(changes, microbatches, self._device)
         self._logs.say(logs)
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a step may change, as it was before its first run."""
+
+    memory: Memory
+    put_back_logs: Callable[[], None]
+
+    def put_back(self) -> None:
+        self.memory.put_back()
+        self.put_back_logs()
+
+    def check(self) -> None:
+        self.memory.check()
+
+    def forget(self) -> None:
+        self.memory.forget()
 
 
 def _loss(result: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 In a step, the generators are seeded by the run's seed, the step, the microbatch and the data rank: every stage and
 every tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would
-have. After the step the outer generators are as they were.
+have. After the step the outer generators are as they were. In a pipeline the same goes for generators that a module
+holds itself, each with a seed of its own: stages would draw different amounts from them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""Beside the global ones; what a module holds of them is found by ``python_state.py``."""
 
 
 def agree(broadcast: Callable[[int], int]) -> int:
@@ -83,14 +89,65 @@ def where_others_stand() -> str:
     return repr((random.getstate(), np.random.get_state()))
 
 
+def seed_own(generator: OwnGenerator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    else:
+        generator.seed(seed % 2**32)
+
+
+def remember_own(generator: OwnGenerator) -> Callable[[], None]:
+    """Note where it stands; returns what puts it back there."""
+    if isinstance(generator, torch.Generator):
+        set_state: Any = generator.set_state
+        return partial(set_state, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state())
+    return partial(generator.setstate, generator.getstate())
+
+
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
     """Whatever is drawn or seeded inside leaves no trace."""
-    put_back = remember(device)
-    try:
+    with AllGenerators(device).preserved():
         yield
-    finally:
-        put_back()
+
+
+@dataclass
+class AllGenerators:
+    """The global generators, and a module's own by name."""
+
+    device: torch.device
+    own: Mapping[str, OwnGenerator] = field(default_factory=dict)
+
+    def seed(self, seed: int) -> None:
+        seed_all(seed)
+        for name, generator in self.own.items():
+            seed_own(generator, derive(seed, name))
+
+    def remember(self) -> Callable[[], None]:
+        """Note where all of them stand; returns what puts them back there."""
+        notes = [remember(self.device), *map(remember_own, self.own.values())]
+
+        def put_back() -> None:
+            for note in notes:
+                note()
+
+        return put_back
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Whatever is drawn or seeded inside leaves no trace."""
+        put_back = self.remember()
+        try:
+            yield
+        finally:
+            put_back()
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:

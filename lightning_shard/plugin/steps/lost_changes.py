@@ -1,0 +1,67 @@
+"""Parameters that a step changes in place: a gathered parameter is a copy, and what is written to it is lost.
+
+So a momentum encoder or a codebook that is updated in a step would silently stay what it was. A first step of each kind
+is looked through, for parameters that are gathered around all of it (those of no block).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+
+Sums = dict[str, tuple[torch.Size, Tensor]]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def sums(root: nn.Module) -> Sums:
+    """Of each parameter that is whole here and has dimensions: its shape, and the sum of its elements as integers."""
+    found = {}
+    for name, parameter in nn.Module.named_parameters(root):
+        if type(parameter) is nn.Parameter and parameter.ndim and parameter.element_size() in _INTEGERS:
+            bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
+            found[name] = (parameter.shape, bits.sum(dtype=torch.int64))
+    return found
+
+
+def changed(before: Sums, now: Sums) -> str | None:
+    """The first of the parameters that are in both, and differ."""
+    both = ((name, held, now[name]) for name, held in before.items() if name in now)
+    return next((name for name, held, found in both if held[0] == found[0] and bool(held[1] != found[1])), None)
+
+
+@contextmanager
+def refusing_lost_changes(module: nn.Module) -> Iterator[None]:
+    """Steps run inside, each in a call of ``module``, which is sharded.
+
+    Raises:
+        StepError: One changes a gathered parameter.
+    """
+    before: list[Sums] = []
+
+    def begins(*_: Any) -> None:
+        before.append(sums(module))
+
+    def ends(*_: Any) -> None:
+        name = changed(before.pop(), sums(module))
+        if name is not None:
+            raise StepError(
+                f"The step changes the parameter {name} in place. While it runs, parameters are gathered from the ranks"
+                " that hold them, and the change is lost: make it in on_train_batch_start or on_train_batch_end, where"
+                " each rank has its own part, or keep it as a buffer."
+            )
+
+    # after the hooks that gather, and before those that free
+    handles = [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, prepend=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

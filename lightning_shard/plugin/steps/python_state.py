@@ -1,0 +1,135 @@
+"""The plain-Python state of a module: all that its code can change beside parameters.
+
+From its modules' attributes on: nested containers, objects that hang off it (meters, queues, schedules), what hooks and
+other functions hold in closures, tensors, arrays and generators. Objects of torch, Lightning and the standard library
+aren't looked into: they are machinery, or lead to it (the Trainer, process groups, loggers' threads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import random
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import Enum
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.randomness import OwnGenerator
+
+CONTAINERS = (dict, list, set, collections.deque)
+_HANDED_ON = (tuple, frozenset)
+_LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
+_OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_MACHINERY = sys.stdlib_module_names - {"__main__"} | {
+    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+    *("lightning_shard", "numpy", "functorch", "fsspec"),
+}
+"""Packages of whose classes and functions the insides are left alone."""
+_NOT_STATE = ("_parameters", "_modules")
+"""Of a module: sharding exchanges the former's entries in a forward; the latter's are looked at each for itself."""
+
+
+def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each object that may change, once, with the first path to it; the same on every stage.
+
+    Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators.
+    """
+    seen: dict[int, Any] = {}  # with the objects, so that no id is taken twice
+    waiting: collections.deque[tuple[str, Any]] = collections.deque(root.named_modules())
+    while waiting:
+        path, value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, (nn.Module, *_LEAVES, *CONTAINERS, types.CellType)) or is_object(value):
+            yield path, value
+        waiting.extend((f"{path}.{key}" if path else key, child) for key, child in _children(value) if _matters(child))
+
+
+def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
+    """The generators that a module draws from beside the global ones, by their paths.
+
+    Raises:
+        StepError: One draws from the operating system, so on each stage differently.
+    """
+    found = {path: value for path, value in reachable(root) if isinstance(value, OwnGenerator)}
+    for path, value in found.items():
+        if isinstance(value, random.SystemRandom):
+            raise StepError(
+                f"{path} is a random.SystemRandom, which can't be seeded, so each pipeline stage would draw other"
+                " numbers: use random.Random, or pipeline_parallel_size=1."
+            )
+    return found
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is an object of a class whose attributes are looked into; a module isn't."""
+    return _has_state(cast(Any, type(value)))
+
+
+@functools.cache
+def _has_state(kind: Any) -> bool:
+    if issubclass(kind, (type, Enum, nn.Module, types.ModuleType, *_LEAVES, *CONTAINERS, *_HANDED_ON)):
+        return False
+    return kind in _OBJECTS or (not _is_machinery(kind) and (kind.__dictoffset__ != 0 or bool(slots(kind))))
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """An object's, or a module's own."""
+    named = {name: getattr(value, name) for name in slots(value.__class__) if hasattr(value, name)}
+    return named | {key: v for key, v in getattr(value, "__dict__", {}).items() if key not in _NOT_STATE}
+
+
+def entries(container: Any, most: int | None = None) -> list[Any]:
+    """What a container holds, of a dict its values; the first ``most`` of them."""
+    return [*islice(dict.values(container) if isinstance(container, dict) else container, most)]
+
+
+@functools.cache
+def slots(kind: Any) -> list[str]:
+    named = (name for base in kind.__mro__ for name in _as_tuple(base.__dict__.get("__slots__", ())))
+    return [name for name in named if not name.startswith("__")]
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        yield from value._modules.items()
+        yield from value._parameters.items()
+        yield from attributes(value).items()
+    elif isinstance(value, dict):
+        yield from ((str(key), child) for key, child in dict.items(value))
+    elif isinstance(value, (list, collections.deque, tuple)):
+        yield from ((str(place), child) for place, child in enumerate(value))
+    elif isinstance(value, types.CellType):
+        with suppress(ValueError):  # not assigned yet
+            yield "cell", value.cell_contents
+    elif isinstance(value, types.FunctionType):
+        if not _is_machinery(value):
+            yield from zip(value.__code__.co_freevars, value.__closure__ or ())
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("function", value.__func__))
+    elif isinstance(value, functools.partial):
+        yield from (("function", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif is_object(value):
+        yield from attributes(value).items()
+
+
+def _matters(value: Any) -> bool:
+    return value is not None and type(value) not in (bool, int, float, str, bytes, complex)
+
+
+def _is_machinery(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in _MACHINERY
+
+
+def _as_tuple(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,0 +1,85 @@
+"""What a step leaves on the last stage, and parameters without a gradient, in a fit on two stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import StepError
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader, whole
+
+WIDTH = 8
+
+
+class Counts(L.LightningModule):
+    """Scales its input by what its last step has left, and trains its head only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.scale = self.last = 1
+        self.noise = torch.Generator().manual_seed(1)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.scale = self.last
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.embed(batch["x"]) * self.scale
+        hidden = hidden + torch.rand(WIDTH, generator=self.noise) * 0
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.last = batch_idx + 2
+        return F.cross_entropy(self.head(hidden.detach()).flatten(0, 1), batch["y"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+def fit(sizes: dict[str, int] | None) -> tuple[int, dict[str, Tensor]]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET)
+    module = Counts()
+    trainer.fit(module, loader(GLOBAL_BATCH))
+    return module.last, whole(module)
+
+
+class InPlace(Counts):
+    """A codebook, or a momentum encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.codes.data.mul_(0.5)
+        return super().training_step(batch, batch_idx) * self.codes.mean()
+
+
+def fit_in_place() -> str:
+    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=1, max_steps=1, **QUIET)
+    try:
+        trainer.fit(InPlace(), loader(GLOBAL_BATCH))
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_change_of_a_gathered_parameter_is_refused() -> None:
+    assert "changes the parameter codes in place" in run_ranks(fit_in_place, 1, elastic=True)[0]
+
+
+def test_late_state_and_untrained_parameters_are_as_in_one_process() -> None:
+    last, expected = fit(None)
+    ranks = run_ranks(fit, 2, {"pipeline_parallel_size": 2, "microbatches": 2}, elastic=True)
+    assert [own for own, _ in ranks] == [last, last]
+    for name, value in {**ranks[0][1], **ranks[1][1]}.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
