@@ -3,7 +3,8 @@
 What a part computes from hollow parameters is unknown, whatever it does: of its forward only the shapes count. It runs
 for the first arguments of a kind, and later calls are given values of those shapes without running it. A part that does
 more than return something runs each time: one that draws random numbers, which code after it would draw otherwise, sets
-attributes, writes to its arguments, or has hooks inside.
+attributes, writes to its arguments, or has hooks inside. So does one within an activation checkpoint, whose backward
+calls it again: there its parameters are needed, and not what it returned.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.checkpointing import checkpoints
 from lightning_shard.pipeline.crossing import Slot
 from lightning_shard.pipeline.effects import Before
 from lightning_shard.pipeline.stage import Stage
@@ -46,7 +48,7 @@ class ForeignPart:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage = self.stage.passage
         kind = self._kind((args, kwargs)) if passage.active else None
-        if kind is None or self._has_hooks_inside():
+        if kind is None or self._has_hooks_inside() or any(True for _ in checkpoints()):
             return self.forward(*args, **kwargs)
         if kind not in self.returned:
             return self._run(kind, args, kwargs)

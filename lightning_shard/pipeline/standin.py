@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.checkpointing import checkpoints, function_of
 from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd, keep
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
@@ -97,7 +93,7 @@ class StandIn:
         Raises:
             StepError: An activation checkpoint holds more than this call.
         """
-        if not all(_function_of(call) is self.block for call in _checkpoints()):
+        if not all(function_of(call) is self.block for call in checkpoints()):
             raise StepError(
                 f"{self.name} runs on several stages, and here within a torch.utils.checkpoint of more than it:"
                 " checkpoint each of its calls by itself (checkpoint(block, x, use_reentrant=False)), place them on one"
@@ -141,23 +137,3 @@ class StandIn:
             given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
             result = hook(module, *given, output)
             output = output if result is None else result
-
-
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
-
-
-def _checkpoints() -> Iterator[FrameType]:
-    """The calls of ``torch.utils.checkpoint`` that the caller runs in."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CHECKPOINT:
-            yield frame
-        frame = frame.f_back
-
-
-def _function_of(call: FrameType) -> Any:
-    """What a checkpoint calls; of a module's method the module."""
-    function = call.f_locals["function"]
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__self__", function)
