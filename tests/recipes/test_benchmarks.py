@@ -62,3 +62,11 @@ def test_the_profile_of_planning_tells_what_ranks_spend_beside_the_bytes(result_
     assert whats == {"the first save of a run", "a repeated save", "a load, same layout", "a load, other layout"}
     assert {row["contender"] for row in result["rows"]} == {"first rank", "slowest of the others"}
     assert all(row["seconds"] > 0 for row in result["rows"])
+
+
+@pytest.mark.long
+def test_each_setting_saves_the_memory_that_arithmetic_says(result_of: Run, tmp_path: Path) -> None:
+    result = result_of("memory", tmp_path)
+    judged = {row["contender"]: row["met"] for row in result["rows"] if "met" in row}
+    assert len(judged) == 7
+    assert all(judged.values()), judged
