@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -44,6 +44,13 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
             f"sync_batchnorm=True isn't done by this strategy, and {batch_norms[0]} would normalize by each process's"
             " own samples: leave it out if that is meant, or use a norm of each sample (GroupNorm, LayerNorm)."
         )
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ConfigurationError(
+            "ModelPruning can't be used: it masks elements of whole tensors and replaces parameters, and here they are"
+            " sharded. Train without it and prune afterwards, by torch.nn.utils.prune on what load_from_checkpoint"
+            ' returns; or train with strategy="auto" on one device.'
+        )
     if layout.pipeline_parallel_size == 1:
         return
     if batch_norms and trainer.state.fn == TrainerFn.FITTING:
@@ -53,7 +60,6 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
         )
     fits = trainer.state.fn == TrainerFn.FITTING
     takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     for applies, reason in (
         (
             fits and not module.automatic_optimization,

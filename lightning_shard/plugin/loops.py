@@ -9,6 +9,8 @@
 * ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see. What it returns of
   a prediction is ``predict_loop._predictions``, by loader; the loaders are in ``_combined_loader``.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
+* ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
+* ``PyTorchProfiler._register``: its hooks on all modules, ``_record_module_names`` whether it is to make them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from torch import Tensor
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.data.loader import drop_repeated
@@ -55,6 +60,19 @@ def refuse_precision(precision: str) -> None:
         )
 
 
+def find_rates_by_all_data(strategy: type) -> None:
+    """Have Lightning's learning rate finder look at the mean loss of all data ranks."""
+    of_own_data = _LRCallback.on_train_batch_end
+
+    def on_train_batch_end(callback: Any, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        if outputs and isinstance(trainer.strategy, strategy):
+            loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
+            outputs = trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")
+        of_own_data(callback, trainer, module, outputs, *args)
+
+    _LRCallback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]
+
+
 def skip_backward(trainer: pl.Trainer) -> None:
     trainer.fit_loop._skip_backward = True
 
@@ -88,6 +106,16 @@ def forbid_inference_mode(trainer: pl.Trainer) -> None:
         trainer.fit_loop.epoch_loop.val_loop,
     ):
         loop.inference_mode = False
+
+
+def record_no_module_names(trainer: pl.Trainer) -> None:
+    """Take off the hooks by which ``Trainer(profiler="pytorch")`` names modules: not all of them run on a stage."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    if isinstance(profiler, PyTorchProfiler):
+        profiler._record_module_names = False
+        if profiler._register is not None:
+            profiler._register.__exit__(None, None, None)
+            profiler._register = None
 
 
 def batches_started(trainer: pl.Trainer) -> int:

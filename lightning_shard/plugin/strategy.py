@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
@@ -67,6 +68,7 @@ from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import candidates, choose
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
+from lightning_shard.plugin.throughput import share_throughput
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -243,6 +245,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             seed=self._seed,
             train=trainer.training,
             batches_trained=partial(batches_trained, trainer),
+            ranks=Ranks.of(self.groups.host),
         )
 
     def _report(self, exception: BaseException) -> None:
@@ -271,8 +274,11 @@ class HybridShardStrategy(CheckpointedStrategy):
             refuse_hyperparameters(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if self.layout.pipeline_parallel_size == 1 and self.world_size > 1:
+        if self.layout.pipeline_parallel_size > 1:
+            loops.record_no_module_names(trainer)
+        elif self.world_size > 1:
             summarize_beside(callbacks)
+        share_throughput(callbacks, self.layout)
         if known is None:
             self._built = Built.of(module)
             if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
@@ -503,3 +509,4 @@ class HybridShardStrategy(CheckpointedStrategy):
 
 
 loops.name_refused_precisions(HybridShardStrategy)
+loops.find_rates_by_all_data(HybridShardStrategy)

@@ -18,8 +18,10 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.data.sampler import ShardedSampler, drawing_apart
+from lightning_shard.plugin.data.streams import end_together
 from lightning_shard.plugin.steps.randomness import derive
 
 __all__ = ["shard_dataloader", "sharded_sampler"]
@@ -33,12 +35,13 @@ def shard_dataloader(
     seed: int,
     train: bool,
     batches_trained: Callable[[], int] | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:
     """The same loader, reading data rank ``data_rank``'s part of ``data_size`` of its own sampler's order.
 
     Ranks with the same ``data_rank`` read equal batches, random augmentation included. What is no DataLoader, and a
     loader with a ``state_dict`` of its own that deals by data rank, is returned as it is; one over an IterableDataset
-    but for its seeds.
+    but for its seeds and its end, which is the first rank's that ends.
 
     Args:
         seed: Of the order and of what the dataset draws; a generator of the user's own takes its place.
@@ -46,10 +49,12 @@ def shard_dataloader(
             numbers than one for evaluation.
         batches_trained: The training loop's count of this epoch's batches. With it, a training loader carries
             ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
+        ranks: All ranks, which then end an IterableDataset together; making the loader is a collective call.
 
     Raises:
         ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks; or a
-            loader with a state of its own doesn't deal, so that every data rank would read all samples.
+            loader with a state of its own doesn't deal, so that every data rank would read all samples; or an
+            IterableDataset has another length on another rank.
     """
     # a CombinedLoader of the user's holds what it was given here in an earlier run
     dataloader = getattr(dataloader, "_before_sharding", dataloader)
@@ -96,6 +101,8 @@ def shard_dataloader(
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)
     _seed_fetches(sharded, worker_generator, sampler, derive(seed, "fetch", train, data_rank))
+    if isinstance(dataloader.dataset, IterableDataset) and data_size > 1 and ranks is not None:
+        end_together(sharded, ranks)
     sharded._before_sharding = dataloader
     return sharded
 

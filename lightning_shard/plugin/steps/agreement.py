@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,12 +23,13 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
     """Compare a batch's bytes over the ranks of one data rank; a collective call over all ranks.
 
     The strategy's own sampler sees to it. A dataset or sampler that deals by global rank doesn't, and every number
-    after it would be wrong without anything failing.
+    after it would be wrong without anything failing. Nor does one that doesn't deal at all: then data ranks read equal
+    batches, which is warned of, since data may also be alike.
 
     Raises:
         BatchError: On every rank, where two ranks of a data rank have read other values.
     """
-    if layout.world_size == layout.data_parallel_size:
+    if layout.world_size == 1:
         return
     digests: list[str] = [""] * layout.world_size
     dist.all_gather_object(digests, _digest(batch))
@@ -41,6 +43,13 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
                 " batches differ: a dataset or sampler that deals by global rank must deal by data rank instead"
                 " (trainer.strategy.layout.data_rank of data_parallel_size)."
             )
+    batches = {digests[rank] for rank in first.values()}
+    if len(batches) < len(first) and tree.tensors(batch):
+        rank_zero_warn(
+            f"The first batch is the same on {len(first) - len(batches) + 1} of {len(first)} data ranks, so they do the"
+            " same work. DataLoaders over a dataset with indices are dealt for you; an IterableDataset, or what is no"
+            " DataLoader, must deal by trainer.strategy.layout.data_rank of data_parallel_size."
+        )
 
 
 def check_replicas(states: Iterable[dict[str, Any]]) -> None:

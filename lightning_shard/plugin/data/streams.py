@@ -1,0 +1,69 @@
+"""An IterableDataset, of which each data rank reads its own part: all ranks end where the first of them does.
+
+A rank that went on alone would wait for the others for ever. Private in torch 2.13 and used here:
+``DataLoader._get_iterator``, see ``loader.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.errors import ConfigurationError
+
+
+def end_together(dataloader: Any, ranks: Ranks) -> None:
+    """Have all ranks take equally many batches of their DataLoaders; a collective call, as is each batch after it.
+
+    Raises:
+        ConfigurationError: The datasets know their lengths, and these differ.
+    """
+    lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
+    if len(set(lengths)) > 1:
+        raise ConfigurationError(
+            f"The ranks' {type(dataloader.dataset).__name__}s give {lengths} batches, and all ranks have to take the"
+            " same number of steps: have the dataset give equally many samples on each data rank, or leave out its"
+            " __len__, and all end with the first."
+        )
+    alone = dataloader._get_iterator
+    dataloader._get_iterator = lambda: _EndingTogether(alone(), ranks)
+
+
+def _length(dataloader: Any) -> int | None:
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class _EndingTogether:
+    """A rank's batches, as long as every rank has one."""
+
+    def __init__(self, batches: Iterator[Any], ranks: Ranks) -> None:
+        self._batches = batches
+        self._ranks = ranks
+        self._count = 0
+
+    def __iter__(self) -> _EndingTogether:
+        return self
+
+    def __next__(self) -> Any:
+        own = list(islice(self._batches, 1))
+        [one_has_ended] = self._ranks.any(not own)
+        if one_has_ended:
+            if own:
+                warnings.warn(
+                    f"Another rank's IterableDataset has ended after {self._count} batches, and this rank's goes on:"
+                    " all ranks end there, as they have to take the same number of steps. To read all samples, have"
+                    " the dataset give equally many on each data rank.",
+                    stacklevel=2,
+                )
+            raise StopIteration
+        self._count += 1
+        return own[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

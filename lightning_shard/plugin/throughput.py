@@ -1,0 +1,36 @@
+"""Lightning's ThroughputMonitor counts each sample, and the model's FLOPs, once.
+
+It takes every rank for a model of its own: rates over all devices are rank 0's times the world's size. The ranks of a
+pipeline and of a tensor group work on one model and one batch together, so a device's rates are its share of these:
+samples, items, FLOPs and model FLOPs utilisation (MFU). ``flops_per_batch`` is the whole model's, for the batch that a
+rank reads.
+
+Private in Lightning 2.6 and used here: ``ThroughputMonitor._throughputs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import ThroughputMonitor
+
+from lightning_shard.layout import Layout
+
+
+def share_throughput(callbacks: Iterable[pl.Callback], layout: Layout) -> None:
+    """After callbacks were set up: have each device's rates be its share of its model's."""
+    ranks_per_model = layout.world_size // layout.data_parallel_size
+    for callback in callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                vars(throughput)["compute"] = partial(_shared, throughput, ranks_per_model)
+
+
+def _shared(throughput: Throughput, ranks_per_model: int) -> dict[str, Any]:
+    metrics = type(throughput).compute(throughput)
+    rates = ("_per_sec", f"{throughput.separator}mfu")
+    return {name: value / ranks_per_model if name.endswith(rates) else value for name, value in metrics.items()}
