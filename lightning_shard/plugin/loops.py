@@ -70,7 +70,7 @@ def find_rates_by_all_data(strategy: type) -> None:
             outputs = trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")
         of_own_data(callback, trainer, module, outputs, *args)
 
-    _LRCallback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]
+    _LRCallback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign,assignment]
 
 
 def skip_backward(trainer: pl.Trainer) -> None:
