@@ -39,7 +39,7 @@ def remember(root: nn.Module) -> Callable[[], None]:
             if isinstance(value, torch.Generator):
                 generators.append((value, value.get_state()))
         for value in (*hooks, *own, *_held_by_hooks(part)):
-            if type(value) in (list, dict, set, OrderedDict, deque):
+            if type(value) in (list, dict, set, OrderedDict, deque) and not _holds_parameters(value):
                 containers.setdefault(id(value), (value, value.copy()))
 
     @torch.no_grad()
@@ -59,6 +59,12 @@ def remember(root: nn.Module) -> Callable[[], None]:
             generator.set_state(state)
 
     return put_back
+
+
+def _holds_parameters(container: Any) -> bool:
+    """As ``nn.LSTM`` lists its own: sharding changes them there, between their parts and the whole ones."""
+    values = container.values() if isinstance(container, dict) else container
+    return any(isinstance(value, nn.Parameter) for value in values)
 
 
 def _held_by_hooks(module: nn.Module) -> Iterator[Any]:
