@@ -69,7 +69,8 @@ def test_a_part_may_be_written_to_while_another_waits_for_its_backward() -> None
     loss = (weight * first).sum()
     second.mul_(2)
     loss.backward()
-    assert weight.grad is not None and weight.grad.tolist() == [0, 1]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 1]
 
 
 def test_leaves_are_mapped_and_listed_in_order() -> None:
