@@ -35,7 +35,8 @@ def apply_fully_sharded(
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
-    whole = set(scalar_parameters(root))
+    # of these FSDP2 has no shards, or can't reduce their gradients
+    whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     for unit in chain.from_iterable(map(_with_forward, blocks)):
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered, ignored_params=whole)
     if whole_steps:

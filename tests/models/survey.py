@@ -101,15 +101,18 @@ def _result_on(
 ) -> str:
     """``"alike"``, or ``"in parts"``: as one process that accumulates the gradients of as many parts of each batch.
 
-    So train modules whose losses mix the samples of a batch. With BatchNorm data ranks have statistics of their own.
+    So train modules whose losses mix the samples of a batch. Data ranks have statistics of their own (BatchNorm's,
+    ranges of activations), and with these nothing more is compared.
     """
     where = parse(layout, options if layout == "tp2" else {})
     try:
         alone.compare(where)
-    except TrainsDifferently:
+    except TrainsDifferently as different:
         if layout not in PARTS:
             raise
-        if layout == "dp2" and alone.facts.batch_norms:
+        trained = alone.record[different.moment].gradients
+        of_samples = all(a.kind == "state" and a.name not in trained for a in (different.first, *different.others))
+        if layout == "dp2" and (alone.facts.batch_norms or of_samples):
             return "in parts"
         accumulating(alone, make_module, make_batches, PARTS[layout], TIMEOUT_S).compare(where)
         return "in parts"
