@@ -152,7 +152,8 @@ def made() -> dict[str, str]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    return {"date": date.today().isoformat(), "python": platform.python_version(), **versions}
+    known = {"architectures": str(len(all_of_it()))}
+    return {"date": date.today().isoformat(), "python": platform.python_version(), **known, **versions}
 
 
 def all_of_it() -> dict[str, partial[Row]]:

@@ -42,7 +42,7 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
         if _NOT_GATHERED not in str(error):
             raise
         raise StepError(
-            f"The step of {type(module).__name__} computes with parameters that are sharded ({error}). Each of the"
+            f"The step computes with parameters that are sharded ({error}). Each of the"
             " model's repeated blocks is gathered while it is called: call block(x) and not block.forward(x), and use"
             " its parameters inside of it only. Or use one process, or another strategy."
         ) from error
