@@ -66,7 +66,8 @@ def apply_fully_sharded(
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
-    whole = set(scalar_parameters(root))
+    # of these FSDP2 has no shards, or can't reduce their gradients
+    whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
     for unit in experts:
         assert expert_mesh is not None

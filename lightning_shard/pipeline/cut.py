@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -118,12 +117,18 @@ def _hollow_parameter(module: nn.Module, key: str, name: str, holder: int, stage
     module.__dict__[key] = stage.hollow[name] = hollow
 
 
-def _whole_only(stage: Stage, name: str, whole: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """A module's ``named_parameters``: within a step its first, then it raises, since this stage hasn't all of them."""
-    if not stage.in_step:
-        yield from whole(*args, **kwargs)
+def _whole_only(
+    stage: Stage, name: str, whole: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[Any]:
+    """A module's ``named_parameters``: within a step its first, which tells dtype and device, then it raises."""
+    own = whole(prefix, recurse, remove_duplicate)
+    start = f"{name}." if name else ""
+    below = {fqn.removeprefix(start): hollow for fqn, hollow in stage.hollow.items() if fqn.startswith(start)}
+    elsewhere = [(f"{prefix}.{k}".lstrip("."), hollow) for k, hollow in below.items() if recurse or "." not in k]
+    if not stage.in_step or not elsewhere:
+        yield from own
         return
-    yield from islice(whole(*args, **kwargs), 1)
+    yield next(own, elsewhere[0])
     raise StepError(
         f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
         " process has all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."

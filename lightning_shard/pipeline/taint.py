@@ -26,7 +26,7 @@ _AS_NUMBERS = {
 }
 """What gives Python a tensor's values."""
 _SHAPED_BY_VALUES = {
-    *("nonzero", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount", "argwhere"),
+    *("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere"),
     *("histc", "nonzero_static"),
 }
 """What gives tensors whose sizes depend on values."""
@@ -77,7 +77,7 @@ class Unknown(torch.Tensor):
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
         if args and isinstance(args[0], Unknown) and writes(name) and _has_no_memory(args[0]):
             return args[0]  # a module that another stage holds is initialised, or changed by the user's code
-        if unknown is not None and (name in _SHAPED_BY_VALUES or _selects(name, args)):
+        if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
             _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.text}. {REMEDY}")
         try:
             with torch._C.DisableTorchFunctionSubclass():
@@ -159,6 +159,12 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
     base = base_of(tensor)
     if base is not None:
         mark(base, origin)
+
+
+def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "repeat_interleave":  # of a number of times or a tensor of them; that may be all it's given
+        return isinstance(kwargs["repeats"] if "repeats" in kwargs else args[:2][-1], Unknown)
+    return name in _SHAPED_BY_VALUES
 
 
 def _selects(name: str, args: Sequence[Any]) -> bool:

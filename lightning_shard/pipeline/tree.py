@@ -126,7 +126,9 @@ def batch_size(batch: Any) -> int:
 
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
-        return tree[start:stop] if tree.ndim else tree
+        # autograd counts what is written into a part by itself: a step may change its batch in place
+        part = tree[start:stop] if tree.ndim else tree
+        return part if part.requires_grad else part.data
     if isinstance(tree, np.ndarray):
         return tree[start:stop] if tree.ndim and len(tree) == size else tree
     if _is_a_column(tree, size):

@@ -29,6 +29,8 @@ _GRADIENTS_FLOOR = 1e-2
 """The least scale of a gradient, relative to the largest of the step."""
 _NORMS = 10.0
 """So many times the tolerance is allowed for the norm."""
+_DEVIATION = 0.1
+"""The least scale of a running mean, relative to its standard deviation."""
 _FLOOR = 1e-6
 """The least scale of anything else."""
 
@@ -159,8 +161,15 @@ def _all_apart(
             if apart := _apart("gradient norm", "", expected.norm, norm, (rank,), _NORMS * tolerance, _FLOOR):
                 yield apart
     state = _union([(rank, moment.state) for rank, moment in stages])
-    allowed = steps.allowance(expected, gradients.values, state.values)
+    allowed = {**steps.allowance(expected, gradients.values, state.values), **_of_means(expected.state, tolerance)}
     yield from _tensors_apart("state", expected.state, state, tolerance, _FLOOR, allowed)
+
+
+def _of_means(state: Mapping[str, Tensor], tolerance: float) -> dict[str, Tensor]:
+    variances = {
+        name: state.get(name.replace("running_mean", "running_var")) for name in state if "running_mean" in name
+    }
+    return {name: tolerance * _DEVIATION * v.double().sqrt() for name, v in variances.items() if v is not None}
 
 
 # Who holds what

@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models import adapted, images
+
 WIDTH, LENGTH, VOCABULARY, SAMPLES, STEPS = 16, 8, 32, 8, 2
+EPSILON = 1e-5
+"""AdamW makes a whole step of any gradient well above it: not of one that is 0 but for rounding."""
 
 
 class Supervised(L.LightningModule):
@@ -44,7 +48,7 @@ class Supervised(L.LightningModule):
         return self(*batch[:-1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3, eps=EPSILON)
 
 
 # Of unlike layers, one after the other
@@ -198,6 +202,23 @@ class WithItsHead(Supervised):
         return self.classifier(self.network(tokens))
 
 
+class WithItsLoss(Supervised):
+    """The network gives its loss, as transformers' do, and has nothing to predict."""
+
+    predict_step = L.LightningModule.predict_step
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.network(*batch)
+
+
+class TwoViews(Supervised):
+    """The network is called twice in a step, on two views of the samples."""
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        one, other = (self.network(view) for view in batch)
+        return 1 - F.cosine_similarity(one, other.detach()).mean()
+
+
 class ItsOwnNetwork(Supervised):
     """The blocks are on the LightningModule itself."""
 
@@ -212,59 +233,6 @@ class ItsOwnNetwork(Supervised):
         for block in self.blocks:
             x = block(x)
         return self.head(x) * self.temperature
-
-
-# Images
-
-
-class Residual(nn.Module):
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(4, channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(4, channels)
-        self.shortcut = nn.Conv2d(channels_in, channels, 1, stride) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(y + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    """torchvision's way of four attributes, with GroupNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.layer1 = nn.Sequential(Residual(8, 8, 1), Residual(8, 8, 1))
-        self.layer2 = nn.Sequential(Residual(8, 16, 2), Residual(16, 16, 1))
-        self.layer3 = nn.Sequential(Residual(16, 32, 2), Residual(32, 32, 1))
-        self.fc = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer3(self.layer2(self.layer1(self.stem(x))))
-        return self.fc(x.mean((2, 3)))
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(c, 2 * c, 3, 2, padding=1) for c in (4, 8, 16))
-        self.middle = nn.Conv2d(32, 32, 3, padding=1)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in (16, 8, 4))
-        self.into, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.into(x)
-        skips = []
-        for layer in self.down:
-            skips.append(x)
-            x = F.silu(layer(x))
-        x = self.middle(x)
-        for layer in self.up:
-            x = F.silu(layer(x)) + skips.pop()
-        return self.out(x)
 
 
 class MixerBlock(nn.Module):
@@ -323,28 +291,6 @@ class DiffusionTransformer(nn.Module):
         return F.fold(self.out(self.norm(x)).transpose(1, 2), noisy.shape[-2:], 4, stride=4)
 
 
-# Adapters
-
-
-def lora() -> nn.Module:
-    import peft
-    import transformers
-
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, pad_token_id=0, **sizes))
-    wanted = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return Logits(peft.get_peft_model(llama, wanted))
-
-
-class Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens).logits
-
-
 # What goes in
 
 
@@ -370,6 +316,7 @@ class Network:
 _TEXT = (_tokens(LENGTH), _tokens(LENGTH))
 _VECTORS = (_floats(WIDTH), _floats(WIDTH))
 _IMAGES, _LABELLED = (_floats(3, 16, 16), _floats(3, 16, 16)), (_floats(3, 8, 8), _classes)
+_PAIRS = (_floats(3, 16, 16), _tokens(LENGTH))
 _NOISY = (_floats(3, 16, 16), _floats(), _tokens(4), _floats(3, 16, 16))
 
 NETWORKS: dict[str, Network] = {
@@ -386,10 +333,21 @@ NETWORKS: dict[str, Network] = {
     "one block four times": Network(Shared, _TEXT),
     "backbone, head on the LightningModule": Network(WithItsHead, _TEXT),
     "blocks on the LightningModule": Network(ItsOwnNetwork, _TEXT),
-    "ResNet with GroupNorm": Network(ResNet, _LABELLED),
-    "U-Net": Network(UNet, _IMAGES),
+    "network called twice in a step": Network(lambda: TwoViews(mlp()), _VECTORS),
+    "ResNet with GroupNorm": Network(images.ResNet, _LABELLED),
+    "ResNet with BatchNorm": Network(partial(images.ResNet, nn.BatchNorm2d), _LABELLED),
+    "ConvNeXt": Network(images.ConvNeXt, _LABELLED),
+    "EfficientNet with squeeze and excitation": Network(images.EfficientNet, _LABELLED),
+    "Swin": Network(images.Swin, _LABELLED),
+    "U-Net": Network(images.UNet, _IMAGES),
     "diffusion transformer": Network(DiffusionTransformer, _NOISY),
-    "Llama with LoRA (peft)": Network(lora, _TEXT),
+    "Llama with LoRA (peft)": Network(adapted.lora_llama, _TEXT),
+    "GPT-2 with LoRA (peft)": Network(adapted.lora_gpt2, _TEXT),
+    "T5 with LoRA (peft)": Network(adapted.lora_t5, (*_TEXT, _tokens(LENGTH))),
+    "BERT with a head": Network(adapted.BertWithAHead, (_tokens(LENGTH), _classes)),
+    "ViT and BERT, contrastive": Network(lambda: WithItsLoss(adapted.Contrastive()), _PAIRS),
+    "CLIP": Network(lambda: WithItsLoss(adapted.Clip()), _PAIRS),
+    "Mixtral with its load-balancing loss": Network(lambda: WithItsLoss(adapted.Balanced()), _TEXT),
 }
 
 

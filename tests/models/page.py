@@ -10,7 +10,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 LAYOUTS = {"pp2": "two pipeline stages", "dp2": "two data ranks", "tp2": "two tensor ranks"}
-_SHOWN = {"alike": "✓", "no plan": "–"}
+SHOWN = {"alike": "✓", "no plan": "–", "in parts": "≈"}
 
 _HEAD = """# Models
 
@@ -23,8 +23,16 @@ AdamW steps of 8 samples, validates and predicts; `lightning_shard.testing.asser
 outputs, every gradient, their norm, parameters and buffers. [testing.md](testing.md) is how to do that with a module of
 your own.
 
-✓ alike; a number: refused, with the reason below; – transformers has no tensor-parallel plan for it, and none was
-written. Text models get text without padding, models of image and text get text alone.
+A row that differs is compared once more with other weights, since rounding decides at some kinks. Text models get text
+without padding, models of image and text get text alone.
+
+- ✓ alike
+- ≈ alike to one process that accumulates the gradients of as many parts of each batch, and not to one that has the
+  batch at once: its loss isn't the mean of its samples' (BatchNorm, contrastive losses, losses that balance experts),
+  and microbatches and data ranks have a part of the batch each. With BatchNorm each data rank also keeps statistics of
+  its own, as under DDP: that isn't compared further.
+- a number: refused, with the reason below
+- – transformers has no tensor-parallel plan for it, and none was written
 """
 
 
@@ -35,7 +43,7 @@ def page(results: Mapping[str, Any]) -> str:
     tables = [_table(family, of_family, reasons) for family, of_family in _by_family(compared)]
     parts = [
         _HEAD.format(**results["made"]),
-        _counts(rows, compared),
+        _counts(rows, compared, int(results["made"]["architectures"])),
         *tables,
         reasons.section(),
         _others("Random", "random", rows, "Two runs on one process differ where random numbers do."),
@@ -51,22 +59,23 @@ def _by_family(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     return sorted(families.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
-def _counts(rows: list[Row], compared: list[Row]) -> str:
+def _counts(rows: list[Row], compared: list[Row], known: int) -> str:
     lines = [
-        f"**{len(compared)} architectures were compared.** Of {len(rows)}, {sum('random' in row for row in rows)} draw"
+        f"**{len(compared)} architectures were compared.** Of {known}, {known - len(rows)} have yet to be run,"
+        f" {sum('random' in row for row in rows)} draw"
         f" random numbers that have an effect, and {sum('not built' in row for row in rows)} weren't built.\n",
-        "| layout | alike | refused | no plan | **different** | **error** |",
-        "|---|---|---|---|---|---|",
+        "| layout | alike | refused | no plan | in parts | not run | **different** | **error** |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for layout, meaning in LAYOUTS.items():
-        counts = Counter(row["layouts"][layout]["result"] for row in compared if layout in row["layouts"])
-        kinds = ("alike", "refused", "no plan", "different", "crashed")
+        counts = Counter(row["layouts"].get(layout, {"result": "not run"})["result"] for row in compared)
+        kinds = ("alike", "refused", "no plan", "in parts", "not run", "different", "crashed")
         lines.append(f"| {layout}, {meaning} | " + " | ".join(str(counts[kind]) for kind in kinds) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _table(family: str, rows: list[Row], reasons: _Reasons) -> str:
-    alike = sum(all(result["result"] in _SHOWN for result in row["layouts"].values()) for row in rows)
+    alike = sum(all(result["result"] in SHOWN for result in row["layouts"].values()) for row in rows)
     lines = [f"## {family.capitalize()}: {len(rows)}, {alike} of them alike wherever they can be\n"]
     lines += ["| architecture | pp2 | dp2 | tp2 |", "|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: str(row["class"]).lower()):
@@ -77,8 +86,8 @@ def _table(family: str, rows: list[Row], reasons: _Reasons) -> str:
 
 def _cell(result: Row | None, reasons: _Reasons) -> str:
     kind = result["result"] if result else "not run"
-    if result is None or kind in _SHOWN:
-        return _SHOWN.get(kind, kind)
+    if result is None or kind in SHOWN:
+        return SHOWN.get(kind, kind)
     number = reasons.number(result)
     return f"[{number}](#reasons)" if kind == "refused" else f"**{kind}** [{number}](#reasons)"
 

@@ -14,6 +14,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from tests.models.networks import EPSILON
+
 SAMPLES, STEPS, LENGTH = 8, 2, 12
 VOCABULARY = 64
 CLASSES = 5
@@ -98,7 +100,7 @@ class Model(L.LightningModule):
 
     def __init__(self, architecture: str, config: Any) -> None:
         super().__init__()
-        self.model = _class_of(architecture)(config)
+        self.model = class_of(architecture)(config)
         self.model.train()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -113,7 +115,7 @@ class Model(L.LightningModule):
         return self.model(**batch).logits
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3, eps=EPSILON)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def find_small(family: str, model_type: str, architecture: str) -> Found:
     """
     bound_memory()
     why = ""
-    kind = _class_of(architecture).config_class or _config_class(model_type)
+    kind = class_of(architecture).config_class or _config_class(model_type)
     for variant in _VARIANTS:
         try:
             return _try(family, architecture, _small(kind, {**_SIZES, **variant}))
@@ -180,7 +182,7 @@ def makers(architecture: str, found: Found) -> tuple[Any, Any]:
 
 
 def _try(family: str, architecture: str, config: Any) -> Found:
-    kind = _class_of(architecture)
+    kind = class_of(architecture)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > MOST_PARAMETERS:
@@ -215,7 +217,7 @@ def _inputs(family: str, model: Any) -> tuple[tuple[str, tuple[int, ...], int], 
     return (("input_ids", *text), ("labels", *text))
 
 
-def _class_of(architecture: str) -> Any:
+def class_of(architecture: str) -> Any:
     import transformers
 
     return getattr(transformers, architecture)

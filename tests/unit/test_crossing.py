@@ -805,6 +805,20 @@ def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
         on_stages(seeded(network), loss, parts.unbind(), 2)
 
 
+class Dtypes(Net):
+    """Asks parts and blocks for their dtype by a parameter, as transformers' models do, wherever they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden.to(next(block.parameters()).dtype))
+        return self.head(self.norm(hidden).to(next(self.head.parameters()).dtype))
+
+
+def test_a_dtype_is_had_of_what_another_stage_holds() -> None:
+    assert_alike(seeded(Dtypes), loss, batches(), 2)
+
+
 def test_all_parameters_of_what_isnt_whole_here() -> None:
     def step(root: nn.Module, x: Tensor) -> Tensor:
         return loss(root, x) + sum(p.square().sum() for p in root.net.parameters())

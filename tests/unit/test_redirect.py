@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _to_kwargs
 
+from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.redirect import call_through
 
 
@@ -24,6 +25,15 @@ def test_a_call_has_an_argument_as_fsdp2_expects_on_a_cuda_device() -> None:
     with pytest.raises(ValueError, match="of the step"):
         call_through(module, _fail)
     assert "forward" not in vars(module)
+
+
+def test_parameters_of_a_block_that_isnt_called_are_refused() -> None:
+    with pytest.raises(StepError, match=r"call block\(x\) and not block\.forward\(x\)"):
+        call_through(nn.Linear(2, 2), _meet_a_sharded_parameter)
+
+
+def _meet_a_sharded_parameter() -> None:
+    raise RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
 
 
 def _fail() -> None:

@@ -43,6 +43,7 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "one of several": lambda: unknown().unbind()[1],
     "a transposed view": lambda: unknown().T,
     "detached": lambda: unknown().detach(),
+    "repeated a known number of times": lambda: unknown().repeat_interleave(2, dim=0),
     "as a mask": lambda: torch.ones(2).masked_fill(unknown()[:, 0] > 0, 2),
     "through a layer": lambda: nn.Linear(3, 3)(unknown()),
     "through attention": lambda: nn.functional.scaled_dot_product_attention(*[unknown()[None]] * 3),
@@ -85,3 +86,11 @@ def test_known_tensors_beside_it_stay_known() -> None:
 def test_python_doesnt_get_its_value(ask: Callable[[Tensor], Any]) -> None:
     with pytest.raises(StepError, match=r"asks for what is computed from embed\.weight, .*, as a number"):
         ask(unknown().sum())
+
+
+@pytest.mark.parametrize(
+    "times", [lambda t: torch.repeat_interleave(t[:, 0].long()), lambda t: t.repeat_interleave(t[:, 0].long(), 0)]
+)
+def test_a_size_doesnt_depend_on_it(times: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(StepError, match="The size of what repeat_interleave gives depends on"):
+        times(unknown())

@@ -63,6 +63,16 @@ def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
         tree.split(batch, parts)
 
 
+def test_a_part_may_be_written_to_while_another_waits_for_its_backward() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    first, second = tree.split(torch.arange(4.0), 2)
+    loss = (weight * first).sum()
+    second.mul_(2)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 1]
+
+
 def test_leaves_are_mapped_and_listed_in_order() -> None:
     nested = [torch.tensor(1), {"a": (torch.tensor(2), "text")}]
     doubled = tree.map_leaves(lambda leaf: leaf * 2, nested)

@@ -102,10 +102,13 @@ def _note_object(value: Any) -> PutBack:
     return put_back
 
 
-def _note_container(value: Any) -> PutBack:
+def _note_container(value: Any) -> PutBack | None:
     """By the builtin's own methods: those of a class derived from it may do more."""
     kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
     before = [*kind.items(value)] if issubclass(kind, dict) else [*kind.__iter__(value)]
+    entries = kind.values(value) if issubclass(kind, dict) else before
+    if any(isinstance(entry, nn.Parameter) for entry in entries):
+        return None  # which are gathered and freed, and registered anew each time, as a recurrent layer's weights
     fill = kind.update if issubclass(kind, (dict, set)) else kind.extend
 
     def put_back() -> None:

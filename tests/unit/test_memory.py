@@ -1,0 +1,15 @@
+"""What running a network changes is put back, beside its parameters."""
+
+import torch
+from torch import nn
+
+from lightning_shard.plugin.steps.memory import Memory
+
+
+def test_a_list_of_parameters_stays_as_sharding_changes_it() -> None:
+    recurrent = nn.LSTM(2, 2)
+    memory = Memory(recurrent)
+    gathered = nn.Parameter(torch.zeros_like(recurrent.weight_ih_l0))
+    recurrent.weight_ih_l0 = gathered
+    memory.put_back()
+    assert recurrent._flat_weights[0] is gathered
