@@ -103,6 +103,8 @@ def test_checkpoints_go_from_dealt_experts_to_whole_ones_and_back(tmp_path: Path
     dealt, whole = (2, 2, 32, 64), (1, 2, 32, 64)  # of 4 experts: on ranks of their own, and sharded by torch
     assert placed == [dealt, whole, dealt, whole, dealt]
     for name in ("b", "c"):
-        assert checkpoint.diff(tmp_path / "a", tmp_path / name).ok  # bytes, of the optimizer too
+        # bytes, of the optimizer too; "a" was saved after its fit, which counts the epoch as ended
+        differences = checkpoint.diff(tmp_path / "a", tmp_path / name).differences
+        assert not [each for each in differences if "epoch_progress" not in each.name]
     plain = trained(None, ["mixtral"], steps=4, trainer={"limit_val_batches": 0})["mixtral"]
     assert losses == pytest.approx(plain.losses, rel=3e-6)

@@ -40,6 +40,16 @@ class _Elsewhere:
 
 
 @dataclass(frozen=True)
+class _Fields:
+    """Of an object that isn't sent: simple attributes that the first microbatch set and the others didn't change.
+
+    So a transformers model notes the kind of its problem in its config.
+    """
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class _Look:
     """What modules keep at one time.
 
@@ -47,11 +57,13 @@ class _Look:
         held: Each module's attributes and buffers.
         marks: Versions and lengths of what can change in place.
         inside: Of the attributes that are followed, what is in them.
+        fields: Of those that are objects, their own attributes.
     """
 
     held: dict[str, dict[str, Any]]
     marks: list[int]
     inside: dict[Name, list[Any]]
+    fields: dict[Name, dict[str, Any]]
 
 
 class KeptState:
@@ -91,6 +103,7 @@ class KeptState:
         self._marked: list[tuple[Name, Any]] = []
         self._followed: set[Name] = set()
         self._changed: set[Name] = set()
+        self._set_once: dict[Name, set[str]] = {}
         self._read: set[Name] = set()
         self._stale: set[Name] = set()
         if is_last:
@@ -124,8 +137,11 @@ class KeptState:
         """On the last stage, at the end of a batch: what has changed, for the others."""
         values = {}
         for path, name in sorted(self._changed):
-            values[path, name] = _sent(attributes_and_buffers(self._modules[path]).get(name))
+            value = attributes_and_buffers(self._modules[path]).get(name)
+            fields = {key: attributes(value)[key] for key in self._set_once.get((path, name), ())}
+            values[path, name] = _Fields(fields) if fields else _sent(value)
         self._changed.clear()
+        self._set_once.clear()
         return values
 
     def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
@@ -141,11 +157,14 @@ class KeptState:
         for key in stale:
             value = changes[key]
             is_elsewhere = isinstance(value, _Elsewhere)
+            if isinstance(value, _Fields):
+                vars(self._held(key)).update(value.values)
+                continue
             if key in read and (microbatches > 1 or is_elsewhere):
                 raise _too_late(key, microbatches, is_elsewhere)
             if not is_elsewhere:
                 _set(self._modules[key[0]], key[1], value, device)
-        self._stale.update(stale)
+        self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
         self._followed.update(key for key, value in changes.items() if isinstance(value, _Elsewhere))
         for path, module in self._modules.items():
             _watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
@@ -154,6 +173,9 @@ class KeptState:
         held = attributes_and_buffers(self._modules[key[0]])
         if isinstance(value, _Elsewhere):
             return not changed_here
+        if isinstance(value, _Fields):
+            own = attributes(held[key[1]])
+            return any(name not in own or not _equal(own[name], each) for name, each in value.values.items())
         return key[1] not in held or not _equal(held[key[1]], value)
 
     def _network_begins(self, *_: Any) -> None:
@@ -195,6 +217,7 @@ class KeptState:
             {path: attributes_and_buffers(module) for path, module in modules.items()},
             [_mark(value) for _, value in self._marked],
             {key: [*_flat(self._held(key), 2)] for key in followed},
+            {key: dict(attributes(self._held(key))) for key in followed if _is_plain_object(self._held(key))},
         )
 
     def _since(self, before: _Look) -> set[Name]:
@@ -208,6 +231,12 @@ class KeptState:
         changed = {key for (key, value), mark in zip(self._marked, before.marks) if _mark(value) != mark}
         changed.update(key for key, held in before.inside.items() if _differ(held, [*_flat(self._held(key), 2)]))
         self._followed.update(changed - exchanged)
+        for key in changed - exchanged:
+            fields = _simple_fields(before.fields.get(key), before.inside.get(key), self._held(key))
+            if fields and self._searching:
+                self._set_once.setdefault(key, set()).update(fields)
+            else:
+                self._set_once.pop(key, None)
         return exchanged | changed
 
     def _held(self, key: Name) -> Any:
@@ -254,6 +283,21 @@ def _flat(value: Any, depth: int) -> Iterator[Any]:
         yield each
         if depth and (isinstance(each, (Tensor, *CONTAINERS, tuple)) or is_object(each)):
             yield from _flat(each, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    return is_object(value) and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, *CONTAINERS))
+
+
+def _simple_fields(before: dict[str, Any] | None, inside: list[Any] | None, value: Any) -> set[str]:
+    """The attributes of an object that were set, where these are simple values, and all that changed in it."""
+    if before is None or inside is None or before.keys() != attributes(value).keys():
+        return set()
+    now, flat = attributes(value), [*_flat(value, 2)]
+    fields = {name for name, held in before.items() if held is not now[name]}
+    if len(inside) != len(flat) or any(isinstance(_sent(now[name]), _Elsewhere) for name in fields):
+        return set()
+    return fields if sum(_differ([a], [b]) for a, b in zip(inside, flat)) == len(fields) else set()
 
 
 def _differ(before: list[Any] | None, now: list[Any]) -> bool:

@@ -20,14 +20,15 @@ Sums = dict[str, tuple[torch.Size, Tensor]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@torch.no_grad()
 def sums(root: nn.Module) -> Sums:
     """Of each parameter that is whole here and has dimensions: its shape, and the sum of its elements as integers."""
     found = {}
-    for name, parameter in nn.Module.named_parameters(root):
-        if type(parameter) is nn.Parameter and parameter.ndim and parameter.element_size() in _INTEGERS:
-            bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
-            found[name] = (parameter.shape, bits.sum(dtype=torch.int64))
+    # not the user's operations: a stage that counts those has other parameters than the next one
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        for name, parameter in nn.Module.named_parameters(root):
+            if type(parameter) is nn.Parameter and parameter.ndim and parameter.element_size() in _INTEGERS:
+                bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
+                found[name] = (parameter.shape, bits.sum(dtype=torch.int64))
     return found
 
 
