@@ -74,7 +74,7 @@ OTHERS = (
     "Llama with LoRA (peft)",
 )
 NAMES = (*TEXT, *OTHERS)
-TENSOR_PARALLEL = {"tied Qwen3", BALANCED, "nn.TransformerEncoder", "Llama with LoRA (peft)", "tied Gemma"}
+TENSOR_PARALLEL = {"tied Qwen3", BALANCED, "nn.TransformerEncoder", "Llama with LoRA (peft)"}  # tied Gemma: refused
 
 
 class Language(L.LightningModule):
