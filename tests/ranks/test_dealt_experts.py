@@ -105,6 +105,6 @@ def test_checkpoints_go_from_dealt_experts_to_whole_ones_and_back(tmp_path: Path
     for name in ("b", "c"):
         # bytes, of the optimizer too; "a" was saved after its fit, which counts the epoch as ended
         differences = checkpoint.diff(tmp_path / "a", tmp_path / name).differences
-        assert not [each for each in differences if "epoch_progress" not in each.name]
+        assert not [each for each in differences if each.name != "epoch" and "epoch_progress" not in each.name]
     plain = trained(None, ["mixtral"], steps=4, trainer={"limit_val_batches": 0})["mixtral"]
     assert losses == pytest.approx(plain.losses, rel=3e-6)
