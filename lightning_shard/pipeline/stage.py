@@ -31,13 +31,13 @@ from lightning_shard.pipeline.crossing import (
     Request,
     Slot,
     StageEnd,
-    Trace,
     parameters_crossing,
     parameters_in_place,
     unknown_states,
 )
 from lightning_shard.pipeline.effects import Before
 from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
+from lightning_shard.pipeline.trace import Trace
 
 _OPERATIONS_OF_A_CALL = 2**24
 """More than a network has: names of different calls' operations differ."""

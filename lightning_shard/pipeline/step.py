@@ -40,21 +40,21 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class _OfCall:
-    """The memory of a call of the network: also of what it is given."""
+class MemoryBeside:
+    """A memory, and what puts back something that it doesn't know of."""
 
-    step: Memory
-    put_call_back: Callable[[], None]
+    memory: Memory
+    put_rest_back: Callable[[], None]
 
     def put_back(self) -> None:
-        self.put_call_back()
-        self.step.put_back()
+        self.memory.put_back()
+        self.put_rest_back()
 
     def check(self) -> None:
-        self.step.check()
+        self.memory.check()
 
     def forget(self) -> None:
-        self.step.forget()
+        self.memory.forget()
 
 
 @dataclass
@@ -177,7 +177,7 @@ class PipelinedStep:
             except StageEnd:
                 return None
 
-        result = self._find_crossing(run, 0, lambda: _OfCall(self._remember(), remember()))[1]
+        result = self._find_crossing(run, 0, lambda: MemoryBeside(self._remember(), remember()))[1]
         self.channel.flush()
         return result
 

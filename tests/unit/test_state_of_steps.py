@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -357,3 +358,35 @@ def without_targets(root: nn.Module, x: Tensor) -> Tensor:
 def test_nan_that_one_process_has_too() -> None:
     seen = on_stages(seeded(Net), without_targets, batches(2), 2)
     assert torch.stack(seen.losses).isnan().all()
+
+
+# -- an object that the first microbatch completes, as transformers' models do with their config
+
+
+class Completes(Late):
+    """Reads its config before the network, and notes in it after the network what kind of problem it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=0.5, kind=None)
+
+    def before(self) -> Any:
+        return self.config.scale if self.config.kind is None else 2 * self.config.scale
+
+    def after(self, logits: Tensor) -> None:
+        if self.config.kind is None:
+            self.config.kind = "tokens"
+
+
+class CountsInConfig(Completes):
+    def after(self, logits: Tensor) -> None:
+        self.config.kind = f"{self.config.kind}+"
+
+
+def test_the_next_batch_finds_what_the_first_microbatch_has_completed() -> None:
+    assert_alike(seeded(Completes), loss, batches()[:2], 2, microbatches=1)
+
+
+def test_an_object_that_every_microbatch_changes_is_refused_where_it_is_read_too_early() -> None:
+    with pytest.raises(StepError, match=r"changes net\.config|changes self\.net\.config"):
+        on_stages(seeded(CountsInConfig), loss, batches(), 2)

@@ -150,6 +150,7 @@ class KeptState:
         Raises:
             StepError: This stage has read one that wasn't the one that a single process would have.
         """
+        changes = {key: value if self._can_set(key, value) else _Elsewhere() for key, value in changes.items()}
         own, read = set(self._changed), set(self._read)
         self._changed.clear()
         self._read.clear()
@@ -168,6 +169,9 @@ class KeptState:
         self._followed.update(key for key, value in changes.items() if isinstance(value, _Elsewhere))
         for path, module in self._modules.items():
             _watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
+
+    def _can_set(self, key: Name, value: Any) -> bool:
+        return not isinstance(value, _Fields) or _is_plain_object(self._held(key))
 
     def _is_stale(self, key: Name, value: Any, changed_here: bool) -> bool:
         held = attributes_and_buffers(self._modules[key[0]])

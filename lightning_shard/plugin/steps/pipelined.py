@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, with_losses
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.stage import Stage
-from lightning_shard.pipeline.step import PipelinedStep
+from lightning_shard.pipeline.step import MemoryBeside, PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops
@@ -235,9 +234,9 @@ class PipelinedSteps:
         with self._generators.preserved():
             yield
 
-    def _remember(self) -> _Before:
+    def _remember(self) -> MemoryBeside:
         self._may_have_new_generators = True  # a first step may make some
-        return _Before(Memory(self._module), self._logs.remember())
+        return MemoryBeside(Memory(self._module), self._logs.remember())
 
     def _share(self, results: list[Any], size: int) -> Any:
         """The last stage's merged result and logs, on every stage."""
@@ -250,24 +249,6 @@ class PipelinedSteps:
             self._kept.take(changes, microbatches, self._device)
         self._logs.say(logs)
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What a step may change, as it was before its first run."""
-
-    memory: Memory
-    put_back_logs: Callable[[], None]
-
-    def put_back(self) -> None:
-        self.memory.put_back()
-        self.put_back_logs()
-
-    def check(self) -> None:
-        self.memory.check()
-
-    def forget(self) -> None:
-        self.memory.forget()
 
 
 def _loss(result: Any) -> Tensor:
