@@ -31,7 +31,7 @@ from lightning_shard.plugin.data.loader import drop_repeated
 
 GATHERED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What autocast casts weights to, by the precision's name."""
-PRECISIONS = ("32-true", *GATHERED, "bf16-true", "16-true")
+PRECISIONS = ("32-true", "64-true", *GATHERED, "bf16-true", "16-true")
 
 
 def name_refused_precisions(strategy: Any) -> None:

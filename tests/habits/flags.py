@@ -156,6 +156,11 @@ def bf16_mixed(run: Run) -> Any:
     return run.fit(precision="bf16-mixed")
 
 
+@habit("precision=64-true", tolerance=1e-12)
+def in_64_bits(run: Run) -> Any:
+    return run.fit(precision="64-true")
+
+
 @habit("profiler=simple, advanced")
 def profile(run: Run) -> Any:
     simple = SimpleProfiler(run.folder, "simple")
