@@ -24,7 +24,8 @@ def accumulating(
 ) -> OneProcess:
     """``alone``, to be compared with a run on one process of each batch in ``parts``, their gradients accumulated."""
     steps = parts * sum(1 for _ in make_batches())
-    settings = {"accumulate_grad_batches": parts, "limit_val_batches": parts, "limit_predict_batches": parts}
+    limits = dict.fromkeys(("accumulate_grad_batches", "limit_val_batches", "limit_predict_batches"), parts)
+    settings = {**alone._run.trainer, **limits}
     cut = partial(in_parts, make_batches, parts)
     expected = OneProcess(make_module, cut, steps=steps, trainer=settings, timeout_s=timeout_s, seed=alone._run.seed)
     expected.record = _of_batches(expected.record, parts)

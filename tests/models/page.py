@@ -10,7 +10,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 LAYOUTS = {"pp2": "two pipeline stages", "dp2": "two data ranks", "tp2": "two tensor ranks"}
-SHOWN = {"alike": "✓", "no plan": "–", "in parts": "≈"}
+SHOWN = {"alike": "✓", "no plan": "–", "in parts": "≈", "rounding": "ulp"}
 
 _HEAD = """# Models
 
@@ -23,14 +23,16 @@ AdamW steps of 8 samples, validates and predicts; `lightning_shard.testing.asser
 outputs, every gradient, their norm, parameters and buffers. [testing.md](testing.md) is how to do that with a module of
 your own.
 
-A row that differs is compared once more with other weights, since rounding decides at some kinks. Text models get text
-without padding, models of image and text get text alone.
+A row that differs is compared once more with other weights, since rounding decides at some kinks, then in 64 bits.
+Text models get text without padding, models of image and text get text alone.
 
 - ✓ alike
 - ≈ alike to one process that accumulates the gradients of as many parts of each batch, and not to one that has the
   batch at once: its loss isn't the mean of its samples' (BatchNorm, contrastive losses, losses that balance experts),
   and microbatches and data ranks have a part of the batch each. With BatchNorm each data rank also keeps statistics of
   its own, as under DDP: that isn't compared further.
+- ulp: some number differs, in 32 and in 64 bits (what such a model computes in 32 bits all the same), by no more than
+  on one process when each weight is changed in its last bit
 - a number: refused, with the reason below
 - – transformers has no tensor-parallel plan for it, and none was written
 """
@@ -64,12 +66,12 @@ def _counts(rows: list[Row], compared: list[Row], known: int) -> str:
         f"**{len(compared)} architectures were compared.** Of {known}, {known - len(rows)} have yet to be run,"
         f" {sum('random' in row for row in rows)} draw"
         f" random numbers that have an effect, and {sum('not built' in row for row in rows)} weren't built.\n",
-        "| layout | alike | refused | no plan | in parts | not run | **different** | **error** |",
-        "|---|---|---|---|---|---|---|---|",
+        "| layout | alike | refused | no plan | in parts | ulp | not run | **different** | **error** |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for layout, meaning in LAYOUTS.items():
         counts = Counter(row["layouts"].get(layout, {"result": "not run"})["result"] for row in compared)
-        kinds = ("alike", "refused", "no plan", "in parts", "not run", "different", "crashed")
+        kinds = ("alike", "refused", "no plan", "in parts", "rounding", "not run", "different", "crashed")
         lines.append(f"| {layout}, {meaning} | " + " | ".join(str(counts[kind]) for kind in kinds) + " |")
     return "\n".join(lines) + "\n"
 
