@@ -11,7 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,8 +107,8 @@ def find_blocks(
     """The blocks at ``path``, or those of the model's lists of blocks.
 
     Without a path these are the longest list that is trained, if any is, and with it those of the same network that
-    hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages. Where
-    there is no such list, or only in a module that runs several times, that module; where there is none, the parts of
+    hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages; not
+    those that the example leaves out, as text does a vision tower. Where there is no such list, or only in a module that runs several times, that module; where there is none, the parts of
     an ``nn.Sequential``.
 
     Args:
@@ -117,7 +117,7 @@ def find_blocks(
             where no other list ends so. Or several names, of lists or of modules, in the order in which they run, and
             as often as they do.
         calls: Runs the network on an example; gives the names of all modules that were called, in order. Asked where
-            there is no list, or one in a loop.
+            there are several lists, none, or one in a loop.
 
     Raises:
         PlacementError: No list, or none by this name; says which there are.
@@ -125,6 +125,8 @@ def find_blocks(
     lists = block_lists(root, mixed=True)
     if path is None:
         groups = _chain(root, lists)
+        if len(groups) > 1:
+            groups = _run_by(groups, set(calls()))
         if all(_is_looped(root, path) for path in groups):
             often = _run_often(root, calls())
             if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
@@ -184,6 +186,14 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
         return same_kind and _size(root, other) >= _SMALL * _size(root, path)
 
     return {other: names for other, names in lists.items() if other == path or belongs(other)}
+
+
+def _run_by(groups: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
+    """The lists that an example runs; all of them where it runs none, or there is no example.
+
+    The others' modules run on one stage then, whenever a step does call them.
+    """
+    return {path: names for path, names in groups.items() if not called.isdisjoint(names)} or groups
 
 
 def _sequential(root: nn.Module) -> dict[str, list[str]]:

@@ -67,6 +67,28 @@ def lora_t5() -> nn.Module:
     return Answers(_lora(transformers.T5ForConditionalGeneration(config), ["q", "v"]))
 
 
+class Llava(nn.Module):
+    """Four vectors of an image before the text."""
+
+    def __init__(self) -> None:
+        import transformers
+
+        super().__init__()
+        seen = transformers.CLIPVisionConfig(
+            **_SIZES, num_hidden_layers=4, image_size=16, patch_size=8, projection_dim=16
+        )
+        said = transformers.LlamaConfig(num_hidden_layers=4, **_TOKENS, **_SIZES)
+        config = transformers.LlavaConfig(
+            vision_config=seen, text_config=said, image_token_index=VOCABULARY - 1, vision_feature_layer=-1
+        )
+        self.model = transformers.LlavaForConditionalGeneration(config)
+
+    def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
+        text = torch.where(tokens == VOCABULARY - 1, 3, tokens)
+        both = F.pad(text, (4, 0), value=VOCABULARY - 1)
+        return self.model(pixel_values=images, input_ids=both).logits[:, 4:]
+
+
 class BertWithAHead(nn.Module):
     """A classifier on what the first token became."""
 

@@ -346,6 +346,7 @@ NETWORKS: dict[str, Network] = {
     "T5 with LoRA (peft)": Network(adapted.lora_t5, (*_TEXT, _tokens(LENGTH))),
     "BERT with a head": Network(adapted.BertWithAHead, (_tokens(LENGTH), _classes)),
     "ViT and BERT, contrastive": Network(lambda: WithItsLoss(adapted.Contrastive()), _PAIRS),
+    "LLaVA, images and text": Network(adapted.Llava, (_floats(3, 16, 16), *_TEXT)),
     "CLIP": Network(lambda: WithItsLoss(adapted.Clip()), _PAIRS),
     "Mixtral with its load-balancing loss": Network(lambda: WithItsLoss(adapted.Balanced()), _TEXT),
 }

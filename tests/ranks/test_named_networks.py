@@ -72,6 +72,7 @@ OTHERS = (
     "backbone, head on the LightningModule",
     "diffusion transformer",
     "Llama with LoRA (peft)",
+    "LLaVA, images and text",
 )
 NAMES = (*TEXT, *OTHERS)
 TENSOR_PARALLEL = {"tied Qwen3", BALANCED, "nn.TransformerEncoder", "Llama with LoRA (peft)"}  # tied Gemma: refused

@@ -158,6 +158,16 @@ def test_lists_that_run_one_after_the_other_and_parts_beside_the_network() -> No
     assert blocks.network == "net"
 
 
+def test_a_list_that_the_example_leaves_out_is_a_part() -> None:
+    module = Around()
+    del module.net.heads
+    both = find_blocks(module).names
+    assert {name.rpartition(".")[0] for name in both} == {"net.encoder", "net.decoder"}
+    blocks = find_blocks(module, calls=lambda: ["net.encoder.0", "net.encoder.1", "net.head"])
+    assert blocks.names == ("net.encoder.0", "net.encoder.1")
+    assert any(name.startswith("net.decoder") for name, _ in blocks.parts)
+
+
 def test_the_order_that_was_seen_in_a_run_corrects_the_guess() -> None:
     blocks = find_blocks(Whole()).ordered(["head", "embed", "layers.1", "layers.0", "layers.2"])
     assert blocks.names == ("layers.1", "layers.0", "layers.2")
