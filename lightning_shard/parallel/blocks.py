@@ -108,8 +108,8 @@ def find_blocks(
 
     Without a path these are the longest list that is trained, if any is, and with it those of the same network that
     hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages; not
-    those that the example leaves out, as text does a vision tower. Where there is no such list, or only in a module that runs several times, that module; where there is none, the parts of
-    an ``nn.Sequential``.
+    those that the example leaves out, as text does a vision tower. Where there is no such list, or only in a module
+    that runs several times, that module; where there is none, the parts of an ``nn.Sequential``.
 
     Args:
         root: The LightningModule.

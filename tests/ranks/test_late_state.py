@@ -64,17 +64,36 @@ class InPlace(Counts):
         return super().training_step(batch, batch_idx) * self.codes.mean()
 
 
-def fit_in_place() -> str:
-    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=1, max_steps=1, **QUIET)
-    try:
-        trainer.fit(InPlace(), loader(GLOBAL_BATCH))
-    except StepError as error:
-        return str(error)
-    return ""
+class Normed(nn.Linear):
+    """Keeps its weight's norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(2 * self.weight.norm())
+        return super().forward(x)
+
+
+class InPlaceInABlock(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed(WIDTH, WIDTH) for _ in range(2))
+
+
+def fit_in_place() -> list[str]:
+    said = []
+    for kind in (InPlace, InPlaceInABlock):
+        trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=1, **QUIET)
+        try:
+            trainer.fit(kind(), loader(GLOBAL_BATCH // 2))
+        except StepError as error:
+            said.append(str(error))
+    return said
 
 
 def test_a_change_of_a_gathered_parameter_is_refused() -> None:
-    assert "changes the parameter codes in place" in run_ranks(fit_in_place, 1, elastic=True)[0]
+    for said in run_ranks(fit_in_place, 2, elastic=True):
+        assert "changes the parameter codes in place" in said[0]
+        assert "changes the parameter blocks.0.weight in place" in said[1]
 
 
 def test_late_state_and_untrained_parameters_are_as_in_one_process() -> None:

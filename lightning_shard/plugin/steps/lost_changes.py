@@ -1,17 +1,19 @@
 """Parameters that a step changes in place: a gathered parameter is a copy, and what is written to it is lost.
 
 So a momentum encoder or a codebook that is updated in a step would silently stay what it was. A first step of each kind
-is looked through, for parameters that are gathered around all of it (those of no block).
+is looked through: each unit's parameters are compared when it has gathered them, and before it frees them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
 
@@ -39,30 +41,31 @@ def changed(before: Sums, now: Sums) -> str | None:
 
 
 @contextmanager
-def refusing_lost_changes(module: nn.Module) -> Iterator[None]:
-    """Steps run inside, each in a call of ``module``, which is sharded.
+def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
+    """Steps run inside, each in a call of ``root``.
 
     Raises:
         StepError: One changes a gathered parameter.
     """
-    before: list[Sums] = []
-
-    def begins(*_: Any) -> None:
-        before.append(sums(module))
-
-    def ends(*_: Any) -> None:
-        name = changed(before.pop(), sums(module))
-        if name is not None:
-            raise StepError(
-                f"The step changes the parameter {name} in place. While it runs, parameters are gathered from the ranks"
-                " that hold them, and the change is lost: make it in on_train_batch_start or on_train_batch_end, where"
-                " each rank has its own part, or keep it as a buffer."
-            )
-
-    # after the hooks that gather, and before those that free
-    handles = [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, prepend=True)]
-    try:
+    units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    with ExitStack() as stack:
+        for name, unit in units:
+            before: list[Sums] = []
+            # after the hooks that gather, and before those that free
+            stack.callback(unit.register_forward_pre_hook(partial(_begins, before)).remove)
+            stack.callback(unit.register_forward_hook(partial(_ends, name, before), prepend=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _begins(before: list[Sums], unit: nn.Module, *_: Any) -> None:
+    before[:] = [sums(unit)]
+
+
+def _ends(unit_name: str, before: list[Sums], unit: nn.Module, *_: Any) -> None:
+    name = changed(before.pop(), sums(unit))
+    if name is not None:
+        raise StepError(
+            f"The step changes the parameter {unit_name}{'.' * bool(unit_name)}{name} in place. While it runs,"
+            " parameters are gathered from the ranks that hold them, and the change is lost: make it in"
+            " on_train_batch_start or on_train_batch_end, where each rank has its own part, or keep it as a buffer."
+        )
