@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch.utils.data import DistributedSampler
 
@@ -244,15 +244,24 @@ def by_several(run: Run) -> Any:
     return seen, run.rows(one), run.rows(two)
 
 
-@logging_habit("TensorBoardLogger, where it is installed", long=True)
-def by_tensorboard(run: Run) -> Any:
-    try:
-        from lightning.pytorch.loggers import TensorBoardLogger
+class LogsToTensorBoard(Logs):
+    def on_validation_epoch_end(self) -> None:
+        self.logger.experiment.add_scalar("experiment", 2.0, self.global_step)
 
-        logger = TensorBoardLogger(run.folder)
-    except ModuleNotFoundError:
-        return None
-    return run.fit(Logs(), logger=logger, log_every_n_steps=1)
+
+@logging_habit("TensorBoardLogger, self.logger.experiment.add_scalar", long=True)
+def by_tensorboard(run: Run) -> Any:
+    logger = TensorBoardLogger(run.folder)
+    shown: list[tuple[str, float]] = []
+    record = logger.log_metrics
+
+    def log_metrics(metrics: Any, step: int | None = None) -> None:
+        shown.extend((f"{step}: {name}", float(value)) for name, value in sorted(metrics.items()))
+        record(metrics, step)
+
+    logger.log_metrics = log_metrics  # type: ignore[method-assign,assignment]
+    seen = run.fit(LogsToTensorBoard(), logger=logger, log_every_n_steps=1)
+    return seen, run.on_rank_zero(lambda: (shown, len([*run.folder.glob("*/*/events*")])))
 
 
 @logging_habit("the logger that the Trainer makes by itself", long=True)

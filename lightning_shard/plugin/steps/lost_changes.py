@@ -47,9 +47,10 @@ def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
     Raises:
         StepError: One changes a gathered parameter.
     """
-    units = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
     with ExitStack() as stack:
-        for name, unit in units:
+        for name in units:
+            unit = root.get_submodule(name)
             before: list[Sums] = []
             # after the hooks that gather, and before those that free
             stack.callback(unit.register_forward_pre_hook(partial(_begins, before)).remove)
