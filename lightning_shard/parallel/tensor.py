@@ -373,7 +373,8 @@ def _complete_ties(
         by_rows = [isinstance(style, Split) and style.features in ("out", "rows") for style in chosen]
         for owner, style in zip(owners, chosen):
             if style is None and any(by_rows):
-                name = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}.get(type(modules[owner]))
+                names = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}
+                name = next((name for kind, name in names.items() if isinstance(modules[owner], kind)), None)
                 if name is not None:
                     resolved.update(_styles(modules, owner, owner, name, parts))
 

@@ -106,8 +106,8 @@ def _judged(
     except TrainsDifferently as different:
         first = different
     for seed, trainer in ((1, {}), (0, {"precision": "64-true"})):
-        other = OneProcess(make_module, make_batches, trainer=ONE_BATCH | trainer, seed=seed, timeout_s=TIMEOUT_S)
-        with suppress(TrainsDifferently):
+        with suppress(TrainsDifferently, RanksFailed):  # not all kernels know 64 bits
+            other = OneProcess(make_module, make_batches, trainer=ONE_BATCH | trainer, seed=seed, timeout_s=TIMEOUT_S)
             result = _result_on(layout, other, make_module, make_batches, options)
             return {"result": result, **(trainer or {"seed": seed})}
     nearby = OneProcess(in_last_bit(make_module), make_batches, trainer=ONE_BATCH, timeout_s=TIMEOUT_S)
