@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -25,13 +25,18 @@ def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placement: Pl
 
 
 @contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, a module's own parameters are this rank's parts, as plain tensors; gradients arrive at the whole ones."""
+def computing_with(module: nn.Module, part: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, a module's own parameters are what ``part`` makes of each."""
     whole = dict(module._parameters)
     for key, parameter in whole.items():
-        if isinstance(parameter, DTensor):
-            module._parameters[key] = parameter.to_local()  # type: ignore[assignment]
+        if parameter is not None:
+            module._parameters[key] = part(parameter)  # type: ignore[assignment]
     try:
         yield
     finally:
         module._parameters.update(whole)
+
+
+def local_parameters(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a module's own parameters are this rank's parts, as plain tensors; gradients arrive at the whole ones."""
+    return computing_with(module, lambda whole: whole.to_local() if isinstance(whole, DTensor) else whole)

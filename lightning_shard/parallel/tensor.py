@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
-from lightning_shard.parallel.local import local_parameters, split_parameter
+from lightning_shard.parallel.local import computing_with, local_parameters, split_parameter
 from lightning_shard.parallel.plans import declared_plan, matches, similar
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -155,6 +156,23 @@ class OwnShare(ParallelStyle):
         return module
 
 
+class SummedGradients(ParallelStyle):
+    """A module that every rank runs on features or heads of its own, with parameters that all ranks hold alike.
+
+    So a norm over each head, or an activation with a trained slope: a rank's gradients are summands.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own_forward: Any = type(module).forward
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with computing_with(module, partial(_to_shares, mesh=device_mesh)):
+                return own_forward(module, *args, **kwargs)
+
+        module.forward = MethodType(forward, module)
+        return module
+
+
 class SharedByHeads(ParallelStyle):
     """A module computed alike on all ranks, of whose output the last features go to each rank's own heads.
 
@@ -190,8 +208,7 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise": Split("in", _LAST, _LAST, _REPLICATED),
     "rowwise_split_input": Split("in", _REPLICATED, _LAST, _REPLICATED),
     "embedding_rowwise": Split("rows", _REPLICATED, _REPLICATED, _REPLICATED),
-    # A norm over each head of [batch, sequence, heads, head_size]: heads are local, the weight is everyone's.
-    "replicated_with_grad_allreduce": Split(None, Shard(2), Shard(2), Shard(2)),
+    "replicated_with_grad_allreduce": SummedGradients(),
     # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is split by sequence. It begins
     # with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
     "scatter_sequence": ScatterSequence(),
@@ -273,7 +290,9 @@ def resolve_plan(
             f'tensor_parallel_plan: {", ".join(cuts)} are parameters of no module of style "{_EXPERTS}": name the'
             " module too, or name modules only."
         )
-    _complete_ties(root, modules, resolved, parts)
+    if declared:
+        _complete_sums(modules, resolved, parts)
+    _complete_ties(root, modules, resolved, parts, declared=declared)
     return resolved
 
 
@@ -296,6 +315,11 @@ def _styles(
         yield name, SharedByHeads(features)
         return
     style = _style(pattern, chosen)
+    if isinstance(style, SummedGradients) and not module._parameters:
+        raise PlanError(
+            f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {chosen!r}, has no parameters of its own"
+            f" (matched by {pattern!r}): name the module that holds them, or leave it out."
+        )
     if not isinstance(style, Split):
         yield name, style
         return
@@ -363,20 +387,56 @@ def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts:
     return OwnShare(placements)
 
 
+def _complete_sums(modules: Mapping[str, nn.Module], resolved: dict[str, ParallelStyle], parts: int) -> None:
+    """Parameters that plans of transformers forget, between layers that they split by features.
+
+    Each rank's gradient of them would be of its own features alone: norms over each head (of Qwen3-VL-MoE, say), and
+    activations with trained numbers (of Apertus).
+    """
+    for name, module in modules.items():
+        own = [*module.parameters(recurse=False)]
+        parent, _, key = name.rpartition(".")
+        layer = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}.get(key)
+        before = resolved.get(f"{parent}.{layer}")
+        if name in resolved or not own or not isinstance(before, Split) or before.produced != _LAST:
+            continue
+        features = getattr(modules[f"{parent}.{layer}"], "out_features", 0)
+        if all(parameter.numel() * parts <= features for parameter in own):
+            resolved[name] = STYLES["replicated_with_grad_allreduce"]
+
+
 def _complete_ties(
-    root: nn.Module, modules: Mapping[str, nn.Module], resolved: dict[str, ParallelStyle], parts: int
+    root: nn.Module,
+    modules: Mapping[str, nn.Module],
+    resolved: dict[str, ParallelStyle],
+    parts: int,
+    *,
+    declared: bool,
 ) -> None:
-    """Split an embedding as the linear layer that shares its weight, and the other way round, by rows of both."""
+    """Split an embedding as the linear layer that shares its weight, and the other way round, by rows of both.
+
+    Where that can't be, a model's own plan leaves both whole, and a user's is refused when it is applied.
+    """
     for group in tied_parameters(root):
         owners = [name.rpartition(".")[0] for name in group]
         chosen = [resolved.get(owner) for owner in owners]
         by_rows = [isinstance(style, Split) and style.features in ("out", "rows") for style in chosen]
         for owner, style in zip(owners, chosen):
             if style is None and any(by_rows):
-                names = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}
-                name = next((name for kind, name in names.items() if isinstance(modules[owner], kind)), None)
+                name = _style_by_rows(modules[owner])
                 if name is not None:
                     resolved.update(_styles(modules, owner, owner, name, parts))
+                elif declared:
+                    for split in owners:
+                        resolved.pop(split, None)
+                    break
+
+
+def _style_by_rows(module: nn.Module) -> str | None:
+    """An embedding or a linear layer with nothing beside what torch's have: a class of its own may scale, say."""
+    if isinstance(module, nn.Embedding) and module._parameters.keys() == {"weight"}:
+        return "embedding_rowwise"
+    return "colwise_gather_output" if type(module) is nn.Linear else None
 
 
 def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:

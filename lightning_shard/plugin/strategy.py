@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.layout import TENSOR_AXIS
 from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
     average_gradients,
@@ -57,7 +58,7 @@ from lightning_shard.plugin.saving.state import (
     check_same_groups,
     groups_of,
 )
-from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps import randomness, tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
@@ -190,7 +191,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._accumulating = False
         self._checked: set[str] = set()
         self._samples: bool | None = None
-        self._has_stepped = False
+        self._steps_taken = 0
 
     # What users look at
 
@@ -304,7 +305,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             )
         self._assembly = known
         self._checked.clear()
-        self._has_stepped = False
+        self._steps_taken = 0
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
@@ -436,9 +437,13 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if not self._has_stepped:  # at once, and not only when the first checkpoint is refused
-            self._has_stepped = True
+        if not self._steps_taken:  # at once, and not only when the first checkpoint is refused
             self._check_ties()
+        if self._steps_taken < tensor_ranks.STEPS and self.layout.tensor_parallel_size > 1:
+            assert self.lightning_module is not None
+            parameters = self.lightning_module.named_parameters()
+            tensor_ranks.check_whole_gradients(parameters, self.device_mesh[TENSOR_AXIS])
+        self._steps_taken += 1
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -473,6 +478,8 @@ class HybridShardStrategy(CheckpointedStrategy):
                 check_same_batch(args[0] if args else None, self.layout)
                 if self._steps is not None:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
+                if self.layout.tensor_parallel_size > 1:
+                    looks.enter_context(tensor_ranks.refusing_parts())
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
             yield

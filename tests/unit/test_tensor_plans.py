@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shard.checkpoint.shards import Split, shard, shard_strided_last, strided_factors_fit
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.plans import declared_plan
-from lightning_shard.parallel.tensor import STYLES, OwnShare, SharedByHeads, resolve_plan
+from lightning_shard.parallel.tensor import STYLES, OwnShare, SharedByHeads, SummedGradients, resolve_plan
 from lightning_shard.sharding import part_on
 from tests.mixtures import NETWORKS, Mixtures, adapted, transformers_model
 
@@ -43,6 +43,50 @@ def test_an_embedding_is_split_as_the_head_that_shares_its_weight() -> None:
     styles = resolve_plan(on_meta("tied llama"), None, 2)
     assert styles["net.model.embed_tokens"] is STYLES["embedding_rowwise"]
     assert styles["net.lm_head"] is STYLES["colwise_gather_output"]
+
+
+def of_transformers(name: str, **sizes: Any) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, name)
+    few = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
+    with torch.device("meta"):
+        return nn.ModuleDict({"net": kind(kind.config_class(**few, **sizes))})
+
+
+def test_what_plans_of_transformers_forget_is_completed() -> None:
+    apertus = resolve_plan(of_transformers("ApertusForCausalLM"), None, 2)
+    assert isinstance(apertus["net.model.layers.0.mlp.act_fn"], SummedGradients)
+    gemma = resolve_plan(of_transformers("Gemma2ForCausalLM"), None, 2)
+    assert gemma["net.model.embed_tokens"] is STYLES["embedding_rowwise"]  # of a class of its own, which scales
+    assert gemma["net.lm_head"] is STYLES["colwise_gather_output"]
+
+
+class Marked(nn.Embedding):
+    """One token's vector is another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 16)
+        self.end = nn.Parameter(torch.zeros(16))
+
+
+class MarkedModel(nn.Module):
+    """Declares a plan as transformers' models do."""
+
+    base_model_prefix = ""
+    _tp_plan: ClassVar = {"head": "colwise_gather_output"}
+    config = object()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Marked()
+        self.head = nn.Linear(16, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_head_that_shares_what_cant_be_split_stays_whole_under_the_models_own_plan() -> None:
+    assert not resolve_plan(MarkedModel(), None, 2)
+    assert resolve_plan(MarkedModel(), {"head": "colwise_gather_output"}, 2)  # and is refused when it is applied
 
 
 def test_lora_is_split_beside_its_layer() -> None:

@@ -1,0 +1,62 @@
+"""A tensor-parallel plan that leaves out what runs on split features: completed where that is known, else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard.errors import PlanError
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 16
+SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Feed(nn.Module):
+    """Between its layers: a trained slope for all features, or a norm over all of them."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.between = nn.LayerNorm(2 * WIDTH) if normed else nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(x)))
+
+
+class Model(L.LightningModule):
+    def __init__(self, normed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Feed(normed) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return F.mse_loss(batch, torch.ones_like(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(2):
+        yield torch.randn(8, WIDTH, generator=generator)
+
+
+def test_what_runs_on_split_features_is_summed_where_the_plan_says_so_and_refused_where_it_forgets() -> None:
+    with pytest.raises(PlanError, match=r"layers\.0\.between\.weight and 1 more: the tensor ranks have different grad"):
+        assert_trains_alike(Model, batches, "tp2", tensor_parallel_plan=SPLIT)
+    summed = SPLIT | {"layers.*.between": "replicated_with_grad_allreduce"}
+    assert_trains_alike(Model, batches, ["tp2"], tensor_parallel_plan=summed)
+
+
+def test_a_norm_over_features_that_are_split_is_refused_in_the_plans_name() -> None:
+    with pytest.raises(PlanError, match=r"The first step fails with tensor_parallel_plan: Given normalized_shape"):
+        assert_trains_alike(partial(Model, normed=True), batches, "tp2", tensor_parallel_plan=SPLIT)
