@@ -124,9 +124,9 @@ def find_blocks(
     """
     lists = block_lists(root, mixed=True)
     if path is None:
+        if len(lists) > 1:
+            lists = _run_by(lists, set(calls()))
         groups = _chain(root, lists)
-        if len(groups) > 1:
-            groups = _run_by(groups, set(calls()))
         if all(_is_looped(root, path) for path in groups):
             often = _run_often(root, calls())
             if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
@@ -188,12 +188,14 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
     return {other: names for other, names in lists.items() if other == path or belongs(other)}
 
 
-def _run_by(groups: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
-    """The lists that an example runs; all of them where it runs none, or there is no example.
+def _run_by(lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
+    """Without the lists that an example leaves out, while it runs others of the same network.
 
-    The others' modules run on one stage then, whenever a step does call them.
+    Their modules run on one stage then, whenever a step does call them.
     """
-    return {path: names for path, names in groups.items() if not called.isdisjoint(names)} or groups
+    run = {path for path, names in lists.items() if not called.isdisjoint(names)}
+    networks = {path.partition(".")[0] for path in run}
+    return {path: names for path, names in lists.items() if path in run or path.partition(".")[0] not in networks}
 
 
 def _sequential(root: nn.Module) -> dict[str, list[str]]:

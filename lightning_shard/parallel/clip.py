@@ -133,18 +133,23 @@ def clip_by_norm(
 def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients of the common norm ``norm`` to ``max_norm``, where they exceed it."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = local_tensor(parameter.grad)
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (place, dtype), alike in by_kind.items():
+    for (place, dtype), alike in _gradients_by_kind(parameters).items():
         torch._foreach_mul_(alike, scale.to(device=place, dtype=dtype))
 
 
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of every gradient to ``[-max_value, max_value]``."""
+    for alike in _gradients_by_kind(parameters).values():
+        torch._foreach_clamp_min_(alike, -max_value)
+        torch._foreach_clamp_max_(alike, max_value)
+
+
+def _gradients_by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Local parts of gradients that one launch takes all of."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            local_tensor(parameter.grad).clamp_(-max_value, max_value)
+            gradient = local_tensor(parameter.grad)
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return by_kind

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.whole import hold_whole, whole_of
 from lightning_shard.sharding import local_tensor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -50,7 +51,7 @@ def apply_fully_sharded(
     experts: Iterable[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard ``root``'s parameters over ``mesh``, in place.
+    """Shard ``root``'s parameters over ``mesh``, in place; where that is one rank, hold them without FSDP2's copies.
 
     Args:
         root: The model.
@@ -66,6 +67,9 @@ def apply_fully_sharded(
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
     """
+    if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
+        hold_whole(root, mesh)
+        return
     # of these FSDP2 has no shards, or can't reduce their gradients
     whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
@@ -111,6 +115,13 @@ def apply_fully_sharded(
         if not isinstance(module, FSDPModule):
             # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
             apply(module, reshard_after_forward=True, mp_policy=_policy([module]), ignored_params=whole)
+
+
+def _nothing_is_sharded(root: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> bool:
+    """Nor is there anything else that FSDP2 does: cast weights once a step, add gradients in 32 bits, offload."""
+    if mesh.size() > 1 or mesh.ndim > 1 or sharding.offloads or sharding.gathered_dtype is not None:
+        return False
+    return all(p.dtype in (torch.float32, torch.float64) and not isinstance(p, DTensor) for p in root.parameters())
 
 
 def is_cast(unit: nn.Module, besides: Collection[nn.Parameter] = ()) -> bool:
@@ -212,7 +223,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     A collective call of the group. What an earlier call has averaged may be among them.
     """
     parameters = list(parameters)
-    if not parameters:
+    if not parameters or dist.get_world_size(group) == 1:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     present = [torch.zeros_like(p) if p.grad is None else torch.ones_like(p) for p in parameters]
@@ -226,8 +237,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 
 def parallelizes_itself(root: nn.Module) -> bool:
     """Whether a module was sharded by its own ``configure_model``, as Lightning's ModelParallelStrategy expects."""
-    from torch.distributed.tensor import DTensor
-
     return any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
@@ -274,6 +283,8 @@ def differentiating_by_inputs(root: nn.Module, reduces: Callable[[], bool]) -> I
 
 def reshard(root: nn.Module) -> None:
     """Free gathered parameters and register the sharded ones."""
+    if (held := whole_of(root)) is not None:
+        held.free()
     for unit in sharded_units(root):
         unit.reshard()
 
@@ -287,8 +298,18 @@ def no_gradient_sync(root: nn.Module) -> Iterator[None]:
         expect_backward(root, reduces=True)
 
 
+def end_backward(root: nn.Module, *, reduces: bool) -> None:
+    """After the last backward of a step: what FSDP2 does by itself, where nothing is sharded."""
+    if (held := whole_of(root)) is not None:
+        if reduces:
+            held.hand_over_gradients()
+        held.free()
+
+
 def reduce_gradients(root: nn.Module) -> None:
     """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none."""
+    if (held := whole_of(root)) is not None:
+        held.hand_over_gradients()
     for group in _private_groups(root):
         if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
             group.reduce_grads, group.reshard_after_backward = True, True
@@ -298,6 +319,8 @@ def reduce_gradients(root: nn.Module) -> None:
 
 def forget_gradients(root: nn.Module) -> None:
     """Drop gradients that were not reduced, as of an accumulation that was broken off: ``zero_grad`` doesn't."""
+    if (held := whole_of(root)) is not None:
+        held.forget_gradients()
     for group in _private_groups(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None

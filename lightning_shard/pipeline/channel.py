@@ -4,7 +4,8 @@ What a microbatch of a signature brings is agreed once (``crossing.py``): then b
 tensors travel. The sender checks what it sends against them, since the receiver could only hang.
 
 Forward and backward travel on process groups of their own: on NCCL, operations of one group run in the order of their
-calls, and two neighbours that send to each other at once would each wait for the other's receive.
+calls, and two neighbours that send to each other at once would each wait for the other's receive. What stages say to
+each other travels from host to host, on a third group.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class Channel:
     Attributes:
         forward_group: The ranks of this pipeline, the last stage's first, for values.
         backward_group: The same ranks, for gradients.
+        control_group: The same ranks' hosts, for what stages say.
         device: Where tensors are received.
     """
 
     forward_group: dist.ProcessGroup
     backward_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
     stage: int
     stages: int
     device: torch.device
@@ -67,7 +70,7 @@ class Channel:
     def gather(self, value: Any) -> list[Any]:
         """Every stage's value, in their order; a collective call over the pipeline."""
         values: list[Any] = [None] * self.stages
-        dist.all_gather_object(values, value, group=self.forward_group)
+        dist.all_gather_object(values, value, group=self.control_group)
         return values[::-1]
 
     def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
@@ -159,9 +162,9 @@ class Channel:
         return self.stages - 1 - stage
 
     def _say(self, message: Any, to: int) -> None:
-        dist.send_object_list([message], group=self.forward_group, group_dst=self._rank(to), device=self.device)
+        dist.send_object_list([message], group=self.control_group, group_dst=self._rank(to))
 
     def _listen(self, source: int) -> Any:
         message: list[Any] = [None]
-        dist.recv_object_list(message, group=self.forward_group, group_src=self._rank(source), device=self.device)
+        dist.recv_object_list(message, group=self.control_group, group_src=self._rank(source))
         return message[0]

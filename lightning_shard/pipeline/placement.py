@@ -64,11 +64,11 @@ class Placement:
             [
                 str(index),
                 _block_range(stage.blocks),
-                _short(", ".join(stage.parts), 30),
+                ", ".join(stage.parts),
                 _count(stage.parameters),
                 _size(stage.bytes),
                 f"{100 * stage.cost / total:.1f} %" if total else "",
-                _short(stage.device or "", 18),
+                stage.device or "",
             ]
             for index, stage in enumerate(self.stages)
         ]
@@ -228,10 +228,6 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 def _block_range(blocks: range) -> str:
     ends = f"{blocks.start}" if len(blocks) == 1 else f"{blocks.start}-{blocks.stop - 1}"
     return f"{ends} ({len(blocks)})"
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _count(number: float) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
+from lightning_shard.plugin.told import tell
 
 
 def refuse_gloo() -> None:
@@ -30,12 +31,15 @@ class Groups:
     Attributes:
         pipeline: The ranks of its pipeline, the last stage's first; values go forward on it.
         backward: The same ranks; gradients go backward on it.
+        control: The same ranks, between their hosts: what they tell each other waits for no device, and never stands
+            before or behind values.
         data: The ranks that hold the same part of the model and read other data.
         host: All ranks, between their hosts: what is exchanged on it waits for no device.
     """
 
     pipeline: dist.ProcessGroup
     backward: dist.ProcessGroup
+    control: dist.ProcessGroup
     data: dist.ProcessGroup
     host: dist.ProcessGroup
 
@@ -48,30 +52,43 @@ class Groups:
         """
         if layout.world_size > 1 and mesh.device_type == "cuda":
             refuse_gloo()
-        pipeline = mesh[PIPELINE_AXIS].get_group()
-        backward = pipeline
+        pipeline = backward = control = mesh[PIPELINE_AXIS].get_group()
         if layout.pipeline_parallel_size > 1:
             pipelines = [ranks[::-1] for ranks in layout.pipelines()]
-            pipeline, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
-            backward, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
+            pipeline, backward = _of_axis(pipelines, timeout), _of_axis(pipelines, timeout)
+            control = _own_of(pipelines, timeout, backend="gloo")
         if len(layout.data_axes) == 1:
             data = mesh[layout.data_axes[0]].get_group()
         else:
-            data, _ = dist.new_subgroups_by_enumeration(layout.data_groups(), timeout=timeout)
+            data = _of_axis(layout.data_groups(), timeout)
         world: Any = dist.group.WORLD
         host = world
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, backward, data, host)
+        return cls(pipeline, backward, control, data, host)
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Every stage's value, in stage order; a collective call over the pipeline."""
-        values: list[Any] = [None] * dist.get_world_size(self.pipeline)
-        dist.all_gather_object(values, value, group=self.pipeline)
+        values: list[Any] = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
-        """The last stage's value on every stage; a collective call over the pipeline."""
-        box = [value]
-        dist.broadcast_object_list(box, group=self.pipeline, group_src=0, device=device)
-        return box[0]
+        """The last stage's value on every stage, its tensors on their devices; a collective call over the pipeline."""
+        return tell(value, control=self.control, values=self.pipeline, device=device)
+
+
+def _of_axis(groups: list[list[int]], timeout: timedelta | None) -> Any:
+    """This rank's of the groups of an axis, which have no rank in common; a collective call over all ranks.
+
+    All of them are made at once, as torch's own meshes are: by dividing NCCL's world, elsewhere each by its own ranks.
+    """
+    world: Any = dist.group.WORLD
+    if "cuda:nccl" in dist.get_backend_config(world) and getattr(world, "bound_device_id", None) is not None:
+        return dist.split_group(split_ranks=groups, timeout=timeout)
+    return _own_of(groups, timeout)
+
+
+def _own_of(groups: list[list[int]], timeout: timedelta | None, backend: str | None = None) -> Any:
+    own = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)

@@ -23,6 +23,7 @@ from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
     average_gradients,
     differentiating_by_inputs,
+    end_backward,
     forget_gradients,
     no_gradient_sync,
     reduce_gradients,
@@ -380,6 +381,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         whole = self.precision_plugin.post_backward
 
         def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
+            end_backward(module, reduces=self._reduces)
             if self._reduces:
                 average_gradients((p for p in self._scalars if p.requires_grad), self.groups.data)
             return whole(loss, module)

@@ -19,9 +19,7 @@ The ranks are fresh processes, forked from a server that has imported torch and 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import functools
 import importlib
 import multiprocessing
@@ -31,16 +29,17 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
+
+from lightning_shard.testing.rank_process import Job, Options, serve
 
 __all__ = ["RanksFailed", "preload", "ranks", "run_ranks"]
 
@@ -114,7 +113,7 @@ def run_ranks(
     Raises:
         RanksFailed: A rank raised, died, hung, or didn't exit.
     """
-    options = _Options(world_size, timeout_s, backend, not elastic if init is None else init, elastic, start_method)
+    options = Options(world_size, timeout_s, backend, not elastic if init is None else init, elastic, start_method)
     return _run(function, args, kwargs, options)
 
 
@@ -125,7 +124,7 @@ def ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Cal
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        settings = _Options(world_size, **options)
+        settings = Options(world_size, **options)
 
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
@@ -135,22 +134,6 @@ def ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Cal
         return test
 
     return decorate
-
-
-@dataclass(frozen=True)
-class _Options:
-    world_size: int
-    timeout_s: float = 60
-    backend: str = "gloo"
-    init: bool = True
-    elastic: bool = False
-    start_method: Literal["forkserver", "spawn"] = "forkserver"
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size ({self.world_size}) must be at least 1.")
-        if self.init and self.elastic:
-            object.__setattr__(self, "init", False)
 
 
 @dataclass(frozen=True)
@@ -165,27 +148,10 @@ class _Body:
         return wrapper.__wrapped__(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What one rank is told."""
-
-    call: bytes
-    """The pickled ``(function, args, kwargs)``."""
-    options: _Options
-    environment: dict[str, str]
-    stacks: Path
-    under_pytest: bool
-    parent_start_method: str | None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The process that asks
-
-
 class _Rank:
     """One rank's process, the pipe its messages come through, and the file its stacks are written to."""
 
-    def __init__(self, index: int, job: _Job) -> None:
+    def __init__(self, index: int, job: Job) -> None:
         context: Any = multiprocessing.get_context(job.options.start_method)
         ours, theirs = context.Pipe()
         self.index = index
@@ -193,7 +159,7 @@ class _Rank:
         self.stacks = job.stacks
         self.error: BaseException | None = None
         # not a daemon: those may not have children, and a DataLoader's workers are children
-        self.process: BaseProcess = context.Process(target=_serve, args=(job, theirs), daemon=False)
+        self.process: BaseProcess = context.Process(target=serve, args=(job, theirs), daemon=False)
         self.process.start()
         theirs.close()
 
@@ -254,7 +220,7 @@ class _Rank:
         self.pipe.close()
 
 
-def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: _Options) -> list[Any]:
+def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> list[Any]:
     __tracebackhide__ = True
     from torch.distributed import TCPStore
 
@@ -267,7 +233,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
             for rank in range(options.world_size):
-                job = _Job(
+                job = Job(
                     call,
                     options,
                     _environment(rank, store.port, options),
@@ -282,7 +248,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
                 process.kill()
 
 
-def _collect(processes: list[_Rank], options: _Options) -> list[Any]:
+def _collect(processes: list[_Rank], options: Options) -> list[Any]:
     """Each rank's result, in rank order; raises when one fails or the time is over."""
     __tracebackhide__ = True
     limit = _Limit(processes, options.timeout_s)
@@ -323,7 +289,7 @@ def _collect(processes: list[_Rank], options: _Options) -> list[Any]:
     raise RanksFailed(_headline(failures, list(pending), options), accounts, in_order)
 
 
-def _headline(failures: dict[int, str], pending: list[int], options: _Options) -> str:
+def _headline(failures: dict[int, str], pending: list[int], options: Options) -> str:
     if failures:
         rank, account = next(iter(failures.items()))
         lines = [line for line in account.splitlines() if line and not line[0].isspace()]
@@ -389,7 +355,7 @@ def _await_exit(processes: list[_Rank]) -> None:
         raise RanksFailed(f"ranks {list(accounts)} of {len(processes)} returned, but didn't exit well", accounts)
 
 
-def _environment(rank: int, port: int, options: _Options) -> dict[str, str]:
+def _environment(rank: int, port: int, options: Options) -> dict[str, str]:
     size = str(options.world_size)
     environment = {
         **os.environ,
@@ -421,104 +387,3 @@ def _environment(rank: int, port: int, options: _Options) -> dict[str, str]:
 def _preload_list() -> list[str]:
     # pytest is the __main__ that every rank imports
     return [*dict.fromkeys(_preloaded), *(["pytest"] if "pytest" in sys.modules else [])]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The rank's process
-
-
-def _serve(job: _Job, pipe: connection.Connection) -> None:
-    with open(job.stacks, "w") as file:
-        with contextlib.suppress(OSError):
-            os.setpgrp()
-        faulthandler.enable(file)
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
-        os.environ.clear()
-        os.environ.update(job.environment)
-        # this process's own children (a DataLoader's workers) start as the asking process's would
-        multiprocessing.set_start_method(job.parent_start_method, force=True)
-        if job.under_pytest:
-            _rewrite_assertions()
-        try:
-            with _process_group(job.options):
-                function, args, kwargs = pickle.loads(job.call)
-                result = pickle.dumps(function(*args, **kwargs))
-                pipe.send_bytes(pickle.dumps(("result", result, b"")))
-                # a group torn down while another rank still talks would fail that one
-                pipe.recv_bytes()
-        except BaseException as error:
-            kind, payload = _account(error)
-            pipe.send_bytes(pickle.dumps((kind, payload, _pickled(error))))
-            if kind == "error":
-                _wait_to_be_killed(pipe)
-            with contextlib.suppress(EOFError, OSError):
-                pipe.recv_bytes()
-
-
-@contextlib.contextmanager
-def _process_group(options: _Options) -> Iterator[None]:
-    import torch
-    from torch import distributed
-
-    torch.set_num_threads(1)
-    _seed()
-    if options.init:
-        distributed.init_process_group(options.backend, timeout=timedelta(seconds=options.timeout_s))
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def _seed() -> None:
-    import random
-
-    import numpy
-    import torch
-
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-
-
-def _account(error: BaseException) -> tuple[str, str]:
-    pytest = sys.modules.get("pytest")
-    if pytest is not None and isinstance(error, pytest.skip.Exception):
-        return "skip", str(error)
-    return "error", "".join(traceback.format_exception(error))
-
-
-def _pickled(error: BaseException) -> bytes:
-    """Nothing where it doesn't pickle: its text is there in any case."""
-    with contextlib.suppress(Exception):
-        return pickle.dumps(error)
-    return b""
-
-
-def _wait_to_be_killed(pipe: connection.Connection) -> NoReturn:
-    """A failed rank holds its sockets open until all accounts are in: the others must not fail for its exit."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
-    os._exit(1)
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _rewrite_assertions() -> None:
-    """Have `assert a == b` in test modules say what a and b were, as pytest does.
-
-    Private names of pytest 8 and 9: the hook is otherwise installed only by a whole pytest run.
-    """
-    with contextlib.suppress(Exception):
-        from _pytest.assertion import install_importhook
-        from _pytest.config import get_config
-
-        config = get_config([])
-        hook = install_importhook(config)
-        hook.fnpats = ["test_*.py", "*_test.py"]
-        atexit.register(sys.meta_path.remove, hook)

@@ -59,9 +59,12 @@ class InPlace(Counts):
         super().__init__()
         self.codes = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.codes.mean()
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.codes.data.mul_(0.5)
-        return super().training_step(batch, batch_idx) * self.codes.mean()
+        return self(super().training_step(batch, batch_idx))
 
 
 class Normed(nn.Linear):

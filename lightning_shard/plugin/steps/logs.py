@@ -124,19 +124,19 @@ class HeldLogs:
     def _combine(self, record: Record) -> Any:
         last = record.values[-1]
         if isinstance(last, LoggedMetric):
-            of_step = [value.of_step.cpu().float() for value in record.values if value.of_step is not None]
+            of_step = [value.of_step.float() for value in record.values if value.of_step is not None]
             metric = self._module.get_submodule(last.path)
             reduce: Any = next((by for kind, by in _OF_AGGREGATORS.items() if isinstance(metric, kind)), torch.mean)
             return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
-            return last.cpu() if isinstance(last, Tensor) else last
-        values = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu().reshape(()) for value in record.values])
+            return last
+        values = _together(record.values)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())
         mean = values.mean()
         if len(record.batch_sizes) == len(values):
-            weights = torch.tensor(record.batch_sizes, dtype=torch.float64)
-            mean = (values.where(weights > 0, 0.0) * weights).sum() / weights.sum()  # a mean over nothing is NaN
+            counted = [value * size for value, size in zip(values, record.batch_sizes) if size]
+            mean = torch.stack(counted).sum() / sum(record.batch_sizes) if counted else values.new_tensor(torch.nan)
         return mean if isinstance(last, Tensor) and last.dtype == torch.float64 else mean.to(torch.float32)
 
     def _own(self, logged: LoggedMetric) -> Metric:
@@ -153,6 +153,19 @@ class HeldLogs:
 
 _OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}
 _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+
+
+def _together(values: list[Any]) -> Tensor:
+    """Numbers in 64 bits, on the device of those that are on one; it isn't waited for."""
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    return torch.stack(
+        [
+            value.to(device=device, dtype=torch.float64).reshape(())
+            if isinstance(value, Tensor)
+            else torch.full((), float(value), dtype=torch.float64, device=device)
+            for value in values
+        ]
+    )
 
 
 def _copied(records: dict[str, Record]) -> dict[str, Record]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.data import expect_backward, reduce_gradients, reshard
+from lightning_shard.parallel.data import end_backward, expect_backward, reduce_gradients, reshard
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
@@ -75,7 +75,7 @@ class PipelinedSteps:
     def begin_anew(self) -> None:
         """Learn anew what passes between stages, as where other parameters train; on all stages alike."""
         stage, groups = self._stage, self._groups
-        channel = Channel(groups.pipeline, groups.backward, stage.index, stage.count, self._device)
+        channel = Channel(groups.pipeline, groups.backward, groups.control, stage.index, stage.count, self._device)
         self._step = PipelinedStep(stage, channel, self._remember)
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +116,7 @@ class PipelinedSteps:
                 before_backward=before_backward,
                 backward=torch.Tensor.backward,
             )
+            end_backward(module, reduces=not accumulating)
             if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
                 reduce_gradients(module)
                 reshard(module)
@@ -239,16 +240,16 @@ class PipelinedSteps:
         return MemoryBeside(Memory(self._module), self._logs.remember())
 
     def _share(self, results: list[Any], size: int) -> Any:
-        """The last stage's merged result and logs, on every stage."""
+        """The last stage's merged result and logs, on every stage; no device is waited for."""
         said = None
         if self._stage.is_last:
-            merged = tree.map_leaves(_to_host, merge(results, size))
+            merged = tree.map_leaves(_detached, merge(results, size))
             said = (merged, self._logs.combined(), self._kept.changes(), len(results))
         result, logs, changes, microbatches = self._groups.broadcast_from_last_stage(said, self._device)
         if not self._stage.is_last:
             self._kept.take(changes, microbatches, self._device)
         self._logs.say(logs)
-        return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, result)
+        return result
 
 
 def _loss(result: Any) -> Tensor:
@@ -261,5 +262,5 @@ def _loss(result: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _to_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

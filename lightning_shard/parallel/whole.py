@@ -1,0 +1,107 @@
+"""Parameters that nothing is sharded over: one data rank, one tensor rank, no experts.
+
+FSDP2 would copy them for every gather, beside the ones that it keeps, and run hooks for each unit. Here the module
+holds, as everywhere between steps, DTensors (a checkpoint, a callback's averages and an optimizer ask what a rank holds
+of a whole), and while steps run in their place plain parameters over the same memory. What is gathered and freed by
+:mod:`lightning_shard.parallel.data` elsewhere is an exchange of references then.
+
+Private: ``DTensor._local_tensor`` (torch 2.11 to 2.13), for each parameter in each step; ``to_local()`` is an operation
+of autograd, and takes ten times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+_OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
+_PLACEMENT = (Shard(0),)
+
+
+def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Make ``root``'s parameters DTensors of one rank, in place; a call of ``root`` runs on plain ones.
+
+    Args:
+        root: The model, on any device or on meta. Parameters without dimensions or elements are left as they are.
+        mesh: Of this rank alone, with one axis.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim and parameter.numel():
+                if parameter not in made:
+                    own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
+                    made[parameter] = nn.Parameter(own, parameter.requires_grad)
+                    made[parameter].__dict__.update(parameter.__dict__)
+                module._parameters[name] = made[parameter]
+    whole = _OF[root] = WholeParameters(mesh)
+    root.register_forward_pre_hook(lambda module, _: whole.gather(module), prepend=True)
+    for module in root.modules():
+        module.register_state_dict_pre_hook(lambda *_, **__: whole.free())
+        module.register_load_state_dict_pre_hook(lambda *_: whole.free())
+
+
+def whole_of(root: nn.Module) -> WholeParameters | None:
+    """What :func:`hold_whole` made, if it did."""
+    return _OF.get(root)
+
+
+class WholeParameters:
+    """The plain parameters that run in place of a module's DTensors."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._plain: dict[nn.Parameter, nn.Parameter] = {}
+        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self._gathered = False
+
+    def gather(self, root: nn.Module) -> None:
+        """Put the plain parameters in place; what trains, and what memory they are over, may have changed."""
+        if self._gathered:
+            return
+        if not self._slots:  # not before: weights may be materialised, and moved, until the first call
+            self._slots = list(self._find(root))
+        for held, name, sharded, plain in self._slots:
+            local: Any = sharded.data
+            plain.data = local._local_tensor
+            if plain.requires_grad != sharded.requires_grad:
+                plain.requires_grad_(sharded.requires_grad)
+            held[name] = plain
+        self._gathered = True
+
+    def _find(self, root: nn.Module) -> Iterable[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
+        for module in root.modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    local: Any = parameter
+                    if parameter not in self._plain:
+                        self._plain[parameter] = nn.Parameter(local._local_tensor.detach(), parameter.requires_grad)
+                    yield module._parameters, name, parameter, self._plain[parameter]
+
+    def free(self) -> None:
+        """Put the DTensors in place."""
+        if self._gathered:
+            for held, name, sharded, _ in self._slots:
+                held[name] = sharded
+            self._gathered = False
+
+    def hand_over_gradients(self) -> None:
+        """Give the DTensors the gradients that backwards left on the plain parameters."""
+        for sharded, plain in self._plain.items():
+            if plain.grad is None:
+                continue
+            gradient: Any = DTensor.from_local(plain.grad, self._mesh, _PLACEMENT, run_check=False)
+            plain.grad = None
+            sharded.grad = gradient if sharded.grad is None else sharded.grad + gradient
+            hooks: Any = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
+            for hook in hooks.values():
+                hook(sharded)
+
+    def forget_gradients(self) -> None:
+        for plain in self._plain.values():
+            plain.grad = None

@@ -1,0 +1,56 @@
+"""What the last stage tells the others is what it has, on every rank, whatever it holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.plugin.told import tell
+from lightning_shard.testing import run_ranks
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def value() -> Any:
+    long = torch.arange(5000, dtype=torch.float32, requires_grad=True)
+    return {
+        "loss": torch.tensor(0.5, dtype=torch.float64),
+        "long": long * 2,
+        ("a", 1): [torch.ones(3, dtype=torch.bool), Pair("text", torch.zeros(0, 4))],
+        "strided": torch.arange(12).reshape(3, 4).T[::2],
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(2).to_sparse(),
+        "ordered": OrderedDict(n=None, m=3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+
+
+def told() -> tuple[Any, Any, Any]:
+    control, values = dist.new_group(), dist.new_group()
+    mine = dist.get_rank() == 0
+    where = {"control": control, "values": values, "device": torch.device("cpu")}
+    large = tell(value() if mine else None, **where)
+    small = tell([torch.tensor(1.5), 3] if mine else None, **where)
+    return large, small, tell({} if mine else None, **where)
+
+
+def test_all_ranks_are_told_the_same() -> None:
+    for large, small, nothing in run_ranks(told, 2):
+        expected = value()
+        assert large.keys() == expected.keys()
+        assert large["ordered"] == expected["ordered"]
+        assert small == [torch.tensor(1.5), 3]
+        assert nothing == {}
+        flags, pair = large["a", 1]
+        assert torch.equal(flags, torch.ones(3, dtype=torch.bool))
+        assert (type(pair), pair.one, pair.other.shape) == (Pair, "text", (0, 4))
+        for name in ("loss", "long", "strided", "complex", "half"):
+            assert large[name].dtype == expected[name].dtype
+            assert torch.equal(large[name], expected[name]), name
+        assert torch.equal(large["sparse"].to_dense(), torch.eye(2))
