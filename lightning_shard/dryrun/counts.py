@@ -43,9 +43,9 @@ class Cost:
         backward: Its operations, with those of the second forward where it is run again.
         kept: Bytes of what the part made in the forward that live until the backward, each storage once; without
             parameters, and without what it was given. A block's output is the block's, where the next one keeps it.
-        forward_peak: The most bytes of tensors that the part made and that live at a time in its forward.
-        backward_peak: The most bytes by which memory grows in its backward over what it was when that began: gradients
-            of weights among them.
+        forward_peak: The most bytes by which memory grows in its forward over what it was when that began.
+        backward_peak: The same in its backward, where weights have no gradients yet: those it makes are among it.
+        adding_peak: The same where they have, and new ones are added to them one at a time.
     """
 
     forward: Work = Work()
@@ -53,6 +53,7 @@ class Cost:
     kept: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
+    adding_peak: int = 0
 
 
 @dataclass(frozen=True)

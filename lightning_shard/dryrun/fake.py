@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
 
@@ -94,11 +95,18 @@ def make_fake(module: nn.Module) -> None:
     """Have a module on meta hold fake tensors on the CPU, in place; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
+    def empty(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+            local = empty(tensor.to_local())
+            return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            copy = empty(tensor.detach())
+            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
         return made[id(tensor)]
 
     for part in module.modules():

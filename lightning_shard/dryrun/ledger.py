@@ -46,8 +46,8 @@ class Ledger(TorchDispatchMode):
         label: Whose the next operations are.
         work: What they cost, by label.
         live: Bytes of all storages that were made inside and still live.
-        most: The most that ``live`` was, since :meth:`begin` of the label, by label.
-        at_begin: What ``live`` was then.
+        peak: The most that ``live`` was.
+        growth: The most by which ``live`` grew after a :meth:`begin`, until the next, by label.
         on_peak: Told whenever more lives than ever before.
     """
 
@@ -57,16 +57,15 @@ class Ledger(TorchDispatchMode):
         self.work: dict[Hashable, Work] = defaultdict(Work)
         self.live = 0
         self.peak = 0
-        self.most: dict[Hashable, int] = {}
-        self.at_begin: dict[Hashable, int] = {}
+        self.growth: dict[Hashable, int] = defaultdict(int)
+        self._at_begin = 0
         self._on_peak = on_peak
         self._made: dict[int, tuple[weakref.ref[Any], int, Hashable]] = {}
 
     def begin(self, label: Hashable) -> None:
         """From here on, operations are ``label``'s."""
         self.label = label
-        self.at_begin.setdefault(label, self.live)
-        self.most[label] = max(self.most.get(label, 0), self.live)
+        self._at_begin = self.live
 
     def by_label(self) -> dict[Hashable, int]:
         """Bytes that live, by the label of what made them."""
@@ -87,20 +86,24 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._count(func, args, kwargs, given, result, made)
+        before = {leaf.untyped_storage()._cdata for leaf in given if not isinstance(leaf, DTensor)}
         for tensor in made:
-            self._enter(tensor)
+            if tensor.untyped_storage()._cdata not in before:  # a view of what was there belongs to its maker
+                self._enter(tensor)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any, made: list[Tensor]) -> None:
         work = self.work[self.label]
         if func.namespace in _BETWEEN_RANKS:
             if given and func._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
-                work.sent[func._opname] += sum(map(_nbytes, given))
+                # those of c10d are given their output first
+                of_input = given[1:] if func.namespace == "c10d" else given
+                work.sent[func._opname] += sum(map(_nbytes, of_input))
             return
         counted = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
         if counted is not None:
             work.flops += counted(*args, **kwargs, out_val=result)
-        if not func.is_view and func is not _aten.detach.default:
+        if not func.is_view and func.namespace != "prim":
             work.moved += sum(map(_nbytes, given)) + sum(map(_nbytes, made))
 
     def _enter(self, tensor: Tensor) -> None:
@@ -114,8 +117,7 @@ class Ledger(TorchDispatchMode):
 
     def _grow(self, nbytes: int) -> None:
         self.live += nbytes
-        if self.live > self.most.get(self.label, 0):
-            self.most[self.label] = self.live
+        self.growth[self.label] = max(self.growth[self.label], self.live - self._at_begin)
         if self.live > self.peak:
             self.peak = self.live
             if self._on_peak is not None:
@@ -125,12 +127,6 @@ class Ledger(TorchDispatchMode):
         entry = self._made.pop(key, None)
         if entry is not None:
             self.live -= entry[1]
-
-    def ignore(self, tensor: Tensor) -> None:
-        """A tensor from before isn't entered when an operation gives it back."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._made.setdefault(key, (weakref.ref(storage, lambda _: self._leave(key)), 0, None))
 
     @contextmanager
     def seeing_resizes(self) -> Iterator[Ledger]:
@@ -146,11 +142,11 @@ class Ledger(TorchDispatchMode):
                 self._grow(size - known[1])
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore
         try:
             yield self
         finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = plain  # type: ignore
 
 
 def _nbytes(tensor: Tensor) -> int:
