@@ -284,7 +284,7 @@ class _Watched:
                 if isinstance(part, nn.Module):
                     stack.callback(part.register_forward_pre_hook(partial(self._begin_part, name)).remove)
                     stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
-            given = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+            given = tree.map_leaves(_without_data, batch)
             if self.model.device_type != "cpu":
                 stack.enter_context(_AsOnDevices())
             stack.enter_context(ledger)
@@ -352,6 +352,10 @@ class _Watched:
 
     def _begin_backward(self, key: str | int, _gradient: Tensor) -> None:
         self.ledger.begin(("backward", key))
+
+
+def _without_data(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Tensor) else leaf
 
 
 def _of(outcome: _Outcome, place: int) -> tuple[int, ...]:

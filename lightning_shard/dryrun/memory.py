@@ -6,7 +6,8 @@ A rank holds, at the moment when it runs one part of one microbatch:
 * *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: what isn't in a block for the whole
   step, blocks for the whole step or while they run, and the buffer of one all-gather;
 * gradients that aren't reduced yet, and the buffer of one reduce-scatter;
-* *activations*: what autograd keeps of the microbatches in flight, those that came from the stage before among it;
+* *activations*: what autograd keeps of the microbatches in flight; apart from these what was *received* from the stage
+  before, and of the *loss*, with all that runs after the last block;
 * *working* memory of the part that runs: by how much memory grows while it does.
 
 Not counted are what a device's driver, its allocator's fragments and communicators take: see ``RESERVED``.
@@ -29,7 +30,9 @@ from lightning_shard.pipeline.schedule import Action, Schedule
 
 RESERVED = 0.06
 """Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
-KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "working", "batch")
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working", "batch")
+_KEPT = ("activations", "received", "loss")
+"""Kinds of what is kept for microbatches in flight."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,9 @@ class _Step:
         self._whole: dict[int, int] = {}
         self._reduced = 0
         self._buffer = 0
-        self._flight: dict[int, int] = {}
+        self._flight: dict[int, Counter[str]] = {}
+        after = {part.name for place, part in stage._counts.parts if place == len(stage._counts.blocks)}
+        self._of_loss = {*after, stage._counts.loss.name}
         offloads = held.cpu_offload
         self._base = {
             "parameters": 0 if offloads else sum(unit.held for unit in stage.all_units),
@@ -300,17 +305,20 @@ class _Step:
                 **self._base,
                 "gradients": reduced + self._buffer + sum(self._whole.values()) + gradients,
                 "gathered": gathered,
-                "activations": sum(self._flight.values()),
+                **{kind: sum(kept[kind] for kept in self._flight.values()) for kind in _KEPT},
                 "working": working,
             },
         )
+
+    def _kind(self, part: PartCount) -> str:
+        return "loss" if part.name in self._of_loss else "activations"
 
     def _of_blocks(self) -> int:
         return sum(unit.gathered for unit in self._stage._units.values()) if self._keeps and self._gathered else 0
 
     def forward(self, action: Action) -> Iterator[Moment]:
         stage = self._stage
-        self._flight[action.microbatch] = stage.received
+        kept = self._flight[action.microbatch] = Counter(received=stage.received)
         done: int = 0
         flat = 0
         for part, cost in zip(stage.parts, stage._costs):
@@ -323,7 +331,7 @@ class _Step:
             elif self._keeps:
                 gathered += done
             yield self._moment(action, part.name, gathered + flat, 0, cost.forward_peak)
-            self._flight[action.microbatch] += cost.kept
+            kept[self._kind(part)] += cost.kept
         self._gathered = True
 
     def backward(self, action: Action, is_last: bool) -> Iterator[Moment]:
@@ -342,7 +350,7 @@ class _Step:
             adds_in_place = id(first) in self._whole and first.reduces_in is None
             working = (cost.adding_peak if adds_in_place else cost.backward_peak) + part.output
             yield self._moment(action, part.name, gathered, 0, working)
-            self._flight[action.microbatch] -= cost.kept
+            self._flight[action.microbatch][self._kind(part)] -= cost.kept
             if unit is None:
                 own = [p for p in part.parameters if p.requires_grad]
                 whole = sum(p.numel * stage._root._gradient(p).itemsize for p in own)

@@ -281,7 +281,7 @@ def _place(
     if stages > 1:
         module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
     policy = settings.placement if stages > 1 else "even"
-    return blocks, place(cost, stages, policy, devices=devices_of(layout, device.type))
+    return blocks, place(cost, stages, policy, devices=devices_of(layout, device.type), ranks=layout.stages())
 
 
 def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:
@@ -309,9 +309,8 @@ def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple
 
 def devices_of(layout: Layout, kind: str) -> list[str]:
     """A name for each stage's devices: ranks, since only each process knows its own device's number."""
-    size = layout.stage_size
-    spans = [range(first, first + size) for first in range(0, layout.world_size, size)][::-1]
-    return [f"{kind} {span[0]}" + (f"–{span[-1]}" if size > 1 else "") for span in spans]
+    spans = layout.stages()
+    return [f"{kind} {span[0]}" + (f"–{span[-1]}" if len(span) > 1 else "") for span in spans]
 
 
 def _example(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
