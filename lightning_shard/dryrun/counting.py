@@ -359,11 +359,10 @@ def _without_data(leaf: Any) -> Any:
 
 
 def _of(outcome: _Outcome, place: int) -> tuple[int, ...]:
-    found = []
-    for direction in ("forward", "backward"):
-        entered = outcome.work.get((direction, place), Entered())
-        found += [entered.flops, entered.moved, sum(entered.sent.values())]
-    return (*found, outcome.kept.get(("forward", place), 0))
+    """What must be alike; not bytes moved in a backward, where the first block's has what runs before it, too."""
+    forward, backward = (outcome.work.get((way, place), Entered()) for way in ("forward", "backward"))
+    kept = outcome.kept.get(("forward", place), 0)
+    return forward.flops, forward.moved, backward.flops, sum(forward.sent.values()), sum(backward.sent.values()), kept
 
 
 # -- blocks that are alike
@@ -399,7 +398,7 @@ class _Likes:
             here = place()
             if like.made is not None and len(like.places) >= 2 and isinstance(here, int):
                 like.places.append(here)
-                self.stands_for[here] = like.places[0]
+                self.stands_for[here] = like.places[1]
                 return _stand_in(like.made, (args, kwargs))
             output = forward(*args, **kwargs)
             if isinstance(here, int):

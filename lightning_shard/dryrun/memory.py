@@ -337,7 +337,7 @@ class _Step:
     def backward(self, action: Action, is_last: bool) -> Iterator[Moment]:
         stage = self._stage
         reduces = is_last or stage._held.reduce_each_microbatch
-        order = [pair for pair in reversed(list(zip(stage.parts, stage._costs)))]
+        order = list(zip(stage.parts, stage._costs))[::-1]
         units = [unit for part, _ in order if (unit := stage._units.get(part.name)) is not None]
         freed = 0
         for part, cost in order:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -45,7 +45,7 @@ class Run:
     schedule: str = "1F1B"
     microbatches: int = 1
     placement: Literal["auto", "even"] | Sequence[int] = "auto"
-    held: Held = Held()
+    held: Held = field(default_factory=Held)
     asynchronous_saving: bool = False
 
 
@@ -160,7 +160,7 @@ class Plan:
     def _heading(self) -> Iterator[str]:
         ranks = self.layout.world_size
         yield (
-            f"{self.name}: {count_text(self.model_parameters)} parameters on {ranks} {self.device_type} device"
+            f"{self.name}: {count_text(self.model_parameters).replace(' G', ' B')} parameters on {ranks} {self.device_type} device"
             f"{'s' * (ranks > 1)}, {self.layout}"
         )
         batch = f"{self.counts.samples} sample{'s' * (self.counts.samples > 1)}"

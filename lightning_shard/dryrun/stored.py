@@ -116,7 +116,7 @@ def _of_rank(
         for kept in (optimizer.tensors.get(p.name, ()) if optimizer is not None else ())
     ]
     files, rows = [], 0
-    for section, tensors in sections.items():
+    for tensors in sections.values():
         cuts = my_cuts(list(enumerate(tensors)), frame)
         if not cuts:
             continue
