@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 from lightning_shard.plugin.saving.from_checkpoint import take_over_command_line, take_over_reading
 
 if TYPE_CHECKING:
+    from lightning_shard.dryrun.planning import plan
     from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
     from lightning_shard.plugin.saving.model_checkpoint import ModelCheckpoint
     from lightning_shard.plugin.strategy import HybridShardStrategy
 
-__all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO"]
+__all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO", "plan"]
 
 _FOUND_IN = {
     "HybridShardStrategy": "lightning_shard.plugin.strategy",
     "ModelCheckpoint": "lightning_shard.plugin.saving.model_checkpoint",
     "ShardedCheckpointIO": "lightning_shard.plugin.saving.checkpoint_io",
+    "plan": "lightning_shard.dryrun.planning",
 }
 _REGISTRY = "lightning.pytorch.strategies"
 

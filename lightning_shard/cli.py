@@ -1,4 +1,4 @@
-"""``lightning-shard``: look into checkpoints, check and compare them, and make one file of them.
+"""``lightning-shard``: look into checkpoints, check and compare them, and make one file of them; plan a run.
 
 Tables for people, ``--json`` for machines. The exit code is 0 where all is well, 1 where a fault or a difference was
 found or the work failed, and 2 where the command line was not understood.
@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_shard import checkpoint
+from lightning_shard.cli_plan import add_plan
 from lightning_shard.errors import ShardError
 
 FAULTS_SHOWN = 20
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-shard",
-        description="Look into sharded checkpoints, check and compare them, and make one file of them.",
+        description="Look into sharded checkpoints, check and compare them, and make one file of them; plan a run.",
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"compare only this one of {', '.join(checkpoint.SECTIONS)}; may be repeated",
     )
     _option_of(diff, "--other-storage-option", "for the other checkpoint, where it needs others")
+    add_plan(verbs, _size)
     return parser
 
 

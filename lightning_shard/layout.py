@@ -142,6 +142,10 @@ class Layout:
         """The same layout, seen from another rank."""
         return replace(self, rank=rank)
 
+    def stages(self) -> list[range]:
+        """Every stage's ranks."""
+        return [range(first, first + self.stage_size) for first in range(0, self.world_size, self.stage_size)][::-1]
+
     def pipelines(self) -> list[list[int]]:
         """Every pipeline's ranks in stage order."""
         return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]

@@ -125,3 +125,16 @@ class StandardLibrary(TextFolder):
 
     def files(self) -> list[Path]:
         return [path for path in super().files() if not NOT_SOURCE & set(path.relative_to(self.path).parts)]
+
+
+class RandomTokens(L.LightningDataModule):
+    """Windows of ``context + 1`` tokens drawn at random: for plans and timings, not to learn anything from."""
+
+    def __init__(self, vocabulary: int, context: int, batch_size: int, windows: int = 1024) -> None:
+        super().__init__()
+        self.vocabulary, self.context, self.batch_size, self.windows = vocabulary, context, batch_size, windows
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocabulary, (self.windows, self.context + 1), generator=generator)
+        return DataLoader(tokens, self.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]

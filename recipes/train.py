@@ -4,6 +4,7 @@ python recipes/train.py strategy.pipeline_parallel_size=2 trainer.devices=4
 python recipes/train.py strategy.tensor_parallel_size=2 trainer.devices=4 checkpoint.resume=last
 python recipes/train.py data=folder data.path=my_texts
 python recipes/train.py checkpoint=s3 checkpoint.dirpath=s3://bucket/my_run checkpoint.resume=last
+python recipes/train.py recipe=gpt_175b --plan      # what it takes, and nothing is trained
 """
 
 import sys
@@ -13,6 +14,8 @@ import lightning as L
 from hydra.utils import instantiate
 from names import OF_TRAINING, refuse_unknown_names, refuse_unknown_overrides
 from omegaconf import DictConfig
+
+from lightning_shard.cli import main
 
 
 @hydra.main(config_path="../conf", config_name="config", version_base="1.3")
@@ -30,5 +33,7 @@ def train(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    if "--plan" in sys.argv[1:]:
+        sys.exit(main(["plan", *(argument for argument in sys.argv[1:] if argument != "--plan")]))
     refuse_unknown_overrides(sys.argv[1:])
     train()

@@ -17,7 +17,7 @@ by ``p`` where they enter an expert, and multiplied where they leave: exactly so
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -125,7 +125,9 @@ def _unfit(module: nn.Module, tied: set[str]) -> str | None:
     return None
 
 
-def apply_expert_parallel(root: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> None:
+def apply_expert_parallel(
+    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], dispatched: Callable[..., Dispatched] | None = None
+) -> None:
     """Deal experts of ``root`` to the ranks of ``mesh``, in place: their parameters become DTensors on it, cut by rows.
 
     Args:
@@ -133,16 +135,17 @@ def apply_expert_parallel(root: nn.Module, mesh: DeviceMesh, names: Iterable[str
             meta.
         mesh: The one-dimensional expert axis.
         names: As :func:`resolve_experts` gave them, of the modules that are here.
+        dispatched: Makes the forward of each. Default: :class:`Dispatched`.
     """
     for name in names:
         module = root.get_submodule(name)
         for key in list(module._parameters):
             split_parameter(module, key, mesh, Shard(0))
         # a method, so that a copy of the module has one of its own
-        module.forward = MethodType(_Dispatched(name, module, mesh), module)
+        module.forward = MethodType((dispatched or Dispatched)(name, module, mesh), module)
 
 
-class _Dispatched:
+class Dispatched:
     """The forward of a module of experts: its own, on the tokens that the ranks sent here.
 
     Args:
@@ -161,25 +164,36 @@ class _Dispatched:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         hidden, indices, weights = self._arguments(args, kwargs)
         group, ranks = self._mesh.get_group(), self._mesh.size()
-        here = self._experts // ranks
         chosen = indices.reshape(-1)
         order = chosen.argsort(stable=True)
-        counts = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
-        counts.scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.long))
-        counts = counts.view(ranks, here)  # of rows to be sent, by rank and expert there
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=group)
-        # the one number per rank that the host must know, and so waits for
-        given, taken = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-
+        given, taken, experts = self._agree(chosen)
         rows, scales = _Exchange.apply(
             group, given, taken, ranks, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
         )
-        experts = torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.view(-1))
+        here = self._experts // ranks
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
         (returned,) = _Exchange.apply(group, taken, given, 1 / ranks, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)
         return placed.view(*indices.shape, -1).sum(1)
+
+    def _agree(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Who sends whom how many rows.
+
+        Args:
+            chosen: The expert of each row.
+
+        Returns:
+            How many go to each rank and come from each, and of each that comes its expert, of those that are here.
+        """
+        ranks, here = self._mesh.size(), self._experts // self._mesh.size()
+        counts = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
+        counts.scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.long))
+        counts = counts.view(ranks, here)  # of rows to be sent, by rank and expert there
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self._mesh.get_group())
+        # the one number per rank that the host must know, and so waits for
+        given, taken = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
+        return given, taken, torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.view(-1))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         given = list(self._takes.bind(*args, **kwargs).arguments.values())

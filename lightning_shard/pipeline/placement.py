@@ -26,7 +26,15 @@ Policy = Literal["auto", "even"] | Sequence[int]
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """One stage; ``cost`` is in the units that it was placed by, ``parts`` is what it holds beside blocks."""
+    """One stage.
+
+    Attributes:
+        cost: In the units that it was placed by.
+        parts: What it holds beside blocks.
+        names: Of its blocks.
+        ranks: Whose stage it is.
+        memory: Bytes that a plan says that each of their devices needs; ``None`` without a plan, or if it isn't known.
+    """
 
     blocks: range
     parameters: int
@@ -34,6 +42,9 @@ class StagePlacement:
     cost: int
     parts: tuple[str, ...] = ()
     device: str | None = None
+    names: tuple[str, ...] = ()
+    ranks: range = range(0)
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,32 @@ class Placement:
                 return index
         raise IndexError(f"block {block} is none of the {self.stages[-1].blocks.stop} that were placed.")
 
+    def layers_of(self, rank: int) -> tuple[str, ...]:
+        """The names of what a rank's device has a part of: blocks, and parts around them.
+
+        Raises:
+            IndexError: There is no such rank.
+        """
+        stage = next((stage for stage in self.stages if rank in stage.ranks), None)
+        if stage is None:
+            raise IndexError(f"rank {rank} is none of the {sum(len(stage.ranks) for stage in self.stages)}.")
+        return (*stage.names, *stage.parts)
+
+    def ranks_of(self, layer: str) -> tuple[int, ...]:
+        """The ranks whose devices have a part of a layer, by the name of a block, of a part, or of what is in one.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+
+        def has(stage: StagePlacement) -> bool:
+            return any(layer == name or layer.startswith(f"{name}.") for name in (*stage.names, *stage.parts))
+
+        ranks = [rank for stage in self.stages if has(stage) for rank in stage.ranks]
+        if not ranks:
+            raise KeyError(f"{layer!r} is no block, and no part around them: see placement.stages[…].names and parts.")
+        return tuple(sorted(ranks))
+
     @property
     def counts(self) -> tuple[int, ...]:
         """Blocks per stage, as ``placement=[…]`` takes them."""
@@ -63,10 +100,10 @@ class Placement:
         rows = [
             [
                 str(index),
-                _block_range(stage.blocks),
+                range_text(stage.blocks),
                 ", ".join(stage.parts),
-                _count(stage.parameters),
-                _size(stage.bytes),
+                count_text(stage.parameters),
+                size_text(stage.bytes),
                 f"{100 * stage.cost / total:.1f} %" if total else "",
                 stage.device or "",
             ]
@@ -77,22 +114,30 @@ class Placement:
                 "all",
                 str(sum(self.counts)),
                 "",
-                _count(sum(stage.parameters for stage in self.stages)),
-                _size(sum(stage.bytes for stage in self.stages)),
+                count_text(sum(stage.parameters for stage in self.stages)),
+                size_text(sum(stage.bytes for stage in self.stages)),
                 "100.0 %" if total else "",
                 "",
             ]
         )
-        return _table(["stage", "blocks", "also", "parameters", "bytes", "cost", "device"], rows)
+        return table(["stage", "blocks", "also", "parameters", "bytes", "cost", "device"], rows)
 
 
-def place(cost: ModelCost, stages: int, policy: Policy = "auto", *, devices: Sequence[str] = ()) -> Placement:
+def place(
+    cost: ModelCost,
+    stages: int,
+    policy: Policy = "auto",
+    *,
+    devices: Sequence[str] = (),
+    ranks: Sequence[range] = (),
+) -> Placement:
     """Place the blocks on ``stages`` stages.
 
     Args:
         policy: ``"auto"``: the least cost of the costliest stage; ``"even"``: as many blocks on each, the earlier ones
             taking one more where they don't divide; or each stage's number of blocks.
         devices: A name for each stage, for the table.
+        ranks: Each stage's.
 
     Raises:
         PlacementError: More stages than blocks, or numbers that don't fit them.
@@ -128,6 +173,8 @@ def place(cost: ModelCost, stages: int, policy: Policy = "auto", *, devices: Seq
                 weights(cost.blocks[start:stop]) + weights(beside),
                 tuple(part.name for part in beside),
                 devices[index] if devices else None,
+                tuple(dict.fromkeys(block.name for block in cost.blocks[start:stop])),
+                ranks[index] if ranks else range(0),
             )
         )
     return Placement(tuple(placed))
@@ -211,30 +258,41 @@ def _best(
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(
+    header: list[str], rows: list[list[str]], to_the_right: Sequence[str] = ("parameters", "bytes", "cost")
+) -> str:
+    """Columns of text; those without an entry are left out."""
     used = [index for index in range(len(header)) if any(row[index] for row in rows)]
     lines = [[row[index] for index in used] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    to_the_right = [header[index] in ("parameters", "bytes", "cost") for index in used]
+    aligned = [header[index] in to_the_right for index in used]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, to_the_right, strict=True)
+            for cell, width, right in zip(line, widths, aligned, strict=True)
         ).rstrip()
         for line in lines
     )
 
 
-def _block_range(blocks: range) -> str:
+def range_text(blocks: range) -> str:
+    """Such as ``0-11 (12)``."""
     ends = f"{blocks.start}" if len(blocks) == 1 else f"{blocks.start}-{blocks.stop - 1}"
     return f"{ends} ({len(blocks)})"
 
 
-def _count(number: float) -> str:
+def short(text: str, width: int) -> str:
+    """At most so many characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def count_text(number: float) -> str:
+    """Such as ``1.3 M``."""
     return _scaled(number, 1000, ["", " k", " M", " G", " T"])
 
 
-def _size(bytes_: float) -> str:
+def size_text(bytes_: float) -> str:
+    """Such as ``1.3 GiB``."""
     return _scaled(bytes_, 1024, [" B", " KiB", " MiB", " GiB", " TiB"])
 
 

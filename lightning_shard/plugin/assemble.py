@@ -24,7 +24,7 @@ from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, r
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
-from lightning_shard.pipeline.cost import Part, measure, watch
+from lightning_shard.pipeline.cost import ModelCost, Part, measure, watch
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.stage import Stage
@@ -114,7 +114,7 @@ def assemble(
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, device, seed, places)
 
-    blocks = _blocks(module, layout, settings)
+    blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
     styles: dict[str, ParallelStyle] = {}
@@ -213,9 +213,9 @@ def _as_it_shards_itself(
     return Assembly(layout, settings, None, None, frozenset(), (), False, places)
 
 
-def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> Blocks | None:
+def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Blocks | None:
     """The blocks; ``None`` where a single stage can do without them."""
-    if layout.pipeline_parallel_size == 1 and settings.pipeline_blocks is None:
+    if stages == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
     return find_blocks(module, settings.pipeline_blocks, partial(_calls, module))
 
@@ -276,31 +276,41 @@ def _place(
     module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings, device: torch.device
 ) -> tuple[Blocks, Placement]:
     """The blocks in the order in which they were seen to run, where there is an example, and each one's stage."""
-    policy = settings.placement if layout.pipeline_parallel_size > 1 else "even"
-    run = _example(module, blocks) if layout.pipeline_parallel_size > 1 else None
+    stages = layout.pipeline_parallel_size
+    blocks, cost = costs_of(module, blocks, runs=stages > 1)
+    if stages > 1:
+        module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
+    policy = settings.placement if stages > 1 else "even"
+    return blocks, place(cost, stages, policy, devices=devices_of(layout, device.type), ranks=layout.stages())
+
+
+def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:
+    """What blocks and parts cost, and the blocks in the order in which they run.
+
+    Args:
+        runs: Whether to see it in a run of the network, where there is an example; else it is estimated.
+    """
+    run = _example(module, blocks) if runs else None
     seen = None
     if run is not None:
-        watched = {name: _part(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}
+        watched = {name: part_of(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}
         with _put_back(module):
             seen = watch(watched, run, module.get_submodule(blocks.network))
     if seen is not None:
         blocks = blocks.ordered(seen.calls)
     cost = measure(
         zip(blocks.names, blocks.modules(module)),
-        {name: (place, _part(module, name)) for name, place in blocks.parts},
+        {name: (place, part_of(module, name)) for name, place in blocks.parts},
         seen,
         _on_every_stage(module, blocks),
     )
-    if layout.pipeline_parallel_size > 1:
-        module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
-    return blocks, place(cost, layout.pipeline_parallel_size, policy, devices=_devices(layout, device))
+    return blocks, cost
 
 
-def _devices(layout: Layout, device: torch.device) -> list[str]:
+def devices_of(layout: Layout, kind: str) -> list[str]:
     """A name for each stage's devices: ranks, since only each process knows its own device's number."""
-    size = layout.stage_size
-    spans = [range(first, first + size) for first in range(0, layout.world_size, size)][::-1]
-    return [f"{device.type} {span[0]}" + (f"–{span[-1]}" if size > 1 else "") for span in spans]
+    spans = layout.stages()
+    return [f"{kind} {span[0]}" + (f"–{span[-1]}" if len(span) > 1 else "") for span in spans]
 
 
 def _example(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
@@ -317,7 +327,7 @@ def _example(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], 
         if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
             return partial(_call_on_dummies, network)
     if blocks:
-        takes_tokens = any(isinstance(_part(module, name), nn.Embedding) for name in blocks.before)
+        takes_tokens = any(isinstance(part_of(module, name), nn.Embedding) for name in blocks.before)
         return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
     for network in module.children():
         if any(isinstance(part, nn.Embedding) for part in network.children()):
@@ -333,7 +343,8 @@ def _call_on_tokens(network: nn.Module) -> Any:
     return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
 
 
-def _part(module: nn.Module, name: str) -> Part:
+def part_of(module: nn.Module, name: str) -> Part:
+    """The module or parameter of this name."""
     parent, _, key = name.rpartition(".")
     part = getattr(module.get_submodule(parent), key)
     assert isinstance(part, (nn.Module, nn.Parameter))

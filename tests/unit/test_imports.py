@@ -24,11 +24,12 @@ ROOMS: dict[str, set[str]] = {
     "report": GROUND | TRADES | {"plugin"},
     "dryrun": GROUND | TRADES | {"plugin", "report"},
     "testing": GROUND | TRADES | {"plugin"},
-    "cli": GROUND | TRADES | {"plugin", "report", "dryrun"},
-    "__init__": GROUND | TRADES | {"plugin"},
+    "cli": GROUND | TRADES | {"plugin", "report", "dryrun", "cli_plan"},
+    "cli_plan": GROUND | TRADES | {"plugin", "report", "dryrun"},
+    "__init__": GROUND | TRADES | {"plugin", "dryrun"},
 }
-KNOWS_LIGHTNING = {"plugin", "dryrun", "cli", "testing"}
-KNOWS_HYDRA = {"cli"}
+KNOWS_LIGHTNING = {"plugin", "dryrun", "testing"}
+KNOWS_HYDRA = {"cli_plan"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}
 # Lightning's .ckpt is written, and what is in one read without running code.

@@ -1,0 +1,159 @@
+"""``lightning-shard plan``: what a layout takes, of a recipe or of a module that a function builds."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.errors import ConfigurationError
+
+_SIZES = {
+    "pipeline": "pipeline_parallel_size",
+    "data": "data_parallel_size",
+    "replicas": "data_parallel_replicas",
+    "tensor": "tensor_parallel_size",
+    "expert": "expert_parallel_size",
+}
+_OF_STRATEGY = (
+    "microbatches",
+    "schedule",
+    "placement",
+    "pipeline_blocks",
+    "tensor_parallel_plan",
+    "expert_parallel_plan",
+    "activation_checkpointing",
+    "cpu_offload",
+    "reduce_each_microbatch",
+    "reshard_after_forward",
+)
+"""Settings of the strategy that a plan depends on, beside the sizes."""
+
+
+def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
+    """Add the verb to a command line.
+
+    Args:
+        size: Reads ``80GiB``.
+    """
+    summary = "say what a layout takes, before it is run: memory, checkpoints"
+    parser = verbs.add_parser("plan", help=summary, description=summary[0].upper() + summary[1:] + ".")
+    parser.set_defaults(verb=_plan)
+    parser.add_argument(
+        "what",
+        nargs="+",
+        help="recipe=NAME and other settings of recipes/train.py, key=value; or package.module:function, which gives a"
+        " LightningModule and a batch of one data-parallel rank",
+    )
+    for name, setting in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=setting)
+    parser.add_argument("--microbatches", type=int, metavar="N", help="of a batch")
+    parser.add_argument("--schedule", help="1F1B, Eager1F1B, GPipe, or an order.csv")
+    parser.add_argument("--placement", type=_value, help='"auto", "even", or counts such as [3,5,5,3]')
+    parser.add_argument("--activation-checkpointing", type=_value, metavar="X", help='true, a number, or "selective"')
+    for name in ("cpu-offload", "reduce-each-microbatch", "reshard-after-forward"):
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help="as the strategy's")
+    parser.add_argument("--precision", help="the Trainer's, such as bf16-mixed")
+    parser.add_argument("--accumulate-grad-batches", type=int, metavar="N", help="the Trainer's")
+    parser.add_argument("--device-memory", type=size, metavar="SIZE", help="of each device, such as 80GiB")
+    parser.add_argument("--device-type", help="cuda if nothing is said; or cpu")
+    parser.add_argument("--asynchronous-saving", action=argparse.BooleanOptionalAction, help="checkpoints by a thread")
+    parser.add_argument(
+        "--recipes", default="recipes", metavar="FOLDER", help="where train.py is, conf/ beside it (recipes)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from lightning_shard.dryrun.planning import plan
+
+    function = next((what for what in arguments.what if ":" in what and "=" not in what), None)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if function is not None:
+        settings = dict(_settings_of_function(function, arguments))
+    else:
+        settings = dict(_settings_of_recipe(arguments.what, Path(arguments.recipes)))
+    sizes = {setting: given[name] for name, setting in _SIZES.items() if name in given}
+    settings["layout"] = _sizes({**settings.pop("layout", {}), **sizes}, settings.pop("world_size", None))
+    trainers = ("precision", "accumulate_grad_batches", "device_memory", "device_type", "asynchronous_saving")
+    settings.update((name, given[name]) for name in (*_OF_STRATEGY, *trainers) if name in given)
+    made = plan(settings.pop("module"), settings.pop("batch"), **settings)
+    print(json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else made)
+    return 1 if made.fits is False else 0
+
+
+def _sizes(sizes: Mapping[str, Any], world: int | None) -> dict[str, int]:
+    """Axis sizes, of which data parallelism may be what is left of ``world`` ranks."""
+    found = dict(sizes)
+    if found.get("data_parallel_size", "auto") == "auto":
+        ranks = found.get("pipeline_parallel_size", 1) * found.get("tensor_parallel_size", 1)
+        found["data_parallel_size"] = max(1, (world or ranks) // ranks)
+    return found
+
+
+def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    if len(arguments.what) > 1:
+        raise ConfigurationError(f"{name} is planned with options (--pipeline 8), not with {arguments.what[1:]}.")
+    from lightning_shard.dryrun.fake import built_on_meta
+
+    path, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    build = getattr(importlib.import_module(path), attribute, None)
+    if not callable(build):
+        raise ConfigurationError(f"{path} has no function {attribute!r}: name one as package.module:function.")
+    made = built_on_meta(build)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ConfigurationError(
+            f"{name} returns {type(made).__name__}, and not a pair: return a LightningModule and the batch that one"
+            " data-parallel rank reads for a step."
+        )
+    yield from zip(("module", "batch"), made)
+
+
+def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[str, Any]]:
+    """What ``recipes/train.py`` would train with these overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    folder = recipes.resolve().parent / "conf"
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{folder} isn't there: run this where recipes/ and conf/ are, name recipes/ by --recipes, or plan a"
+            " function's module by package.module:function."
+        )
+    sys.path.insert(0, str(recipes.resolve()))
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config = compose("config", overrides)
+    strategy: Any = OmegaConf.to_container(config.strategy, resolve=True)
+    yield "layout", {setting: strategy[setting] for setting in _SIZES.values() if setting in strategy}
+    for name in _OF_STRATEGY:
+        if name in strategy:
+            yield name, strategy[name]
+    trainer: Any = config.trainer
+    if not isinstance(trainer.devices, int) or trainer.devices < 1:
+        raise ConfigurationError(
+            f"trainer.devices={trainer.devices} isn't a number of devices: say how many there are to be, such as"
+            " trainer.devices=8 trainer.num_nodes=64."
+        )
+    yield "world_size", trainer.devices * trainer.num_nodes
+    yield "precision", str(trainer.precision)
+    yield "accumulate_grad_batches", trainer.accumulate_grad_batches
+    yield "asynchronous_saving", bool(strategy.get("checkpoint_io", {}).get("asynchronous"))
+    yield "module", lambda: instantiate(config.model)
+    data = instantiate(config.data)
+    data.prepare_data()
+    data.setup("fit")
+    yield "batch", next(iter(data.train_dataloader()))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,521 @@
+"""A module's step on fake tensors, watched part by part.
+
+Blocks that are alike (of one class, with equal settings and parameters' shapes) and called on tensors alike are run
+twice; where both runs cost the same, those after stand for themselves by tensors of the right shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lightning_shard.dryrun.counts import (
+    AROUND,
+    EXPERT,
+    LOSS,
+    TENSOR,
+    Cost,
+    Counts,
+    ParameterCount,
+    PartCount,
+    Work,
+)
+from lightning_shard.dryrun.experts import DealtEvenly
+from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
+from lightning_shard.dryrun.ledger import Ledger
+from lightning_shard.dryrun.ledger import Work as Entered
+from lightning_shard.dryrun.model import Model, fake_trainer
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.data import is_cast, not_cast, with_forward
+from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.recompute import leave_out_caches, recompute
+from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
+from lightning_shard.pipeline import tree
+from lightning_shard.plugin.assemble import part_of
+
+Way = Literal["plain", "recomputed", "selective"]
+WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
+Key = tuple[str, str | int]
+"""``"forward"`` or ``"backward"``, and a block's place or a part's name."""
+
+_RING: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "all_gather_into_tensor": lambda p: p - 1,
+    "reduce_scatter_tensor": lambda p: (p - 1) / p,
+    "all_to_all_single": lambda p: (p - 1) / p,
+}
+"""What a tensor-parallel rank of ``p`` sends, in units of what it gives to a collective of DTensor's."""
+_EXCHANGE = "alltoall_base_"
+"""What experts' ranks send each other by."""
+
+
+def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int = 1) -> Counts:
+    """Count one microbatch.
+
+    Args:
+        model: The module and its batch.
+        samples: Of the microbatch: so many of the batch's are taken.
+
+    Raises:
+        ConfigurationError: The module can't be cut so.
+    """
+    batch = _first(model.batch, samples)
+    with fake_ranks(max(tensor_parallel_size, expert_parallel_size)):
+        module = model.copy()
+        parameters = _lay_out(module, model, tensor_parallel_size, expert_parallel_size)
+        blocks = model.blocks.names if model.blocks else ()
+        outcomes, reason = _outcomes(module, model, batch, WAYS if blocks else WAYS[:1])
+    around = [name for name, _ in model.blocks.parts] if model.blocks else []
+
+    def part(name: str, place: int | None = None) -> PartCount:
+        key = name if place is None else place
+        costs = {
+            way: outcome.cost(key, tensor_parallel_size, expert_parallel_size) for way, outcome in outcomes.items()
+        }
+        plain = costs.get("plain", Cost(*_estimated(model, name)))
+        output = outcomes["plain"].outputs.get(key, 0) if "plain" in outcomes else 0
+        others = (costs.get(way, plain) for way in WAYS[1:])
+        return PartCount(name, parameters.get(name, ()), output, plain, *others)
+
+    integers = [t.numel() for t in tree.tensors(batch) if not t.is_floating_point() and t.ndim > 1]
+    return Counts(
+        blocks=tuple(part(name, place) for place, name in enumerate(blocks)),
+        parts=tuple((place, part(name)) for name, place in (model.blocks.parts if model.blocks else ())),
+        everywhere=(part(AROUND), *(part(name) for name in parameters if name not in {*blocks, *around, AROUND, LOSS})),
+        loss=part(LOSS),
+        samples=samples,
+        tokens=max(integers, default=samples),
+        batch_bytes=sum(t.numel() * t.element_size() for t in tree.tensors(batch)),
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
+        counted=not reason,
+        reason=reason,
+        assumed=_assumptions(model, expert_parallel_size),
+    )
+
+
+def _first(batch: Any, samples: int) -> Any:
+    size = tree.batch_size(batch)
+    if size % samples:
+        raise ConfigurationError(
+            f"A batch of {size} samples has no microbatches of {samples}: use a batch size that is a multiple of the"
+            " microbatches."
+        )
+    return tree.split(batch, size // samples)[0]
+
+
+def _assumptions(model: Model, experts: int) -> tuple[str, ...]:
+    found = []
+    if experts > 1:
+        found.append("tokens are spread evenly over the expert-parallel ranks")
+    if model.device_type != "cpu":
+        found.append("attention and dropout are fused kernels, as torch has on GPUs")
+    return tuple(found)
+
+
+# -- parameters, as a layout cuts them
+
+
+def _lay_out(
+    module: pl.LightningModule, model: Model, tensor: int, expert: int
+) -> dict[str, tuple[ParameterCount, ...]]:
+    """Cut the module's tensors over the tensor- and expert-parallel axes, in place; says who holds which parameters."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
+    styles = resolve_plan(module, model.settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
+    blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
+    gathered: dict[int, torch.dtype] = {}
+    if model.settings.gathered_dtype is not None:
+        for unit in (unit for name in blocks for unit in with_forward(module.get_submodule(name))):
+            if is_cast(unit):
+                left = not_cast(unit)
+                of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
+                gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
+    names = {id(p): name for name, p in module.named_parameters()}
+    in_half = {names[key]: dtype for key, dtype in gathered.items()}
+    if tensor > 1:
+        apply_tensor_parallel(module, init_device_mesh("cpu", (tensor,), mesh_dim_names=(TENSOR,)), styles)
+    if expert > 1:
+        mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
+        apply_expert_parallel(module, mesh, experts, DealtEvenly)
+
+    def counted(name: str, parameter: Tensor) -> ParameterCount:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        is_expert = any(name.startswith(f"{dealt}.") for dealt in experts)
+        return ParameterCount(
+            name,
+            shapes[name],
+            tuple(local.shape),
+            parameter.dtype,
+            parameter.requires_grad,
+            is_expert,
+            in_half.get(name),
+        )
+
+    first_names = {id(p): name for name, p in module.named_parameters()}
+    holders = [*blocks, *(name for name, _ in model.blocks.parts)] if model.blocks else []
+    found: dict[str, dict[str, ParameterCount]] = {holder: {} for holder in holders}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holder = next((h for h in holders if name == h or name.startswith(f"{h}.")), None)
+        if holder is None:
+            holder = name.partition(".")[0] if model.blocks and not name.startswith(model.blocks.network) else AROUND
+        first = first_names[id(parameter)]
+        found.setdefault(holder, {})[first] = counted(first, parameter)
+    for name, dtype in in_half.items():
+        owner, _, key = name.rpartition(".")
+        whole = module.get_parameter(name)
+        module.get_submodule(owner)._parameters[key] = nn.Parameter(whole.detach().to(dtype), whole.requires_grad)
+    return {holder: tuple(held.values()) for holder, held in found.items()}
+
+
+def _estimated(model: Model, name: str) -> tuple[Work, Work]:
+    """Operations of a part that wasn't counted, from its parameters."""
+    flops = model.estimated_flops.get(name, 0)
+    return Work(flops), Work(2 * flops)
+
+
+# -- a run
+
+
+@dataclass
+class _Outcome:
+    """What one run's ledger says."""
+
+    work: Mapping[Hashable, Entered]
+    kept: Mapping[Hashable, int]
+    growth: Mapping[Hashable, int]
+    adding: Mapping[Hashable, int]
+    outputs: dict[str | int, int]
+    stands_for: dict[int, int]
+
+    def cost(self, key: str | int, tensor: int, expert: int) -> Cost:
+        if isinstance(key, int):
+            key = self.stands_for.get(key, key)
+        forward, backward = ("forward", key), ("backward", key)
+        return Cost(
+            _work(self.work.get(forward), tensor, expert),
+            _work(self.work.get(backward), tensor, expert),
+            self.kept.get(forward, 0),
+            self.growth.get(forward, 0),
+            self.growth.get(backward, 0),
+            self.adding.get(backward, 0),
+        )
+
+
+def _work(entered: Entered | None, tensor: int, expert: int) -> Work:
+    if entered is None:
+        return Work()
+    along = {
+        TENSOR: sum(_RING[name](tensor) * nbytes for name, nbytes in entered.sent.items() if name in _RING),
+        EXPERT: (expert - 1) / expert * entered.sent.get(_EXCHANGE, 0),
+    }
+    return Work(entered.flops, entered.moved, {axis: round(nbytes) for axis, nbytes in along.items() if nbytes})
+
+
+def _outcomes(
+    module: pl.LightningModule, model: Model, batch: Any, ways: Sequence[Way]
+) -> tuple[dict[Way, _Outcome], str]:
+    """A run each, and why there is none."""
+    outcomes: dict[Way, _Outcome] = {}
+    with fake_tensors():
+        make_fake(module)
+        for way in ways:
+            try:
+                outcomes[way] = _outcome(module, model, batch, way)
+            except Exception as error:  # of the user's code, and of torch's in it
+                return {}, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return outcomes, ""
+
+
+def _outcome(module: pl.LightningModule, model: Model, batch: Any, way: Way) -> _Outcome:
+    for parameter in module.parameters():
+        parameter.grad = None
+    watched = _Watched(module, model)
+    outcome = watched.run(batch, way)
+    stands_in = not watched.differ(outcome)
+    if not stands_in:
+        outcome = _Watched(module, model, stands_in=False).run(batch, way)
+    again = _Watched(module, model, stands_in=stands_in).run(batch, way)
+    return replace(outcome, adding=again.growth)
+
+
+class _Watched:
+    """The module with hooks around its blocks and parts, for one run.
+
+    Args:
+        stands_in: Whether blocks alike are run twice and no more.
+    """
+
+    def __init__(self, module: pl.LightningModule, model: Model, *, stands_in: bool = True) -> None:
+        self.module = module
+        self.model = model
+        self.ledger = Ledger()
+        self.places: dict[str, list[int]] = {}
+        for place, name in enumerate(model.blocks.names if model.blocks else ()):
+            self.places.setdefault(name, []).append(place)
+        self._calls: dict[str, int] = {}
+        self._running: list[str | int] = []
+        self._begun = 0
+        self._likes = _Likes() if stands_in else None
+        self._outputs: dict[str | int, int] = {}
+
+    def run(self, batch: Any, way: Way) -> _Outcome:
+        """A forward and a backward of the user's step."""
+        module, ledger = self.module, self.ledger
+        module.train()
+        with ExitStack() as stack:
+            stack.enter_context(fake_trainer(module))
+            for name in self.places:
+                for called in with_forward(module.get_submodule(name)):
+                    self._watch(stack, name, called, way)
+            for name, _ in self.model.blocks.parts if self.model.blocks else ():
+                part = part_of(module, name)
+                if isinstance(part, nn.Module):
+                    stack.callback(part.register_forward_pre_hook(partial(self._begin_part, name)).remove)
+                    stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
+            given = tree.map_leaves(_without_data, batch)
+            if self.model.device_type != "cpu":
+                stack.enter_context(_AsOnDevices())
+            stack.enter_context(ledger)
+            ledger.begin(("forward", AROUND if self.places else LOSS))
+            with self.model.autocast():
+                loss = self.model.loss_of(module, given)
+            kept = dict(ledger.by_label())
+            ledger.begin(("backward", LOSS))
+            loss.backward()
+        stands_for = self._likes.stands_for if self._likes else {}
+        return _Outcome(dict(ledger.work), kept, dict(ledger.growth), {}, self._outputs, stands_for)
+
+    def differ(self, outcome: _Outcome) -> bool:
+        """Whether of two blocks that were taken to be alike one costs more."""
+        pairs = self._likes.pairs() if self._likes else []
+        return any(_of(outcome, first) != _of(outcome, second) for first, second in pairs)
+
+    def _watch(self, stack: ExitStack, name: str, called: nn.Module, way: Way) -> None:
+        before = dict(vars(called))
+
+        def put_back() -> None:
+            vars(called).pop("forward", None)
+            if "forward" in before:
+                vars(called)["forward"] = before["forward"]
+
+        stack.callback(put_back)
+        if way != "plain":
+            recompute(called, lambda: lambda: None, selective=way == "selective")
+            leave_out_caches(called)
+        if self._likes is not None:
+            vars(called)["forward"] = self._likes.of(called, called.forward, lambda: self._running[-1])
+        stack.callback(called.register_forward_pre_hook(partial(self._begin_block, name), prepend=True).remove)
+        stack.callback(called.register_forward_hook(partial(self._end_block), always_call=True).remove)
+
+    def _begin_block(self, name: str, *_: Any) -> None:
+        number = self._calls.get(name, 0)
+        self._calls[name] = number + 1
+        place = self.places[name][min(number, len(self.places[name]) - 1)]
+        self._begun += 1
+        self._begin(place)
+
+    def _begin_part(self, name: str, *_: Any) -> None:
+        self._begin(name)
+
+    def _begin(self, key: str | int) -> None:
+        self._running.append(key)
+        self.ledger.begin(("forward", key))
+
+    def _end_block(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._end(self._running[-1], block, args, output)
+
+    def _end(self, key: str | int, _part: nn.Module, _args: Any, output: Any) -> None:
+        self._running.pop()
+        tensors = tree.tensors(output)
+        seen = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors if type(t) is not DTensor}
+        self._outputs[key] = sum(seen.values())
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, key))
+        if self._running:
+            self.ledger.begin(("forward", self._running[-1]))
+        else:
+            done = self._begun >= sum(map(len, self.places.values()))
+            self.ledger.begin(("forward", LOSS if done else AROUND))
+
+    def _begin_backward(self, key: str | int, _gradient: Tensor) -> None:
+        self.ledger.begin(("backward", key))
+
+
+def _without_data(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Tensor) else leaf
+
+
+def _of(outcome: _Outcome, place: int) -> tuple[int, ...]:
+    """What must be alike; not bytes moved in a backward, where the first block's has what runs before it, too."""
+    forward, backward = (outcome.work.get((way, place), Entered()) for way in ("forward", "backward"))
+    kept = outcome.kept.get(("forward", place), 0)
+    return forward.flops, forward.moved, backward.flops, sum(forward.sent.values()), sum(backward.sent.values()), kept
+
+
+# -- blocks that are alike
+
+
+_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "idx")
+"""Attributes that number layers: blocks are alike that differ in these."""
+
+
+@dataclass
+class _Like:
+    places: list[int] = field(default_factory=list)
+    made: Any = None
+
+
+class _Likes:
+    """Which blocks were seen to be alike, and what they return."""
+
+    def __init__(self) -> None:
+        self.stands_for: dict[int, int] = {}
+        self._seen: dict[Hashable, _Like] = {}
+        self._kinds: dict[int, Hashable] = {}
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(like.places[0], like.places[1]) for like in self._seen.values() if len(like.places) > 2]
+
+    def of(self, block: nn.Module, forward: Callable[..., Any], place: Callable[[], Any]) -> Callable[..., Any]:
+        kind = _kind(block)
+
+        def likely(*args: Any, **kwargs: Any) -> Any:
+            key = (kind, _signature((args, kwargs)))
+            like = self._seen.setdefault(key, _Like())
+            here = place()
+            if like.made is not None and len(like.places) >= 2 and isinstance(here, int):
+                like.places.append(here)
+                self.stands_for[here] = like.places[1]
+                return _stand_in(like.made, (args, kwargs))
+            output = forward(*args, **kwargs)
+            if isinstance(here, int):
+                like.places.append(here)
+                like.made = _recipe(output, (args, kwargs))
+            return output
+
+        return likely
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """What decides what a block costs, apart from what it is called on."""
+    found: list[Hashable] = []
+    for name, part in block.named_modules():
+        plain = (int, float, str, bool, type(None), torch.dtype)
+        settings = tuple(
+            sorted((key, repr(v)) for key, v in vars(part).items() if type(v) in plain and key not in _NUMBERS)
+        )
+        held = tuple(
+            (key, tuple(t.shape), t.dtype, t.requires_grad)
+            for key, t in [*part._parameters.items(), *part._buffers.items()]
+            if t is not None
+        )
+        found.append((name, type(part), settings, held))
+    return tuple(found)
+
+
+def _signature(values: Any) -> Hashable:
+    def of(leaf: Any) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.stride()
+        return repr(leaf) if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf).__qualname__
+
+    return tuple((path, of(leaf)) for path, leaf in tree.walk(values))
+
+
+def _recipe(output: Any, given: Any) -> Any:
+    """How to make the like of an output: shapes, or which input it is; ``None`` where that can't be said."""
+    inputs = {id(leaf): place for place, leaf in enumerate(tree.tensors(given))}
+
+    def of(leaf: Any) -> Any:
+        if id(leaf) in inputs:
+            return inputs[id(leaf)]
+        if isinstance(leaf, DTensor):
+            raise TypeError
+        if isinstance(leaf, Tensor):
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), leaf.requires_grad
+        return _As(leaf)
+
+    try:
+        return _Recipe(tree.map_leaves(lambda leaf: _Leaf(of(leaf)), output))
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class _As:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Leaf(tree.Leaf):
+    how: Any
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    output: Any
+
+
+def _stand_in(recipe: _Recipe, given: Any) -> Any:
+    inputs = tree.tensors(given)
+    hows = [leaf.how for _, leaf in tree.walk(recipe.output)]
+    made = [how[0] for how in hows if isinstance(how, tuple)]
+    trained = [how[1] for how in hows if isinstance(how, tuple)]
+    floating = [t for t in inputs if t.is_floating_point()]
+    outputs = iter(_StandIn.apply(made, trained, *floating) if made else ())
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf.how, tuple):
+            return next(outputs)
+        return leaf.how.value if isinstance(leaf.how, _As) else inputs[leaf.how]
+
+    return tree.map_leaves(of, recipe.output)
+
+
+class _StandIn(torch.autograd.Function):
+    """Keeps its inputs, as a block does, and gives tensors without values."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Sequence[Tensor], trained: Sequence[bool], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        outputs = [torch.empty_strided(m.shape, m.stride(), dtype=m.dtype, device="cpu") for m in made]
+        ctx.mark_non_differentiable(*(o for o, trains in zip(outputs, trained) if not trains))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
+        return None, None, *(torch.empty_like(t) if needs else None for t, needs in needed)
+
+
+class _AsOnDevices(TorchFunctionMode):
+    """On fake tensors of the CPU, the operations by which a GPU would compute, where they keep something else.
+
+    There dropout keeps a mask of bytes, and attention with dropout the state of the random generator.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+        elif func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input

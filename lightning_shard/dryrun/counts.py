@@ -1,0 +1,164 @@
+"""What one microbatch costs on one rank, part by part: counted once, and all layouts of a kind are arithmetic on it.
+
+Nothing is computed and no memory is used for the model: its own ``training_step`` runs forward and backward on fake
+tensors, tensor- and expert-parallel by the styles that a run applies, on a process group that sends nothing. What the
+step does outside of blocks and parts is an account of its own: *around*, which every stage of a pipeline runs (masks,
+positions), and *loss*, what follows the last block, which the last stage runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+AROUND, LOSS = "(around)", "(loss)"
+TENSOR, EXPERT = "tensor", "expert"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a forward, or a backward, of one part costs a rank.
+
+    Attributes:
+        flops: Floating-point operations of matrix products, convolutions and attention.
+        moved: Bytes that operations read and write, each for itself: what bounds those that compute little.
+        traffic: Bytes that this rank sends, by the axis that they are sent along (``"tensor"``, ``"expert"``), with
+            collectives going round a ring. What pipelines and data ranks send isn't a part's: see ``output`` and
+            ``parameters``.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    traffic: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one microbatch, in one way to run a part.
+
+    Attributes:
+        forward: Its operations.
+        backward: Its operations, with those of the second forward where it is run again.
+        kept: Bytes of what the part made in the forward that live until the backward, each storage once; without
+            parameters, and without what it was given. A block's output is the block's, where the next one keeps it.
+        forward_peak: The most bytes by which memory grows in its forward over what it was when that began.
+        backward_peak: The same in its backward, where weights have no gradients yet: those it makes are among it.
+        adding_peak: The same where they have, and new ones are added to them one at a time.
+    """
+
+    forward: Work = Work()
+    backward: Work = Work()
+    kept: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    adding_peak: int = 0
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """One parameter; a tied one is in each part that uses it, under its first name.
+
+    Attributes:
+        shape: Of the whole parameter.
+        local_shape: What a rank has of it under tensor and expert parallelism, before it is fully sharded.
+        is_expert: Whether it is dealt to expert-parallel ranks: then it is sharded over the data ranks that hold the
+            same experts, not over all.
+        gathered_dtype: In which it is gathered to compute with it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    is_expert: bool = False
+    gathered_dtype: torch.dtype | None = None
+
+    @property
+    def numel(self) -> int:
+        return _product(self.local_shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of the rank's part before it is fully sharded."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.numel * (self.gathered_dtype or self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """A block, a part before, between or after blocks, or what the step does around them.
+
+    Attributes:
+        name: As the module has it.
+        output: Bytes of the tensors that it returns: what a pipeline sends, if a cut follows.
+        plain: Run as it is.
+        recomputed: Under ``activation_checkpointing=True``; as ``plain`` of what isn't a block.
+        selective: Under ``activation_checkpointing="selective"``.
+    """
+
+    name: str
+    parameters: tuple[ParameterCount, ...] = ()
+    output: int = 0
+    plain: Cost = Cost()
+    recomputed: Cost = Cost()
+    selective: Cost = Cost()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A module's step on one microbatch, in one way to cut its tensors.
+
+    Attributes:
+        blocks: In running order; one that runs several times is there as often.
+        parts: The others, each with the place of the block that it runs before; ``len(blocks)`` after all.
+        everywhere: What every stage holds and runs: *around*, and frozen modules beside the network.
+        loss: What the step does after the last block outside of parts.
+        samples: Of the microbatch.
+        tokens: Of the microbatch: elements of its largest tensor of integers; samples, where there is none.
+        batch_bytes: Of the microbatch's tensors.
+        tensor_parallel_size: That it was counted for.
+        expert_parallel_size: That it was counted for.
+        counted: Whether the step ran on fake tensors. If not, only parameters, and operations estimated from them, are
+            known: memory of activations is unknown, and not 0.
+        reason: Why it was not counted.
+        assumed: What had to be assumed, for people.
+    """
+
+    blocks: tuple[PartCount, ...]
+    parts: tuple[tuple[int, PartCount], ...] = ()
+    everywhere: tuple[PartCount, ...] = ()
+    loss: PartCount = PartCount(LOSS)
+    samples: int = 1
+    tokens: int = 1
+    batch_bytes: int = 0
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    counted: bool = True
+    reason: str = ""
+    assumed: tuple[str, ...] = ()
+
+    def in_order(self) -> Iterator[tuple[int, PartCount]]:
+        """Everything that is cut, in running order, with its place: parts before the block of their place."""
+        for place in range(len(self.blocks) + 1):
+            yield from ((place, part) for own, part in self.parts if own == place)
+            if place < len(self.blocks):
+                yield place, self.blocks[place]
+
+    def of_stage(self, blocks: range) -> tuple[PartCount, ...]:
+        """What a stage with these blocks runs, in order; what every stage runs is first, the loss last."""
+        is_last = blocks.stop == len(self.blocks)
+        own = [part for place, part in self.in_order() if place in blocks or (is_last and place == blocks.stop)]
+        return (*self.everywhere, *own, *((self.loss,) if is_last else ()))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

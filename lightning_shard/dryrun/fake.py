@@ -1,0 +1,116 @@
+"""Ranks and tensors that aren't there: a process group that sends nothing, and a module that has no memory.
+
+Private in torch 2.11 to 2.13 and used here: ``torch.testing._internal.distributed.fake_pg``, the only process group
+of any size that one process can make, and ``FakeTensorMode``, tensors with a device and without data.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@contextmanager
+def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is one of ``count`` ranks, of which the others are nowhere: collectives do nothing.
+
+    Raises:
+        ConfigurationError: This process is a rank already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "A plan is made in a process of its own, and this one is a rank of a run: make it before"
+            " torch.distributed.init_process_group, or on the command line (lightning-shard plan)."
+        )
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, tensors are on the CPU and have no data."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def built_on_meta(build: Callable[[], Module]) -> Module:
+    """What ``build`` makes, its parameters on meta.
+
+    Raises:
+        ConfigurationError: It can't be made so; with the reason.
+    """
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception as error:
+        name = getattr(build, "__name__", type(build).__name__)
+        raise ConfigurationError(
+            f"{name} can't build its module without memory, under torch.device('meta')"
+            f" ({type(error).__name__}: {error}): leave what reads weights or computes with their values to"
+            " configure_model, setup or reset_parameters; or build it where there is memory, and pass the module."
+        ) from error
+
+
+def copied_to_meta(module: Module) -> Module:
+    """A copy of a module with its parameters and buffers on meta; the module stays as it is.
+
+    Raises:
+        ConfigurationError: It holds what can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    trainer = vars(module).get("_trainer")
+    if trainer is not None:
+        memo[id(trainer)] = None
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(module).__name__} can't be copied for a plan ({type(error).__name__}: {error}): pass a function"
+            " that builds it."
+        ) from error
+
+
+def make_fake(module: nn.Module) -> None:
+    """Have a module on meta hold fake tensors on the CPU, in place; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+
+    def empty(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+            local = empty(tensor.to_local())
+            return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            copy = empty(tensor.detach())
+            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    held[key] = fake(tensor)  # type: ignore[assignment]

@@ -1,0 +1,179 @@
+"""Which tensors live when, and what operations cost: seen operation by operation, on fake tensors or real ones.
+
+Memory is counted by storage, so views count nothing, and each storage belongs to the label that was set when an
+operation made it. Storages that an operation hides inside of its kernel aren't seen, nor is what an allocator adds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+_BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
+
+
+@dataclass
+class Work:
+    """What operations cost one rank.
+
+    Attributes:
+        flops: Floating-point operations of matrix products, convolutions and attention.
+        moved: Bytes that operations read and wrote, each operation for itself; of views none.
+        sent: Bytes that collective operations were given, by the operation's name.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class Ledger(TorchDispatchMode):
+    """Enters what happens inside into accounts, one for each label.
+
+    Attributes:
+        label: Whose the next operations are.
+        work: What they cost, by label.
+        live: Bytes of all storages that were made inside and still live.
+        peak: The most that ``live`` was.
+        growth: The most by which ``live`` grew after a :meth:`begin`, until the next, by label.
+        on_peak: Told whenever more lives than ever before.
+    """
+
+    def __init__(self, on_peak: Callable[[Ledger], None] | None = None) -> None:
+        super().__init__()
+        self.label: Hashable = None
+        self.work: dict[Hashable, Work] = defaultdict(Work)
+        self.live = 0
+        self.peak = 0
+        self.growth: dict[Hashable, int] = defaultdict(int)
+        self._at_begin = 0
+        self._on_peak = on_peak
+        self._made: dict[int, tuple[weakref.ref[Any], int, Hashable]] = {}
+
+    def begin(self, label: Hashable) -> None:
+        """From here on, operations are ``label``'s."""
+        self.label = label
+        self._at_begin = self.live
+
+    def by_label(self) -> dict[Hashable, int]:
+        """Bytes that live, by the label of what made them."""
+        found: dict[Hashable, int] = defaultdict(int)
+        for _, nbytes, label in self._made.values():
+            found[label] += nbytes
+        return found
+
+    def storages(self) -> dict[int, tuple[int, Hashable]]:
+        """Bytes and label of each storage that lives, by its identity (``UntypedStorage._cdata``)."""
+        return {key: (nbytes, label) for key, (_, nbytes, label) in self._made.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes operations on local tensors, which come here too
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._count(func, args, kwargs, given, result, made)
+        before = {leaf.untyped_storage()._cdata for leaf in given if not isinstance(leaf, DTensor)}
+        for tensor in made:
+            if tensor.untyped_storage()._cdata not in before:  # a view of what was there belongs to its maker
+                self._enter(tensor)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any, made: list[Tensor]) -> None:
+        work = self.work[self.label]
+        if func.namespace in _BETWEEN_RANKS:
+            if given and func._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
+                # those of c10d are given their output first
+                of_input = given[1:] if func.namespace == "c10d" else given
+                work.sent[func._opname] += sum(map(_nbytes, of_input))
+            return
+        counted = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
+        if counted is not None:
+            work.flops += counted(*args, **kwargs, out_val=result)
+        if not func.is_view and func.namespace != "prim":
+            work.moved += sum(map(_nbytes, given)) + sum(map(_nbytes, made))
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._made:
+            return
+        nbytes = storage.nbytes()
+        self._made[key] = weakref.ref(storage, lambda _: self._leave(key)), nbytes, self.label
+        self._grow(nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.growth[self.label] = max(self.growth[self.label], self.live - self._at_begin)
+        if self.live > self.peak:
+            self.peak = self.live
+            if self._on_peak is not None:
+                self._on_peak(self)
+
+    def _leave(self, key: int) -> None:
+        entry = self._made.pop(key, None)
+        if entry is not None:
+            self.live -= entry[1]
+
+    @contextmanager
+    def seeing_resizes(self) -> Iterator[Ledger]:
+        """Inside, storages that are resized in place (as FSDP2 frees and fills them) are counted as they are then."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = plain(storage, size)
+            key = storage._cdata
+            known = self._made.get(key)
+            if known is not None:
+                self._made[key] = known[0], size, known[2]
+                self._grow(size - known[1])
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore
+        try:
+            yield self
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Each row of ``a`` goes through one of the matrices in ``b``; in a backward both are rows of tokens."""
+    if a.dim() == 2 and b.dim() == 2:
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """As torch's own formula has it: causal masks aren't taken off."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[-1])
+
+
+def _attention_backward_flops(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Five products for the two of the forward."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (3 * width + 2 * value.shape[-1])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._grouped_mm: _grouped_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}

@@ -1,0 +1,44 @@
+"""Any causal language model of transformers, from its configuration alone, in an ordinary LightningModule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class CausalLM(L.LightningModule):
+    """Trains a transformers model to say the next token.
+
+    Args:
+        config: The model's, such as ``transformers.GPTNeoXConfig``. The model itself is built in ``configure_model``,
+            on whatever device is current: on meta, nobody ever holds all of it.
+    """
+
+    def __init__(self, config: Any, learning_rate: float = 1e-4, weight_decay: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["config"])
+        self.config = config
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            from transformers import AutoModelForCausalLM
+
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(self.config)
+
+    def training_step(self, tokens_BT: Tensor, batch_index: int) -> Tensor:
+        logits_BTV = self.model(input_ids=tokens_BT[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        settings = self.hparams
+        return torch.optim.AdamW(
+            self.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=settings["weight_decay"]
+        )
