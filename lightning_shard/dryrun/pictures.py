@@ -33,6 +33,8 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "W": ("weight", "backward, weights"),
 }
 """An action's kind: its colour, and what it is called."""
+Curve = Sequence[tuple[float, float]]
+"""From each time on, bytes."""
 Unit = Callable[[float], str]
 """A number as text."""
 
@@ -174,18 +176,40 @@ def draw_memory(
         until: The end of the time axis. Default: the step's duration.
     """
     ranks = range(len(timeline.schedule.rows))
-    base = [
-        sum(base_bytes[stage] for stage in timeline.schedule.stages_of(rank)) if base_bytes else 0.0 for rank in ranks
-    ]
+    stages = [timeline.schedule.stages_of(rank) for rank in ranks]
+    base = [sum(base_bytes[stage] for stage in of_rank) if base_bytes else 0.0 for of_rank in stages]
     curves = [
         [(time, base[rank] + nbytes) for time, nbytes in kept(timeline, rank, activation_bytes)] for rank in ranks
     ]
+    return draw_curves(timeline, curves, base, "activations", limit_bytes, title=title, unit=unit, until=until)
+
+
+def draw_curves(
+    timeline: Timeline,
+    curves: Sequence[Curve],
+    base_bytes: Sequence[float],
+    above: str,
+    limit_bytes: float | None = None,
+    *,
+    title: str = "",
+    unit: Unit = seconds,
+    until: float | None = None,
+) -> Picture:
+    """Bytes over the step, by rank.
+
+    Args:
+        curves: All that a rank holds, from each time on.
+        base_bytes: What of it it holds all the time.
+        above: What the rest is called.
+        limit_bytes: A device's memory, as a line.
+    """
+    ranks = range(len(timeline.schedule.rows))
     peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
     most = max([*peaks, limit_bytes or 0.0]) or 1.0
     title = title or f"Memory over the step: at most {gibibytes(max(peaks))} on a rank"
     picture = Picture(title, _width(timeline), TOP + len(ranks) * (MEMORY_ROW + ROW_GAP) + BOTTOM)
-    legend = [("activations", "activations")]
-    legend += [("other", "held all the time")] if base_bytes else []
+    legend = [("activations", above)]
+    legend += [("other", "held all the time")] if any(base_bytes) else []
     legend += [("limit", f"a device's {gibibytes(limit_bytes)}")] if limit_bytes else []
     _head(picture, legend)
     scale = _TimeAxis(until or timeline.duration, picture.width)
@@ -196,21 +220,21 @@ def draw_memory(
         def height(nbytes: float, bottom: float = bottom) -> float:
             return bottom - MEMORY_ROW * nbytes / most
 
-        end = scale(timeline.duration)
+        end, base = scale(timeline.duration), base_bytes[rank]
         picture.add(
             Rect(LEFT, bottom - MEMORY_ROW, end - LEFT, MEMORY_ROW, "idle"),
             Text(LEFT - 8, bottom - MEMORY_ROW / 2, _rank_name(timeline, rank), anchor="end"),
         )
-        if base[rank]:
-            tip = f"rank {rank}: {gibibytes(base[rank])} all the time"
-            picture.add(Rect(LEFT, height(base[rank]), end - LEFT, bottom - height(base[rank]), "other", tip))
+        if base:
+            tip = f"rank {rank}: {gibibytes(base)} all the time"
+            picture.add(Rect(LEFT, height(base), end - LEFT, bottom - height(base), "other", tip))
         points: list[tuple[float, float]] = []
         for time, nbytes in curves[rank]:
             points += [(scale(time), points[-1][1])] if points else []
             points.append((scale(time), height(nbytes)))
         points.append((end, points[-1][1]))
-        tip = f"rank {rank}: {gibibytes(peaks[rank] - base[rank])} of activations at the most"
-        picture.add(Line(tuple(points), "activations", 1.2, filled=height(base[rank]), tip=tip))
+        tip = f"rank {rank}: {gibibytes(peaks[rank] - base)} of {above} at the most"
+        picture.add(Line(tuple(points), "activations", 1.2, filled=height(base), tip=tip))
         if limit_bytes:
             y = height(limit_bytes)
             picture.add(Line(((LEFT, y), (end, y)), "limit", 1, dashed=True))
@@ -219,11 +243,11 @@ def draw_memory(
         picture.add(
             Text(picture.width - RIGHT + 8, bottom - MEMORY_ROW / 2, peak, "limit" if over else "faint", bold=over)
         )
-    head = ("rank", "held all the time", "activations at the most", "peak")
     rows = [
-        (rank, gibibytes(base[rank]), gibibytes(peaks[rank] - base[rank]), gibibytes(peaks[rank])) for rank in ranks
+        (str(rank), gibibytes(base_bytes[rank]), gibibytes(peaks[rank] - base_bytes[rank]), gibibytes(peaks[rank]))
+        for rank in ranks
     ]
-    picture.facts = (head, [tuple(map(str, row)) for row in rows])
+    picture.facts = (("rank", "held all the time", f"{above} at the most", "peak"), rows)
     return picture
 
 
