@@ -36,6 +36,10 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "parameters": ("#4c8dd6", "#4f8fd8"),
     "gradients": ("#e8853d", "#e08a4a"),
     "optimizer": ("#5aa469", "#5fb572"),
+    "gathered": ("#2a9d8f", "#35b3a4"),
+    "received": ("#d16ba5", "#d982b3"),
+    "loss": ("#f0b429", "#e3b341"),
+    "working": ("#8d6e63", "#a98a7f"),
     "other": ("#9aa3af", "#6b7280"),
     "limit": ("#c62828", "#ff7b72"),
 }

@@ -6,6 +6,7 @@ stage.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -385,7 +386,5 @@ def ticks(most: float, count: int) -> list[float]:
 
 
 def _colors(names: Mapping[str, object]) -> list[str]:
-    spare = [
-        color for color in ("forward", "backward", "weight", "activations", "input", "other") if color not in names
-    ]
-    return [name if name in COLORS else spare[number % len(spare)] for number, name in enumerate(names)]
+    spare = itertools.cycle(color for color in ("other", "send", "input", "weight") if color not in names)
+    return [name if name in COLORS else next(spare) for name in names]
