@@ -17,15 +17,17 @@ from lightning_shard.plugin.saving.from_checkpoint import take_over_command_line
 
 if TYPE_CHECKING:
     from lightning_shard.dryrun.planning import plan
+    from lightning_shard.dryrun.record import RecordTimeline
     from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
     from lightning_shard.plugin.saving.model_checkpoint import ModelCheckpoint
     from lightning_shard.plugin.strategy import HybridShardStrategy
 
-__all__ = ["HybridShardStrategy", "ModelCheckpoint", "ShardedCheckpointIO", "plan"]
+__all__ = ["HybridShardStrategy", "ModelCheckpoint", "RecordTimeline", "ShardedCheckpointIO", "plan"]
 
 _FOUND_IN = {
     "HybridShardStrategy": "lightning_shard.plugin.strategy",
     "ModelCheckpoint": "lightning_shard.plugin.saving.model_checkpoint",
+    "RecordTimeline": "lightning_shard.dryrun.record",
     "ShardedCheckpointIO": "lightning_shard.plugin.saving.checkpoint_io",
     "plan": "lightning_shard.dryrun.planning",
 }

@@ -9,9 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_shard.dryrun.planning import Plan
 
 _SIZES = {
     "pipeline": "pipeline_parallel_size",
@@ -66,6 +69,8 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     parser.add_argument(
         "--recipes", default="recipes", metavar="FOLDER", help="where train.py is, conf/ beside it (recipes)"
     )
+    parser.add_argument("--html", metavar="FILE", help="write the table and pictures as a page that needs no network")
+    parser.add_argument("--picture", metavar="FILE", help="write the pictures as .svg or .png (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
 
 
@@ -84,7 +89,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     settings.update((name, given[name]) for name in (*_OF_STRATEGY, *trainers) if name in given)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
     print(json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else made)
+    if arguments.html or arguments.picture:
+        _draw(made, arguments.html, arguments.picture)
     return 1 if made.fits is False else 0
+
+
+def _draw(made: Plan, html: str | None, picture: str | None) -> None:
+    from lightning_shard.dryrun.plan_pictures import save_page, save_pictures
+
+    if html is not None:
+        save_page(made, html)
+    if picture is not None:
+        save_pictures(made, picture)
 
 
 def _sizes(sizes: Mapping[str, Any], world: int | None) -> dict[str, int]:

@@ -14,6 +14,7 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.calls import Calls, Remember
 from lightning_shard.pipeline.channel import Channel, signature
 from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request, StageEnd
+from lightning_shard.pipeline.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import refuse
@@ -81,6 +82,7 @@ class PipelinedStep:
         self.channel = channel
         self._remember = remember
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
+        self.watch: Watch = UNWATCHED
         self._crossings: dict[Hashable, Crossing] = {}
         self._call_by_call: set[Hashable] = set()
 
@@ -111,7 +113,9 @@ class PipelinedStep:
         self.has_skipped_backward = False
         results: dict[int, Any] = {}
         last_backward = next(a.microbatch for a in reversed(actions) if a.kind == "B")
-        for _, kind, i in actions:
+        for action in actions:
+            self.watch.begins(action)
+            _, kind, i = action
             if kind == "F":
                 signed = signature(microbatches[i], "train")
                 passage, result = self._forward(run, i, signed)
@@ -123,6 +127,7 @@ class PipelinedStep:
             else:
                 before_backward(i, i == last_backward)
                 self._backward(in_flight.pop(i), backward)
+        self.watch.ends()
         self.channel.flush()
         return [results[i] for i in sorted(results)]
 
@@ -192,6 +197,7 @@ class PipelinedStep:
             self._crossings[key] = found
             return passage, result
         received = {} if self.stage.is_first else self.channel.receive(crossing.incoming.slots)
+        self.watch.computes()
         with self.stage.microbatch(received, crossing) as passage:
             result = run(i)
             _check_ran(self.stage, passage)
@@ -312,6 +318,7 @@ class PipelinedStep:
         if crossing.needed_later is None and outputs:
             crossing.needed_later = self.channel.receive_needed(len(outputs))
         gradients = self.channel.receive_gradients(outputs)
+        self.watch.computes()
         needed = [
             (output, gradient)
             for output, gradient, is_needed in zip(outputs, gradients, crossing.needed_later or ())

@@ -36,6 +36,7 @@ from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
+from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
@@ -221,6 +222,14 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         reduce_gradients(self.lightning_module)
         average_gradients(self._scalars, self.groups.data)
+
+    def watch_actions(self, watch: Watch) -> str | None:
+        """Have it told of each action of pipelined training steps on this rank, until another is given.
+
+        Returns:
+            The schedule's name; ``None`` with one stage, which has no actions.
+        """
+        return self._steps.watch(watch) if self._steps is not None else None
 
     # Data, and the end of a run
 

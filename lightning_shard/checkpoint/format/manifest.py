@@ -162,16 +162,18 @@ class Manifest:
             "layout": self.layout,
             "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": self.block_bytes} if self.block_bytes else None,
         }
-        lines = [f"{dump(key)}:{dump(value)}" for key, value in head.items()]
-        lines.append(block_of_lines("files", [dump(_file_to_json(file)) for file in self.files], "[]"))
-        lines.append(f'"state_file":{dump(self.state_file)}')
+        blocks = [f"{dump(key)}:{dump(value)}".encode() for key, value in head.items()]
+        blocks[0] = b"{" + blocks[0]
+        blocks.append(block_of_lines("files", [dump(_file_to_json(file)).encode() for file in self.files], b"[]"))
+        blocks.append(f'"state_file":{dump(self.state_file)}'.encode())
         for name in ("model", "optimizer", "trainer"):
             section = self.raw_sections.get(name, {})
-            value_of = section.text if isinstance(section, Lines) else lambda key, raw=section: dump(raw[key])
-            lines.append(block_of_lines(name, [f"{dump(key)}:{value_of(key)}" for key in section], "{}"))
+            line_of = section.line if isinstance(section, Lines) else lambda key, raw=section: dump(raw[key]).encode()
+            blocks.append(block_of_lines(name, [dump(key).encode() + b":" + line_of(key) for key in section], b"{}"))
         ranks = self.raw_sections.get("ranks", {})
-        lines.append(block_of_lines("ranks", [f"{dump(str(rank))}:{dump(ranks[rank])}" for rank in ranks], "{}"))
-        return signed(("{" + ",\n".join(lines)).encode())
+        of_ranks = [f"{dump(str(rank))}:{dump(ranks[rank])}".encode() for rank in ranks]
+        blocks.append(block_of_lines("ranks", of_ranks, b"{}"))
+        return signed(b",\n".join(blocks))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = MANIFEST_NAME, *, foreign: bool = False) -> Manifest:

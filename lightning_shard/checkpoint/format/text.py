@@ -49,8 +49,8 @@ class Lines(Mapping[str, "TensorText | dict[str, Any]"]):
         head, found, chunks = line.partition(_CHUNKS)
         return TensorText(head, chunks[:-2]) if found else json.loads(line)
 
-    def text(self, name: str) -> str:
-        return self._lines[name].decode()
+    def line(self, name: str) -> bytes:
+        return self._lines[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._lines
@@ -199,10 +199,13 @@ def place_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
     return f'"offsets":{dump(offsets)},"sizes":{dump(sizes)}'
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
 def dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return _ENCODER.encode(value)
 
 
-def block_of_lines(name: str, items: list[str], brackets: str) -> str:
-    inner = ("\n" + ",\n".join(items) + "\n") if items else ""
-    return f'"{name}":{brackets[0]}{inner}{brackets[1]}'
+def block_of_lines(name: str, items: Sequence[bytes], brackets: bytes) -> bytes:
+    inner = (b"\n" + b",\n".join(items) + b"\n") if items else b""
+    return b'"%b":%b%b%b' % (name.encode(), brackets[:1], inner, brackets[1:])

@@ -32,6 +32,9 @@ SMALL_BYTES = 2**15
 TABLES_KEPT = 64
 """Of other ranks' files, by the first rank. More ranks than that parse faster than they write."""
 
+BOXES_KEPT = 1024
+"""Of these tables: a rank cuts the tensors of all layers, and their moments, alike."""
+
 
 class Outline(NamedTuple):
     """What a file gets of one tensor, without its elements: the box ``box`` of ``name`` of global shape ``shape``."""
@@ -125,9 +128,15 @@ class Written:
 @lru_cache(maxsize=TABLES_KEPT)
 def _rows(table: bytes) -> list[Row]:
     return [
-        Row(name, dtype, tuple(shape), begin, end, tuple(offsets), tuple(sizes), place_text(offsets, sizes))
+        Row(name, dtype, tuple(shape), begin, end, *_box(tuple(offsets), tuple(sizes)))
         for name, dtype, shape, begin, end, offsets, sizes in json.loads(table)
     ]
+
+
+@lru_cache(maxsize=BOXES_KEPT)
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """A box with the manifest's words for it; the same objects again where a rank cuts many tensors alike."""
+    return offsets, sizes, place_text(offsets, sizes)
 
 
 def plan_file(outlines: Sequence[Outline]) -> FilePlan:

@@ -19,6 +19,7 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, with_losses
+from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.step import MemoryBeside, PipelinedStep
@@ -77,6 +78,11 @@ class PipelinedSteps:
         stage, groups = self._stage, self._groups
         channel = Channel(groups.pipeline, groups.backward, groups.control, stage.index, stage.count, self._device)
         self._step = PipelinedStep(stage, channel, self._remember)
+
+    def watch(self, watch: Watch) -> str:
+        """Have it told of each action of training steps from now on; returns the schedule's name."""
+        self._step.watch = watch
+        return self._schedule.name
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """All forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""

@@ -1,0 +1,196 @@
+"""``RecordTimeline``: a run's own timeline, beside the simulated one of the same schedule."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_shard.dryrun.drawing import save
+from lightning_shard.dryrun.page import page
+from lightning_shard.dryrun.pictures import draw_timeline, seconds
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.recorded import UNWATCHED, RecordedStep, Recording, Span, StopWatch, measured_costs
+from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
+from lightning_shard.plugin.strategy import HybridShardStrategy
+
+
+class RecordTimeline(pl.Callback):
+    """Records when each rank of a pipeline did what in a few training steps, and draws it.
+
+    Writes into ``folder``, on rank 0: ``timeline.json``; ``timeline.svg``, the step of median duration; and
+    ``timeline.html``, that step beside a simulation of the same schedule by its measured costs. A step that isn't
+    recorded costs nothing; before one that is, all ranks meet at two barriers, from which their clocks count: so ranks
+    that come late wait there, and their steps begin together. How far the clocks may differ is written beside the
+    times: the most that any rank spent in the second barrier.
+
+    With one pipeline stage there is nothing to record, and it says so.
+
+    Args:
+        folder: A local folder, made where it isn't there; of rank 0's machine.
+        after: Training batches before the first that is recorded: the first ones find out what crosses stages, fill
+            caches and compile.
+        steps: How many batches are recorded.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, after: int = 10, steps: int = 3) -> None:
+        if after < 1 or steps < 1:
+            raise ConfigurationError(
+                f"after={after} and steps={steps} must be at least 1: a first step finds out what crosses stages."
+            )
+        self.folder = Path(folder)
+        self.after = after
+        self.steps = steps
+        self.recording: Recording | None = None
+        """What was recorded, on rank 0."""
+        self._batches = 0
+        self._name: str | None = None
+        self._skew_s = 0.0
+        self._watch: StopWatch | None = None
+        self._seen: list[tuple[int, float, list[Span]]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(trainer.strategy, HybridShardStrategy):
+            raise ConfigurationError(
+                f"RecordTimeline records pipelines of strategy='hybrid_shard', and this Trainer's is"
+                f" {type(trainer.strategy).__name__}: leave the callback out."
+            )
+        self._batches = 0
+        self._seen.clear()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, HybridShardStrategy)
+        self._batches += 1
+        if self._batches <= self.after or len(self._seen) == self.steps:
+            return
+        self._name = strategy.watch_actions(UNWATCHED)
+        if self._name is None:
+            if self._batches == self.after + 1:
+                rank_zero_warn("RecordTimeline: there is one pipeline stage, and so no actions to record.")
+            return
+        skew_s = _meet(strategy)
+        self._watch = StopWatch(strategy.root_device)
+        self._skew_s = skew_s
+        strategy.watch_actions(self._watch)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._watch is None:
+            return
+        strategy = trainer.strategy
+        assert isinstance(strategy, HybridShardStrategy)
+        strategy.watch_actions(UNWATCHED)
+        watch, self._watch = self._watch, None
+        spans = watch.spans()
+        if spans:  # else the pipeline was made anew in the meantime, on all ranks
+            self._seen.append((self._batches - 1, self._skew_s, spans))
+        if len(self._seen) == self.steps:
+            self._gather(strategy)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, HybridShardStrategy)
+        if 0 < len(self._seen) < self.steps:
+            self._gather(strategy)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._watch = None
+
+    def _gather(self, strategy: HybridShardStrategy) -> None:
+        """To rank 0, which writes; a collective call over all ranks."""
+        layout, group = strategy.layout, strategy.groups.host
+        everyone: list[Any] = [None] * strategy.world_size
+        mine = (layout.data_rank, layout.tensor_rank, layout.pipeline_rank, self._seen)
+        dist.gather_object(mine, everyone if strategy.global_rank == 0 else None, dst=0, group=group)
+        if strategy.global_rank != 0:
+            return
+        assert self._name is not None
+        pipelines: dict[tuple[int, int], dict[int, list[tuple[int, float, list[Span]]]]] = {}
+        for data_rank, tensor_rank, stage, seen in everyone:
+            pipelines.setdefault((data_rank, tensor_rank), {})[stage] = seen
+        self.recording = Recording(strategy.root_device.type)
+        for number in range(len(self._seen)):
+            skew_s = max(seen[number][1] for *_, seen in everyone)
+            for (data_rank, tensor_rank), of_stage in sorted(pipelines.items()):
+                spans = {stage: seen[number][2] for stage, seen in of_stage.items()}
+                facts = {"skew_s": skew_s, "data_rank": data_rank, "tensor_rank": tensor_rank}
+                self.recording.steps.append(RecordedStep.of(self._name, spans, step=self._seen[number][0], **facts))
+        write(self.recording, self.folder)
+        rank_zero_info(f"RecordTimeline: {len(self._seen)} steps are in {self.folder / 'timeline.html'}")
+
+
+def _meet(strategy: HybridShardStrategy) -> float:
+    """Have all ranks begin together; returns how long the barrier took when all had come."""
+    if strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(strategy.root_device)
+    group = strategy.groups.host
+    dist.barrier(group=group)
+    began = time.perf_counter()
+    dist.barrier(group=group)
+    return time.perf_counter() - began
+
+
+def write(recording: Recording, folder: str | Path) -> None:
+    """``timeline.json``, ``timeline.svg`` and ``timeline.html`` of the first pipeline."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "timeline.json").write_text(recording.to_json(), encoding="utf-8")
+    first = min((recorded.data_rank, recorded.tensor_rank) for recorded in recording.steps)
+    steps = [recorded for recorded in recording.steps if (recorded.data_rank, recorded.tensor_rank) == first]
+    shown = sorted(steps, key=lambda recorded: recorded.timeline.duration)[len(steps) // 2]
+    costs = measured_costs([recorded.timeline for recorded in steps])
+    expected = simulate(shown.timeline.schedule, costs)
+    until = max(shown.timeline.duration, expected.duration)
+    title = f"{shown.timeline.schedule.name}, batch {shown.step}, as it ran"
+    real = draw_timeline(shown.timeline, title=f"{title}: {_said(shown.timeline)}", until=until)
+    model = draw_timeline(
+        expected,
+        title=f"The same, simulated from the stages' median costs: {_said(expected)}",
+        transfer=costs.transfer,
+        until=until,
+    )
+    save(real, folder / "timeline.svg")
+    ratio = shown.timeline.duration / expected.duration if expected.duration else 1.0
+    lead = (
+        f"The step took {ratio:.2f} times what the simulation says. {len(steps)} steps were recorded on"
+        f" {recording.device}; this one has the median duration. Clocks of ranks differ by {seconds(shown.skew_s)} at"
+        " the most."
+    )
+    text = page(
+        "A pipeline's timeline",
+        [real, model],
+        lead=lead,
+        tables=[("What actions take, median", _costs_table(costs)), ("Steps", _steps_table(steps))],
+        foot="Recorded by lightning_shard.RecordTimeline. All pipelines' steps are in timeline.json.",
+    )
+    (folder / "timeline.html").write_text(text, encoding="utf-8")
+
+
+def _said(timeline: Timeline) -> str:
+    return f"{seconds(timeline.duration)}, {100 * timeline.bubble:.1f} % idle"
+
+
+def _costs_table(costs: Costs) -> tuple[list[str], list[list[str]]]:
+    split = any(costs.backward_weight)
+    head = ["stage", "forward", *(["backward, inputs", "backward, weights"] if split else ["backward"])]
+    columns = [costs.forward, costs.backward_input, *([costs.backward_weight] if split else [])]
+    rows = [[str(stage), *map(seconds, of_stage)] for stage, of_stage in enumerate(zip(*columns))]
+    return head, [*rows, ["a send", seconds(costs.transfer), *[""] * (len(columns) - 1)]]
+
+
+def _steps_table(steps: list[RecordedStep]) -> tuple[list[str], list[list[str]]]:
+    head = ["batch", "duration", "idle", "clocks differ by at most"]
+    return head, [
+        [str(r.step), seconds(r.timeline.duration), f"{100 * r.timeline.bubble:.1f} %", seconds(r.skew_s)]
+        for r in steps
+    ]
