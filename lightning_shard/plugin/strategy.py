@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.layout import check_context_parallel
 from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
     average_gradients,
@@ -113,6 +114,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: Of collective operations.
+        context_parallel_size: 1: sequences aren't dealt to ranks yet.
 
     Raises:
         ConfigurationError: Settings that can't work; as early as they can be known.
@@ -142,7 +144,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         checkpoint_io: ShardedCheckpointIO | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        context_parallel_size: int = 1,
     ) -> None:
+        check_context_parallel(context_parallel_size)
         sizes: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
