@@ -56,12 +56,15 @@ def test_names_of_layouts_with_experts() -> None:
     assert (layout.pipeline_parallel_size, layout.data_parallel_size, layout.expert_parallel_size) == (2, 4, 2)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3", "gpt-oss", "deepseek"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen3", "gpt-oss", "deepseek", "deepseek-v3", "olmoe", "granite", "qwen2"]
+)
 def test_transformers_models_declare_their_experts(kind: str) -> None:
     with torch.device("meta"):
         root = nn.ModuleDict({"net": NETWORKS[kind]()})
-    first = 1 if kind == "deepseek" else 0  # whose first layer is dense
-    assert resolve_experts(root, None, 2) == [f"net.model.layers.{i}.mlp.experts" for i in range(first, 4)]
+    first = 1 if kind.startswith("deepseek") else 0  # whose first layer is dense
+    mixture = "block_sparse_moe" if kind == "granite" else "mlp"
+    assert resolve_experts(root, None, 2) == [f"net.model.layers.{i}.{mixture}.experts" for i in range(first, 4)]
 
 
 def test_a_plan_names_a_users_own() -> None:
