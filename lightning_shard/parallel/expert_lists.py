@@ -4,16 +4,16 @@ The code around such a list (its *owner*) decides which rows an expert is called
 which experts a rank calls at all depends on its tokens. So the owner's forward runs twice:
 
 * *routing*: calls of experts are noted, and return NaN. Afterwards state and random generators are put back.
-* *dispatch*: all rows go to the ranks of their experts by one all-to-all, each expert runs once on all that came, and the
-  results go back by a second.
+* *dispatch*: all rows go to the ranks of their experts by one all-to-all, each expert runs once on all that came, and
+  the results go back by a second.
 * *combining*: the same calls return their results. They must be made with the same rows: an expert whose rows depend on
   another's results would have had NaN in the first run, and is refused.
 
 What the first run returned is thrown away, but the rows it made are those that are dispatched, so gradients of routing
 flow through them, and those of combining through the second run: once each.
 
-**Parameters.** Each expert keeps its own, under its own names. Where they lie mustn't depend on the expert, or ranks would
-hold parameters of different names: so they are sharded over all data ranks, as any other. In a forward each rank
+**Parameters.** Each expert keeps its own, under its own names. Where they lie mustn't depend on the expert, or ranks
+would hold parameters of different names: so they are sharded over all data ranks, as any other. In a forward each rank
 gathers those of its own experts only, by an all-to-all: ``1/p`` of what fully sharded data parallelism gathers. Their
 gradients go back the same way, and are averaged over all data ranks.
 """
@@ -113,9 +113,9 @@ def deal_list(
     experts = experts_of(root.get_submodule(name))
     if any("forward" in vars(module) for module in (owner, *experts)):
         raise PlanError(
-            f"{owner_name}, a {type(owner).__name__}, runs the experts of {name}, and it or they are wrapped already: by"
-            " activation_checkpointing, which takes them for blocks, or since it holds two such lists. Put one router"
-            " and its experts into a module inside of the block, or leave that out."
+            f"{owner_name}, a {type(owner).__name__}, runs the experts of {name}, and it or they are wrapped already:"
+            " by activation_checkpointing, which takes them for blocks, or since it holds two such lists. Put one"
+            " router and its experts into a module inside of the block, or leave that out."
         )
     parameters = [(expert, *slot) for expert in experts for slot in _slots(expert)]
     replicate = [Replicate()] * (data_mesh.ndim - 1)
@@ -132,9 +132,7 @@ def deal_list(
 
 def _slots(expert: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where its parameters are, in the order of their names."""
-    return [
-        (module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None
-    ]
+    return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
 
 
 class _Expert:
@@ -229,9 +227,7 @@ class _Owner:
         to_run_again: Around two runs.
     """
 
-    def __init__(
-        self, name: str, key: str, mesh: DeviceMesh, data_mesh: DeviceMesh, to_run_again: ToRunAgain
-    ) -> None:
+    def __init__(self, name: str, key: str, mesh: DeviceMesh, data_mesh: DeviceMesh, to_run_again: ToRunAgain) -> None:
         self._name, self._key = name, key
         self._mesh, self._data_mesh = mesh, data_mesh
         self._to_run_again = to_run_again
@@ -427,9 +423,7 @@ class _Weights:
         """Gradients of this rank's shards, the mean over all data ranks, from those of its experts' parameters."""
         kinds = [kind for _ in range(self.here) for kind in self._kinds]
         for_ranks = [
-            torch.cat(
-                [chunk(g, dim, self._ranks, rank).reshape(-1) for g, (_, dim) in zip(gradients, kinds)]
-            )
+            torch.cat([chunk(g, dim, self._ranks, rank).reshape(-1) for g, (_, dim) in zip(gradients, kinds)])
             for rank in range(self._ranks)
         ]
         own = self.here * self._elements(self._rank)

@@ -160,11 +160,7 @@ def assemble(
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
-    stacks: list[nn.Module] = []
-    sharded: set[nn.Parameter] = set()
-    if expert_mesh is not None:
-        again = partial(_to_run_again, device)
-        stacks, sharded = apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
+    stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = stage is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
@@ -172,7 +168,7 @@ def assemble(
         [
             module.get_submodule(name)
             for name in _apart(units, named, ties)
-            if not any(name.startswith(f"{listed_experts}.") for listed_experts in experts)
+            if not any(name.startswith(f"{dealt}.") for dealt in experts)
         ],
         data_mesh,
         sharding,
@@ -227,6 +223,20 @@ def _blocks(module: pl.LightningModule, layout: Layout, settings: Settings) -> B
     if layout.pipeline_parallel_size == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
     return find_blocks(module, settings.pipeline_blocks, partial(_calls, module))
+
+
+def _deal(
+    module: nn.Module,
+    experts: Sequence[str],
+    expert_mesh: DeviceMesh | None,
+    data_mesh: DeviceMesh,
+    device: torch.device,
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Experts to ranks; the modules of stacked ones, and the parameters of those in lists."""
+    if expert_mesh is None:
+        return [], set()
+    again = partial(_to_run_again, device)
+    return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
 
 
 @contextmanager

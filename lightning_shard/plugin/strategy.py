@@ -99,8 +99,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             into microbatches and dealt to data ranks. Default: all parts count alike.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
-        expert_parallel_plan: Patterns of the names of modules of experts, such as ``{"layers.*.moe.experts":
-            "experts"}``. Default: the model's own, where it is a transformers model.
+        expert_parallel_plan: Patterns of the names of modules of experts, or lists of them, such as
+            ``{"layers.*.moe.experts": "experts"}``. Default: the model's own, where it is a transformers model.
         activation_checkpointing: What blocks compute is computed again in the backward instead of being kept: ``True``
             in every block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
         cpu_offload: Parameters, gradients and optimizer states stay in the host's memory, and are copied to the device

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ WIDTH = 6
 class Counting(nn.Sequential):
     """An expert that says when it computes."""
 
-    computed: Counter[int] = Counter()
+    computed: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, number: int) -> None:
         super().__init__(nn.Linear(WIDTH, 5), nn.SiLU(), nn.Linear(5, WIDTH))
@@ -67,7 +67,7 @@ class Around(nn.Module):
         if self.how == "in place":
             x += 1
         out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
+        for expert in self.experts:
             out = out + (expert(x, x) if self.how == "two" else expert(x))
         return out
 
