@@ -8,12 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from gpt import GPT
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from moe import Mixture, MixtureLanguageModel
+from moe import Mixture
 from names import CONFIG, refuse_unknown_names
-from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.testing import run_ranks
@@ -30,7 +28,7 @@ class Logged(L.Callback):
 
 
 def trained(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], tuple[int, ...]]:
-    """What each step logged, and the shape of this rank's experts."""
+    """What each step and the validation logged, and the shape of this rank's experts."""
     small = ["model.width=16", "model.layers=2", "model.heads=2", "model.experts=4", "model.inner=8", "model.shared=16"]
     few = ["trainer.max_steps=4", "trainer.val_check_interval=4", "data.context=16", "data.held_out_windows=16"]
     quiet = ["trainer.logger=null", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
@@ -47,6 +45,7 @@ def trained(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], tupl
     trainer.fit(model, instantiate(config.data))
     experts = model.model.blocks[0].mlp.experts.up
     assert isinstance(experts, DTensor)
+    logged.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     return logged.steps, (experts.device_mesh.ndim, *experts.to_local().shape)
 
 
@@ -59,7 +58,7 @@ def test_experts_on_ranks_of_their_own_take_the_same_steps(tmp_path: Path) -> No
     (tmp_path / "poem.txt").write_text(POEM)
     (plain, whole), (ours, dealt) = run_ranks(both, 2, tmp_path, elastic=True, timeout_s=120)[0]
     assert (whole, dealt) == ((1, 2, 16, 8), (2, 2, 16, 8))  # sharded by FSDP2, and dealt
-    assert len(ours) == 4
+    assert len(ours) == 5
     assert ours[-1].keys() == {"train_loss", "train_balance", "val_loss"}
     for name in ours[-1]:
         assert [step[name] for step in ours if name in step] == pytest.approx(
@@ -69,16 +68,14 @@ def test_experts_on_ranks_of_their_own_take_the_same_steps(tmp_path: Path) -> No
 
 
 def test_a_token_meets_as_many_parameters_as_in_the_demos_gpt() -> None:
-    config = OmegaConf.merge(OmegaConf.load(CONFIG / "model/gpt.yaml"), OmegaConf.load(CONFIG / "model/moe.yaml"))
-    sizes = {name: value for name, value in config.items() if name not in ("_target_", "defaults", "context")}
-    model = MixtureLanguageModel(**sizes)
-    active = 0
-    for name, parameter in model.named_parameters():
-        active += (
-            parameter.numel() * model.hparams["chosen"] // len(parameter) if ".experts." in name else parameter.numel()
-        )
-    plain = sum(p.numel() for p in GPT(width=config.width, layers=config.layers, heads=config.heads).parameters())
-    routers = sum(block.mlp.router.weight.numel() for block in model.model.blocks)
+    with initialize_config_dir(str(CONFIG), version_base="1.3"):
+        mixture, gpt = (instantiate(compose("config", [f"model={name}"]).model) for name in ("moe", "gpt"))
+    all_of_them, experts = (
+        sum(p.numel() for name, p in mixture.named_parameters() if part in name) for part in ("", ".experts.")
+    )
+    active = all_of_them - experts + experts * mixture.hparams["chosen"] // mixture.hparams["experts"]
+    plain = sum(p.numel() for p in gpt.parameters())
+    routers = sum(block.mlp.router.weight.numel() for block in mixture.model.blocks)
     assert active - routers == plain
     assert routers < 0.005 * plain
 
