@@ -156,7 +156,7 @@ def assemble(
         held = {name for name, part in module.named_modules() if _is_held(part)}
         units = _units(module, stage, listed)
         styles = {name: style for name, style in styles.items() if name in held}
-        experts = [name for name in experts if name in held]
+        experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]

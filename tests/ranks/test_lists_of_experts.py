@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.mixtures import EXPERTS, ListedMixture
+from tests.parity import QUIET
 
 PLAN = {"experts": "experts"}
 WIDTH = 6
@@ -172,3 +176,63 @@ def test_code_around_a_list_that_cannot_be_right_is_refused_by_name() -> None:
     }.items():
         assert says in told[how], told[how]
         assert says in other[how]
+
+
+class Branching(L.LightningModule):
+    """Each sample goes to one of two experts, and an expert without samples isn't called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Branches() for _ in range(3))
+        self.seen: dict[str, Tensor] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, chosen = batch
+        for block in self.blocks:
+            x = block(x, chosen)
+        return x.square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = {name: full_tensor(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            (row,) = torch.where(chosen == number)
+            out = out.index_add(0, row, self.experts[number](x[row]))
+        return x + out
+
+
+def gradients(devices: int, **options: Any) -> dict[str, Tensor]:
+    module = Branching()
+    samples = [(torch.full((4,), 1.0 + number), torch.tensor(number)) for number in range(2)]
+    strategy: Any = HybridShardStrategy(**options) if devices > 1 else "auto"
+    trainer = L.Trainer(strategy=strategy, devices=devices, max_steps=1, **QUIET)
+    trainer.fit(module, DataLoader(samples, batch_size=2 // devices))
+    return module.seen
+
+
+def dealt_and_not() -> tuple[dict[str, Tensor], str]:
+    seen = gradients(2, expert_parallel_size=2, expert_parallel_plan=PLAN)
+    with pytest.raises(StepError) as refusal:
+        gradients(2)
+    return seen, str(refusal.value)
+
+
+def test_data_ranks_that_run_other_experts_are_right_when_dealt_and_refused_otherwise() -> None:
+    """FSDP2 would add one expert's gradient to the other's."""
+    plain = gradients(1)
+    for seen, told in run_ranks(dealt_and_not, 2, elastic=True):
+        assert seen.keys() == plain.keys()
+        assert all(torch.allclose(seen[name], plain[name], atol=1e-6) for name in plain)
+        assert "gradients of different parameters in this step (this rank none of ['blocks.0.experts." in told
