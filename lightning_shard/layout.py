@@ -245,6 +245,21 @@ def check_sizes(
         _check_parts(data_parallel_size, data_parallel_replicas, expert_parallel_size)
 
 
+def check_context_parallel(size: int) -> None:
+    """Refuse sequences over several ranks; docs/design.md says what they need.
+
+    Raises:
+        LayoutError: Any size but 1.
+    """
+    if isinstance(size, bool) or size != 1:
+        raise LayoutError(
+            f"context_parallel_size ({size!r}) must be 1: torch's context-parallel attention (2.13) doesn't take the"
+            " CPU's kernels, so it couldn't be compared with one process, and a module counts positions and shifts"
+            " labels over whole sequences. For long ones use activation_checkpointing, or tensor_parallel_size with the"
+            " sequence styles of a tensor_parallel_plan."
+        )
+
+
 def _check_parts(data: int, replicas: int, experts: int) -> None:
     if data % replicas:
         raise LayoutError(

@@ -38,10 +38,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BTD)))
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.RMSNorm(width)
-        self.mlp = MLP(width)
+        self.mlp = MLP(width, 4 * width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
@@ -70,11 +70,14 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        self.draw_weights()
+
+    def draw_weights(self) -> None:
+        """As in GPT-2: what is added to the residual stream starts smaller, the more often it is added."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # As in GPT-2: what is added to the residual stream starts smaller, the more often it is added.
-                added = name.endswith(("attention.output.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if added else 0.02)
+                added = name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * len(self.blocks)) if added else 0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         positions_T = torch.arange(tokens_BT.size(1), device=tokens_BT.device)

@@ -72,6 +72,62 @@ class Mixtures(nn.Module):
         return self.head(x)
 
 
+class ListedMixture(nn.Module):
+    """Experts that are modules of their own; ``how`` says which of the usual loops calls them.
+
+    Keeps what a second run of its forward would change: a count, a buffer, a list, random numbers.
+    """
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 24), nn.SiLU(), nn.Linear(24, width)) for _ in range(EXPERTS)
+        )
+        self.how = how
+        self.calls = 0
+        self.losses: list[Tensor] = []
+        self.register_buffer("load", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        scores = self.router(flat).softmax(-1)
+        weights, chosen = scores.topk(2)
+        if self.how == "one":
+            chosen = torch.full_like(chosen, EXPERTS - 1)
+        self.calls += 1
+        self.load += torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        self.losses.append(scores.square().sum(-1).view(x.shape[:2]))
+        torch.rand(1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == number)
+            if self.how == "dense":
+                out = out + scores[:, number, None] * expert(flat)
+            elif self.how == "chained":
+                out = expert(flat + out)
+            elif self.how == "all" or len(row):
+                out[row] += weights[row, slot, None] * expert(flat[row])
+        return x + out.view_as(x)
+
+
+class Listed(Mixtures):
+    """What its blocks keep of each token reaches the loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ListedMixture(16, how) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        out = super().forward(input_ids)
+        for block in self.blocks:
+            assert isinstance(block, ListedMixture)
+            (loss,) = block.losses
+            out = out * (1 + 0.1 * loss.unsqueeze(-1))
+            block.losses.clear()
+        return out
+
+
 def transformers_model(kind: str, **more: Any) -> nn.Module:
     import transformers as hf
 
@@ -96,6 +152,10 @@ _MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_hea
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "own": Mixtures,
     "own, all tokens to one expert": partial(Mixtures, 3),
+    "list, called with all": partial(Listed, "all"),
+    "list, called where chosen": partial(Listed, "chosen"),
+    "list, all tokens to one expert": partial(Listed, "one"),
+    "list, dense": partial(Listed, "dense"),
     "mixtral": partial(transformers_model, "Mixtral", num_local_experts=EXPERTS),
     "mixtral of two experts": partial(transformers_model, "Mixtral", num_local_experts=2),
     "qwen3": partial(
@@ -125,6 +185,29 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         n_shared_experts=1,
         first_k_dense_replace=1,
         **_MLA,
+    ),
+    "deepseek-v3": partial(
+        transformers_model,
+        "DeepseekV3",
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        **_MLA,
+    ),
+    "olmoe": partial(transformers_model, "Olmoe", num_experts=EXPERTS, num_experts_per_tok=2),
+    "granite": partial(transformers_model, "GraniteMoe", num_local_experts=EXPERTS, num_experts_per_tok=2),
+    "qwen2": partial(
+        transformers_model,
+        "Qwen2Moe",
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     ),
     "tied llama": partial(transformers_model, "Llama", tie_word_embeddings=True),
     "llama with LoRA": adapted,
@@ -173,7 +256,7 @@ def trained(
     """
     seen = {}
     for kind in kinds:
-        plan = {"expert_parallel_plan": {"experts": "experts"}} if sizes and kind.startswith("own") else {}
+        plan = {"expert_parallel_plan": {"experts": "experts"}} if sizes and kind.startswith(("own", "list")) else {}
         saving = [SaveAtEnd(folder / kind)] if folder is not None else []
         seen[kind] = train("llama", sizes, module=partial(MixtureModel, kind), callbacks=saving, **plan, **options)
     return seen

@@ -230,7 +230,7 @@ def train(
     data = devices = 1
     if sizes is not None:
         if sizes["tensor_parallel_size"] > 1:
-            options.setdefault("tensor_parallel_plan", PLANS[network])
+            options.setdefault("tensor_parallel_plan", PLANS.get(network))
         strategy = HybridShardStrategy(**sizes, **options)
         data, devices = sizes["data_parallel_size"], world(sizes)
     settings = {"max_steps": steps, "val_check_interval": 2, "devices": devices, **QUIET, **(trainer or {})}

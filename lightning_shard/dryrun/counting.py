@@ -38,7 +38,8 @@ from lightning_shard.dryrun.ledger import Work as Entered
 from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import is_cast, not_cast, with_forward
-from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.expert import deal_stack, resolve_experts
+from lightning_shard.parallel.expert_lists import is_list
 from lightning_shard.parallel.recompute import leave_out_caches, recompute
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline import tree
@@ -148,7 +149,13 @@ def _lay_out(
         apply_tensor_parallel(module, init_device_mesh("cpu", (tensor,), mesh_dim_names=(TENSOR,)), styles)
     if expert > 1:
         mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
-        apply_expert_parallel(module, mesh, experts, DealtEvenly)
+        for name in experts:
+            if is_list(module.get_submodule(name)):
+                raise ConfigurationError(
+                    f"{name} is a list of experts, and what one takes when its experts are dealt to"
+                    f" expert_parallel_size={expert} ranks can't be counted: plan with expert_parallel_size=1."
+                )
+            deal_stack(module, name, mesh, DealtEvenly)
 
     def counted(name: str, parameter: Tensor) -> ParameterCount:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

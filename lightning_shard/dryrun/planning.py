@@ -159,10 +159,9 @@ class Plan:
 
     def _heading(self) -> Iterator[str]:
         ranks = self.layout.world_size
-        yield (
-            f"{self.name}: {count_text(self.model_parameters).replace(' G', ' B')} parameters on {ranks} {self.device_type} device"
-            f"{'s' * (ranks > 1)}, {self.layout}"
-        )
+        size = count_text(self.model_parameters).replace(" G", " B")
+        devices = f"{self.device_type} device{'s' * (ranks > 1)}"
+        yield f"{self.name}: {size} parameters on {ranks} {devices}, {self.layout}"
         batch = f"{self.counts.samples} sample{'s' * (self.counts.samples > 1)}"
         if self.counts.tokens != self.counts.samples:
             batch += f" ({self.counts.tokens:,} tokens)"

@@ -50,6 +50,7 @@ def apply_fully_sharded(
     whole_steps: bool,
     experts: Iterable[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
+    sharded: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard ``root``'s parameters over ``mesh``, in place; where that is one rank, hold them without FSDP2's copies.
 
@@ -63,6 +64,7 @@ def apply_fully_sharded(
             gathered while it is called itself.
         experts: Modules within blocks that become units over ``expert_mesh``, the axes of the ranks that hold the same
             experts.
+        sharded: Parameters that are sharded already, and gathered by who uses them.
 
     Raises:
         ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
@@ -72,6 +74,7 @@ def apply_fully_sharded(
         return
     # of these FSDP2 has no shards, or can't reduce their gradients
     whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
+    whole.update(sharded)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
     for unit in experts:
         assert expert_mesh is not None

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.exchange import Exchange
+from lightning_shard.parallel.expert_lists import ToRunAgain, deal_list, experts_of, is_list, unfit_list
 from lightning_shard.parallel.local import local_parameters, split_parameter
 from lightning_shard.parallel.plans import declared_plan, matches, similar
 
@@ -41,7 +42,8 @@ _DECLARED = "ep_dispatch_experts"
 """The style by which transformers' plans name a module of experts."""
 _CONTRACT = (
     "A module of experts is called as experts(hidden, indices, weights), of shapes [tokens, width], [tokens, k] and"
-    " [tokens, k], has num_experts, and holds nothing but parameters of shape [num_experts, …]"
+    " [tokens, k], has num_experts, and holds nothing but parameters of shape [num_experts, …]; or it is a list of"
+    " modules alike, each called by the module around the list, as experts[i](rows)"
 )
 
 
@@ -73,13 +75,14 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
                 " it out."
             )
         for name in names:
-            reason = _unfit(modules[name], {key for key in tied if key.startswith(f"{name}.")})
+            own_tied = {key for key in tied if key.startswith(f"{name}.")}
+            reason = unfit_list(root, name, own_tied) if is_list(modules[name]) else _unfit(modules[name], own_tied)
             if reason is not None:
                 raise PlanError(
                     f"{name}, a {type(modules[name]).__name__}, {reason}, so its experts can't be dealt to ranks."
                     f" {_CONTRACT}: write it so, or use expert_parallel_size=1."
                 )
-            experts: int = modules[name].num_experts  # type: ignore[assignment]
+            experts = count_experts(modules[name])
             if experts % parts:
                 raise PlanError(
                     f"{name} has {experts} experts, which expert_parallel_size ({parts}) must divide: use one of"
@@ -96,8 +99,8 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
 
 
 def _unfit(module: nn.Module, tied: set[str]) -> str | None:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        return "is a container of experts that are modules of their own"
+    if isinstance(module, nn.Sequential):
+        return "calls its modules one after the other"
     count = getattr(module, "num_experts", None)
     if type(count) is not int:
         return "has no num_experts"
@@ -125,24 +128,51 @@ def _unfit(module: nn.Module, tied: set[str]) -> str | None:
     return None
 
 
+def count_experts(module: nn.Module) -> int:
+    return len(experts_of(module)) if is_list(module) else int(module.num_experts)  # type: ignore[arg-type]
+
+
 def apply_expert_parallel(
-    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], dispatched: Callable[..., Dispatched] | None = None
-) -> None:
-    """Deal experts of ``root`` to the ranks of ``mesh``, in place: their parameters become DTensors on it, cut by rows.
+    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], data_mesh: DeviceMesh, to_run_again: ToRunAgain
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Deal experts of ``root`` to the ranks of ``mesh``, in place: their parameters become DTensors.
 
     Args:
         root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
             meta.
         mesh: The one-dimensional expert axis.
         names: As :func:`resolve_experts` gave them, of the modules that are here.
-        dispatched: Makes the forward of each. Default: :class:`Dispatched`.
+        data_mesh: The axes of all data ranks, which parameters are sharded (and replicated) over.
+        to_run_again: As :func:`~lightning_shard.parallel.expert_lists.deal_list` takes it.
+
+    Returns:
+        The modules of experts whose parameters are cut by rows on ``mesh``, and are to be sharded over the ranks that
+        hold the same ones; and the parameters of lists, which need no more sharding.
     """
+    stacks = []
+    dealt: set[nn.Parameter] = set()
     for name in names:
-        module = root.get_submodule(name)
-        for key in list(module._parameters):
-            split_parameter(module, key, mesh, Shard(0))
-        # a method, so that a copy of the module has one of its own
-        module.forward = MethodType((dispatched or Dispatched)(name, module, mesh), module)
+        if is_list(root.get_submodule(name)):
+            dealt |= deal_list(root, name, mesh, data_mesh, to_run_again)
+        else:
+            stacks.append(deal_stack(root, name, mesh))
+    return stacks, dealt
+
+
+def deal_stack(
+    root: nn.Module, name: str, mesh: DeviceMesh, dispatched: Callable[..., Dispatched] | None = None
+) -> nn.Module:
+    """Deal the experts of one module, whose parameters are stacked, by rows; gives the module.
+
+    Args:
+        dispatched: Makes its forward. Default: :class:`Dispatched`.
+    """
+    module = root.get_submodule(name)
+    for key in list(module._parameters):
+        split_parameter(module, key, mesh, [Shard(0)])
+    # a method, so that a copy of the module has one of its own
+    module.forward = MethodType((dispatched or Dispatched)(name, module, mesh), module)
+    return module
 
 
 class Dispatched:
@@ -167,12 +197,12 @@ class Dispatched:
         chosen = indices.reshape(-1)
         order = chosen.argsort(stable=True)
         given, taken, experts = self._agree(chosen)
-        rows, scales = _Exchange.apply(
+        rows, scales = Exchange.apply(
             group, given, taken, ranks, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
         )
         here = self._experts // ranks
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
-        (returned,) = _Exchange.apply(group, taken, given, 1 / ranks, results)
+        (returned,) = Exchange.apply(group, taken, given, 1 / ranks, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)
         return placed.view(*indices.shape, -1).sum(1)
 
@@ -238,31 +268,3 @@ def _holding(module: nn.Module, experts: int) -> Iterator[None]:
         yield
     finally:
         module.num_experts = before
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks that they are for: ``given[r]`` of them to rank ``r``, ``taken[r]`` from it.
-
-    One function for all tensors of a dispatch, so that every rank's backward sends their gradients in one order.
-    Gradients go back multiplied by ``factor``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, given: list[int], taken: list[int], factor: float, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.way_back = group, taken, given
-        ctx.factor = factor
-        return tuple(_all_to_all(tensor, group, given, taken) for tensor in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        back = (_all_to_all(gradient, *ctx.way_back).mul_(ctx.factor) for gradient in gradients)
-        return None, None, None, None, *back
-
-
-def _all_to_all(rows: Tensor, group: dist.ProcessGroup, given: list[int], taken: list[int]) -> Tensor:
-    received = rows.new_empty(sum(taken), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)
-    return received

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Placement
 from lightning_shard.sharding import part_on
 
 
-def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a module's parameter a DTensor on a one-dimensional mesh, in place.
+def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Make a module's parameter a DTensor on a mesh, in place.
 
     Every rank holds the same full values, or is on meta, so each takes its own part and nothing is sent.
     """
     whole = module.get_parameter(key)
-    part = part_on(whole.detach(), mesh, [placement]).clone(memory_format=torch.contiguous_format)
-    split = DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    part = part_on(whole.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+    split = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     module.register_parameter(key, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 

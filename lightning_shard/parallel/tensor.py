@@ -140,7 +140,7 @@ class OwnShare(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for key, placement in self._placements.items():
-            split_parameter(module, key, device_mesh, placement)
+            split_parameter(module, key, device_mesh, [placement])
         own_forward: Any = type(module).forward
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -156,21 +156,26 @@ def assemble(
         held = {name for name, part in module.named_modules() if _is_held(part)}
         units = _units(module, stage, listed)
         styles = {name: style for name, style in styles.items() if name in held}
-        experts = [name for name in experts if name in held]
+        experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
-    if expert_mesh is not None:
-        apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts)
+    data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
+    stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = stage is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
         module,
-        [module.get_submodule(name) for name in _apart(units, named, ties)],
-        mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]],
+        [
+            module.get_submodule(name)
+            for name in _apart(units, named, ties)
+            if not any(name.startswith(f"{dealt}.") for dealt in experts)
+        ],
+        data_mesh,
         sharding,
         whole_steps=module.automatic_optimization,
-        experts=[module.get_submodule(name) for name in experts],
+        experts=stacks,
         expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
+        sharded=sharded,
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
@@ -218,6 +223,35 @@ def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Bl
     if stages == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
     return find_blocks(module, settings.pipeline_blocks, partial(_calls, module))
+
+
+def _deal(
+    module: nn.Module,
+    experts: Sequence[str],
+    expert_mesh: DeviceMesh | None,
+    data_mesh: DeviceMesh,
+    device: torch.device,
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Experts to ranks; the modules of stacked ones, and the parameters of those in lists."""
+    if expert_mesh is None:
+        return [], set()
+    again = partial(_to_run_again, device)
+    return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
+
+
+@contextmanager
+def _to_run_again(device: torch.device, module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+    memory, put_generators_back = Memory(module), randomness.remember(device)
+
+    def put_back() -> None:
+        memory.put_back()
+        put_generators_back()
+
+    try:
+        yield put_back
+    finally:
+        memory.forget()
 
 
 @contextmanager

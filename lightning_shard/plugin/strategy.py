@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
-from lightning_shard.layout import TENSOR_AXIS
+from lightning_shard.layout import TENSOR_AXIS, check_context_parallel
 from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
     average_gradients,
@@ -101,8 +101,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             into microbatches and dealt to data ranks. Default: all parts count alike.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
-        expert_parallel_plan: Patterns of the names of modules of experts, such as ``{"layers.*.moe.experts":
-            "experts"}``. Default: the model's own, where it is a transformers model.
+        expert_parallel_plan: Patterns of the names of modules of experts, or lists of them, such as
+            ``{"layers.*.moe.experts": "experts"}``. Default: the model's own, where it is a transformers model.
         activation_checkpointing: What blocks compute is computed again in the backward instead of being kept: ``True``
             in every block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
         cpu_offload: Parameters, gradients and optimizer states stay in the host's memory, and are copied to the device
@@ -116,6 +116,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: Of collective operations.
+        context_parallel_size: 1: sequences aren't dealt to ranks yet.
 
     Raises:
         ConfigurationError: Settings that can't work; as early as they can be known.
@@ -145,7 +146,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         checkpoint_io: ShardedCheckpointIO | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        context_parallel_size: int = 1,
     ) -> None:
+        check_context_parallel(context_parallel_size)
         sizes: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
-from tests.parity import Model, Seen, combine, largest_difference, layout, train
+from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
 from tests.unit.test_repeated_blocks import Block, Looped, Recomputing
 
 SIZES: dict[str, Any] = {
@@ -109,3 +109,18 @@ def test_albert_on_four_ranks(tmp_path: Path, groups: int) -> None:
     for sizes in (layout(pipeline=4), layout(pipeline=2, data=2)):
         seen = run_ranks(fit, 4, sizes, steps=4, module=partial(Albert, groups=groups), elastic=True)
         assert_alike(combine(seen, sizes), plain)
+
+
+SPLIT = {
+    **{f"attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "attention.dense": "rowwise",
+    "ffn": "colwise",
+    "ffn_output": "rowwise",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [layout(tensor=2), layout(pipeline=2, tensor=2)], ids=["tp2", "pp2×tp2"])
+def test_one_layer_on_two_stages_may_be_split_by_tensor_ranks(sizes: dict[str, int]) -> None:
+    seen = run_ranks(fit, world(sizes), sizes, steps=4, tensor_parallel_plan=SPLIT, elastic=True)
+    assert_alike(combine(seen, sizes), fit(steps=4))

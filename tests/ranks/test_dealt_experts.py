@@ -20,12 +20,18 @@ SAFE = "own, all tokens to one expert"
 
 def test_experts_of_two_ranks() -> None:
     clipped = {"trainer": {"gradient_clip_val": 0.5}}
-    assert_alike(EP2, ["mixtral", "own", SAFE], **clipped)
+    assert_alike(EP2, ["mixtral", "own", SAFE, "list, called where chosen"], **clipped)
 
 
 @pytest.mark.long
-def test_experts_of_other_models() -> None:
-    assert_alike(EP2, ["qwen3", "gpt-oss", "deepseek"])
+def test_lists_of_experts_however_they_are_called() -> None:
+    assert_alike(EP2, ["list, called with all", "list, all tokens to one expert", "list, dense"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "deepseek", "deepseek-v3", "olmoe", "granite", "qwen2"])
+def test_experts_of_other_models(kind: str) -> None:
+    assert_alike(EP2, [kind])
 
 
 @pytest.mark.long
@@ -47,7 +53,7 @@ def test_fewer_experts_than_ranks_that_share_them() -> None:
 )
 def test_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
     own = [] if sizes["tensor_parallel_size"] > 1 else ["own", SAFE]
-    assert_alike(sizes, ["mixtral", "qwen3", *own], tmp_path)
+    assert_alike(sizes, ["mixtral", "qwen3", "list, called where chosen", *own], tmp_path)
 
 
 def made_on_meta(sizes: dict[str, int]) -> Seen:

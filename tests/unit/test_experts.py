@@ -13,7 +13,7 @@ from lightning_shard.errors import LayoutError, PlanError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import resolve_experts
 from lightning_shard.testing.layouts import parse
-from tests.mixtures import EXPERTS, NETWORKS, Experts, Mixtures
+from tests.mixtures import EXPERTS, NETWORKS, Experts, ListedMixture, Mixtures
 
 PLAN = {"blocks.*.experts": "experts"}
 
@@ -56,16 +56,27 @@ def test_names_of_layouts_with_experts() -> None:
     assert (layout.pipeline_parallel_size, layout.data_parallel_size, layout.expert_parallel_size) == (2, 4, 2)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3", "gpt-oss", "deepseek"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen3", "gpt-oss", "deepseek", "deepseek-v3", "olmoe", "granite", "qwen2"]
+)
 def test_transformers_models_declare_their_experts(kind: str) -> None:
     with torch.device("meta"):
         root = nn.ModuleDict({"net": NETWORKS[kind]()})
-    first = 1 if kind == "deepseek" else 0  # whose first layer is dense
-    assert resolve_experts(root, None, 2) == [f"net.model.layers.{i}.mlp.experts" for i in range(first, 4)]
+    first = 1 if kind.startswith("deepseek") else 0  # whose first layer is dense
+    mixture = "block_sparse_moe" if kind == "granite" else "mlp"
+    assert resolve_experts(root, None, 2) == [f"net.model.layers.{i}.{mixture}.experts" for i in range(first, 4)]
 
 
 def test_a_plan_names_a_users_own() -> None:
     assert resolve_experts(Mixtures(), PLAN, 4) == [f"blocks.{i}.experts" for i in range(4)]
+
+
+def linear(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+
+def test_a_plan_names_lists_of_experts() -> None:
+    assert resolve_experts(nn.ModuleDict({"net": NETWORKS["list, dense"]()}), PLAN, 2)[1] == "net.blocks.1.experts"
 
 
 class WithState(Experts):
@@ -97,7 +108,8 @@ class OneMore(Experts):
 @pytest.mark.parametrize(
     ("experts", "told"),
     [
-        (nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), "ModuleList, is a container of experts"),
+        (linear(4), "ModuleList, is held by a ModuleDict whose forward doesn't call them"),
+        (nn.Sequential(*linear(4)), "Sequential, calls its modules one after the other"),
         (nn.Linear(8, 8), "has no num_experts"),
         (WithState(), "has load beside its parameters"),
         (Normed(), "holds norm.weight in a module of its own"),
@@ -109,6 +121,32 @@ class OneMore(Experts):
 def test_experts_that_cannot_be_dealt_are_refused(experts: nn.Module, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         resolve_experts(nn.ModuleDict({"experts": experts}), {"experts": "experts"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "told"),
+    [
+        (linear(3), r"has 3 experts, which expert_parallel_size \(2\) must divide"),
+        (nn.ModuleList([nn.Dropout(), nn.SiLU()]), "has no experts with parameters"),
+        (nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8, bias=False)]), r"aren't alike \(0 and 1\)"),
+        (nn.ModuleList([nn.Linear(8, 8), nn.Conv1d(8, 8, 1)]), r"aren't alike \(0 and 1\)"),
+        (nn.ModuleList([nn.Linear(8, 8)] * 2), "holds one expert several times"),
+        (nn.ModuleList([nn.BatchNorm1d(8), nn.BatchNorm1d(8)]), "has experts with buffers"),
+    ],
+)
+def test_lists_of_experts_that_cannot_be_dealt_are_refused(experts: nn.Module, told: str) -> None:
+    root = nn.ModuleDict({"mixture": ListedMixture(8, "all")})
+    root["mixture"].experts = experts
+    with pytest.raises(PlanError, match=told):
+        resolve_experts(root, {"experts": "experts"}, 2)
+
+
+def test_lists_whose_experts_share_weights_are_refused() -> None:
+    root = nn.ModuleDict({"mixture": ListedMixture(8, "all")})
+    first, second, *_ = root["mixture"].experts
+    first[0].weight = second[0].weight
+    with pytest.raises(PlanError, match=r"shares mixture\.experts\.0\.0\.weight, mixture\.experts\.1\.0\.weight"):
+        resolve_experts(root, {"experts": "experts"}, 2)
 
 
 def test_plans_that_say_nothing_are_refused() -> None:

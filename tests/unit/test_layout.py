@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import LayoutError
 from lightning_shard.layout import Layout
 
@@ -56,3 +57,9 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, data: int, replicas: i
 def test_sizes_that_dont_fit_say_what_would(sizes: dict[str, int], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         Layout.resolve(8, **sizes)
+
+
+def test_sequences_over_ranks_are_refused_by_name() -> None:
+    HybridShardStrategy(context_parallel_size=1)
+    with pytest.raises(LayoutError, match=r"context_parallel_size \(2\) must be 1: .*CPU's kernels.*sequence styles"):
+        HybridShardStrategy(context_parallel_size=2)

@@ -10,6 +10,7 @@ broadcast at each batch. So a save that is under way ends first, all ranks save 
 
 In the same exchange they ask for ``trainer.should_stop``. What sets it may run on one rank only: a step, of which the
 last stage alone sees the loss, or a callback that looks at a rank's own numbers. The others would wait for it for ever.
+And whether data ranks had gradients of the same parameters.
 
 Private parts of Lightning 2.6 replaced or used: ``trainer._signal_connector`` with its ``_sigterm_notifier_fn``,
 ``_slurm_sigusr_handler_fn`` and ``received_sigterm``; ``epoch_loop._broadcast_sigterm_tensor``.
@@ -33,6 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.plugin import loops
+from lightning_shard.plugin.steps.agreement import SameGradients
 
 __all__ = ["AgreedSIGTERM", "Preemption"]
 
@@ -74,7 +76,9 @@ class Preemption(callbacks.Callback):
         if loops.is_accumulating(trainer):
             trainer.should_stop = False  # until the others hear of it; and gradients aren't saved
             return
-        sigterm, requeue = self._exchange(trainer)
+        gradients = SameGradients(trainer.lightning_module, trainer.strategy.layout)  # type: ignore[attr-defined]
+        sigterm, requeue, *heard = self._exchange(trainer, *gradients.said)
+        gradients.check(heard)
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
 
@@ -83,12 +87,12 @@ class Preemption(callbacks.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
 
-    def _exchange(self, trainer: pl.Trainer) -> tuple[bool, bool]:
-        """Whether SIGTERM and the requeue signal have reached any rank; a collective call of all."""
+    def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
+        """Whether SIGTERM, the requeue signal, and what more is asked, are so on any rank; a collective call of all."""
         ranks = Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
-        sigterm, requeue, trainer.should_stop = ranks.any(self._sigterm, self._requeue, self._stop)
+        trainer.should_stop, *heard = ranks.any(self._stop, self._sigterm, self._requeue, *more)
         self._stop = False
-        return sigterm, requeue
+        return heard
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.storable import check_storable
-from lightning_shard.errors import BatchError, UnsupportedStateError
+from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline import tree
 from lightning_shard.sharding import local_tensor
@@ -50,6 +50,49 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
             " same work. DataLoaders over a dataset with indices are dealt for you; an IterableDataset, or what is no"
             " DataLoader, must deal by trainer.strategy.layout.data_rank of data_parallel_size."
         )
+
+
+class SameGradients:
+    """Whether a stage's data ranks have gradients for the same parameters, asked in a message that is sent anyway.
+
+    FSDP2 (torch 2.13) adds up those gradients that each rank has, one after the other. Of ranks that ran other experts
+    of a list, or other branches, it adds one parameter's to another's, and nothing fails.
+
+    Args:
+        module: After a backward that has reduced gradients.
+        layout: This rank's.
+    """
+
+    _BITS = 16
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        digest = xxhash.xxh3_64_intdigest(repr(self._without))
+        own = [bool(digest >> bit & 1) for bit in range(self._BITS)]
+        silent = [False] * 2 * self._BITS
+        #: Each stage's bits, and their opposites: where both are said, two ranks differ.
+        self.said = [
+            bit
+            for stage in range(layout.pipeline_parallel_size)
+            for bit in ((*own, *(not bit for bit in own)) if stage == layout.pipeline_rank else silent)
+        ]
+
+    def check(self, heard: Sequence[bool]) -> None:
+        """Look at what any rank has said.
+
+        Raises:
+            StepError: On every rank.
+        """
+        size = self._BITS
+        parts = [heard[start : start + size] for start in range(0, len(heard), size)]
+        if any(bit and opposite for one, other in zip(parts[::2], parts[1::2]) for bit, opposite in zip(one, other)):
+            raise StepError(
+                "Data ranks have computed gradients of different parameters in this step (this rank none of"
+                f" {self._without[:3] or 'those that others have none of'}), so they were added up wrongly, and this"
+                " step's weights are wrong: resume from an earlier checkpoint. Have each rank's loss use the same"
+                " parameters, such as by 0 * output of those that it leaves out; lists of experts may be dealt to ranks"
+                " by expert_parallel_size."
+            )
 
 
 def check_replicas(states: Iterable[dict[str, Any]]) -> None:

@@ -1,0 +1,94 @@
+"""The GPT with a mixture of experts in each block: still an ordinary network that knows of no parallelism.
+
+Every token goes through one shared MLP, and through the ``chosen`` of ``experts`` smaller ones that the router scores
+highest for it (DeepSeekMoE, arXiv:2401.06066).
+
+Shapes: B batch, T tokens of a window, N tokens of a batch, D width, E experts, K experts chosen for a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpt import MLP, LanguageModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Experts(nn.Module):
+    """MLPs of one shape in two stacks of matrices: as ``expert_parallel_plan`` takes them, and in one process alike."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.empty(experts, width, inner))
+        self.down = nn.Parameter(torch.empty(experts, inner, width))
+
+    def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        sum_ND = torch.zeros_like(x_ND)
+        for expert, (up, down) in enumerate(zip(self.up.unbind(), self.down.unbind())):
+            token, place = torch.where(chosen_NK == expert)
+            result = F.gelu(x_ND[token] @ up) @ down * weights_NK[token, place, None]
+            sum_ND = sum_ND.index_add(0, token, result.to(sum_ND.dtype))
+        return sum_ND
+
+
+class Mixture(MLP):
+    """A shared expert, whose layers are an MLP's own, and routed ones.
+
+    Attributes:
+        balance: Of the last batch, ``E · Σ share of the choices × mean score`` over the experts: 1 where all are chosen
+            alike, up to E where one is chosen for all (Switch Transformer, arXiv:2101.03961). To be kept low.
+    """
+
+    def __init__(self, width: int, experts: int, chosen: int, inner: int, shared: int) -> None:
+        super().__init__(width, shared)
+        self.chosen = chosen
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width, inner)
+        self.balance: Tensor | None = None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        scores_NE = self.router(x_ND).float().softmax(-1)
+        weights_NK, chosen_NK = scores_NE.topk(self.chosen)
+        share_E = F.one_hot(chosen_NK, scores_NE.size(-1)).float().mean((0, 1))
+        self.balance = scores_NE.size(-1) * (share_E * scores_NE.mean(0)).sum()
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return super().forward(x_BTD) + self.experts(x_ND, chosen_NK, weights_NK).view_as(x_BTD)
+
+
+class MixtureLanguageModel(LanguageModel):
+    """Trains the GPT with mixtures in the place of its MLPs.
+
+    Args:
+        experts: Routed ones of each block.
+        chosen: For a token, of those.
+        inner: The inner width of each.
+        shared: That of the expert which every token goes through. A token meets as many parameters as in the plain GPT
+            where ``shared + chosen × inner`` is four times the width.
+        balance_weight: Of the load-balancing loss, beside the one that is logged.
+        gpt: As :class:`~gpt.LanguageModel` takes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        experts: int = 8,
+        chosen: int = 2,
+        inner: int = 128,
+        shared: int = 256,
+        balance_weight: float = 0.01,
+        **gpt: Any,
+    ) -> None:
+        super().__init__(**gpt)
+        for block in self.model.blocks:
+            block.mlp = Mixture(self.hparams["width"], experts, chosen, inner, shared)
+        self.model.draw_weights()
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        balance = torch.stack([block.mlp.balance for block in self.model.blocks]).mean()
+        self.log("train_balance", balance, sync_dist=True)
+        return loss + self.hparams["balance_weight"] * balance
