@@ -67,7 +67,7 @@ class SameGradients:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        digest = xxhash.xxh3_64_intdigest(repr(self._without))
+        digest = xxhash.xxh3_64_intdigest(repr(self._without).encode())
         own = [bool(digest >> bit & 1) for bit in range(self._BITS)]
         silent = [False] * 2 * self._BITS
         #: Each stage's bits, and their opposites: where both are said, two ranks differ.
