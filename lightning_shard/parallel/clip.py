@@ -107,7 +107,7 @@ def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
         of_pieces = torch._foreach_norm([piece for _, piece in alike], norm_type, dtype=wide)
         found = torch.stack(list(of_pieces)).to(device=device, dtype=torch.float64)
-        places = torch.tensor([place for place, _ in alike], device=device)
+        places = torch.tensor([place for place, _ in alike]).to(device, non_blocking=True)
         powers = found if largest else found.pow(norm_type)
         norms.scatter_reduce_(0, places, powers, "amax" if largest else "sum")
     return norms if largest else norms.pow(1.0 / norm_type)

@@ -284,6 +284,22 @@ def differentiating_by_inputs(root: nn.Module, reduces: Callable[[], bool]) -> I
         torch.autograd.grad = plain
 
 
+@contextmanager
+def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
+    """Begin to gather what a step inside calls first, or all of it; a call of each unit waits for its own.
+
+    Not before the first call of ``root``, which sets FSDP2 up.
+    """
+    units = list(sharded_units(root))
+    handles = [unit.unshard(async_op=True) for unit in (units if all_units else units[:1])]
+    yield
+    for handle in handles:
+        assert handle is not None
+        handle.wait()  # of what wasn't called: the next step would take it for its own weights
+    if handles:
+        reshard(root)
+
+
 def reshard(root: nn.Module) -> None:
     """Free gathered parameters and register the sharded ones."""
     if (held := whole_of(root)) is not None:

@@ -11,7 +11,7 @@ of autograd, and takes ten times as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 _OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
+_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
 
 
 def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
@@ -32,13 +33,13 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.ndim and parameter.numel():
                 if parameter not in made:
                     own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
                     made[parameter] = nn.Parameter(own, parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
-                module._parameters[name] = made[parameter]
+                _put(module, name, made[parameter])
     whole = _OF[root] = WholeParameters(mesh)
     root.register_forward_pre_hook(lambda module, _: whole.gather(module), prepend=True)
     for module in root.modules():
@@ -57,7 +58,7 @@ class WholeParameters:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._plain: dict[nn.Parameter, nn.Parameter] = {}
-        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self._slots: list[_Slot] = []
         self._gathered = False
 
     def gather(self, root: nn.Module) -> None:
@@ -66,28 +67,28 @@ class WholeParameters:
             return
         if not self._slots:  # not before: weights may be materialised, and moved, until the first call
             self._slots = list(self._find(root))
-        for held, name, sharded, plain in self._slots:
-            local: Any = sharded.data
-            plain.data = local._local_tensor
+        for module, name, sharded, plain in self._slots:
+            held: Any = sharded
+            plain.data = held._local_tensor
             if plain.requires_grad != sharded.requires_grad:
                 plain.requires_grad_(sharded.requires_grad)
-            held[name] = plain
+            _put(module, name, plain)
         self._gathered = True
 
-    def _find(self, root: nn.Module) -> Iterable[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
+    def _find(self, root: nn.Module) -> Iterator[_Slot]:
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
-                    local: Any = parameter
                     if parameter not in self._plain:
-                        self._plain[parameter] = nn.Parameter(local._local_tensor.detach(), parameter.requires_grad)
-                    yield module._parameters, name, parameter, self._plain[parameter]
+                        held: Any = parameter
+                        self._plain[parameter] = nn.Parameter(held._local_tensor.detach(), parameter.requires_grad)
+                    yield module, name, parameter, self._plain[parameter]
 
     def free(self) -> None:
         """Put the DTensors in place."""
         if self._gathered:
-            for held, name, sharded, _ in self._slots:
-                held[name] = sharded
+            for module, name, sharded, _ in self._slots:
+                _put(module, name, sharded)
             self._gathered = False
 
     def hand_over_gradients(self) -> None:
@@ -105,3 +106,11 @@ class WholeParameters:
     def forget_gradients(self) -> None:
         for plain in self._plain.values():
             plain.grad = None
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Some modules keep their parameters in other places too, as recurrent layers do."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)

@@ -10,7 +10,7 @@ each other travels from host to host, on a third group.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +111,16 @@ class Channel:
 
     def receive(self, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
         """What the stage before sends, as leaves that gather gradients where the sender's values need them."""
-        received = {}
-        for key, slot in slots.items():
-            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
-            dist.recv(tensor, group=self.forward_group, group_src=self._rank(self.stage - 1))
-            received[key] = tensor.requires_grad_(slot.requires_grad)
-        return received
+        return self.expect(slots)()
+
+    def expect(self, slots: Mapping[Key, Slot]) -> Callable[[], dict[Key, Tensor]]:
+        """Post the receives, in the order in which they are sent; what is returned waits for them."""
+        arrive = self._expect(slots.values(), self.forward_group, self.stage - 1)
+
+        def take() -> dict[Key, Tensor]:
+            return {key: t.requires_grad_(slot.requires_grad) for (key, slot), t in zip(slots.items(), arrive())}
+
+        return take
 
     def send_gradients(self, received: Iterable[Tensor]) -> None:
         """Send the gradients of received values to the previous stage; zeros for what has none."""
@@ -124,14 +128,9 @@ class Channel:
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             self._send(gradient, self.backward_group, self.stage - 1)
 
-    def receive_gradients(self, sent: Iterable[Tensor]) -> list[Tensor]:
-        """The gradients of sent values, from the next stage."""
-        gradients = []
-        for output in sent:
-            gradient = torch.empty(output.shape, dtype=output.dtype, device=self.device)
-            dist.recv(gradient, group=self.backward_group, group_src=self._rank(self.stage + 1))
-            gradients.append(gradient)
-        return gradients
+    def expect_gradients(self, sent: Iterable[Slot]) -> Callable[[], list[Tensor]]:
+        """Post the receives of the gradients of sent values, from the next stage."""
+        return self._expect(sent, self.backward_group, self.stage + 1)
 
     def send_needed(self, needed: Sequence[bool]) -> None:
         """Tell the previous stage, once for a signature, which of the values that need gradients have got one."""
@@ -156,6 +155,18 @@ class Channel:
         work = dist.isend(tensor, group=group, group_dst=self._rank(to))
         assert work is not None
         self._sending.append((work, tensor))  # the tensor must live until it has left
+
+    def _expect(self, slots: Iterable[Slot], group: dist.ProcessGroup, source: int) -> Callable[[], list[Tensor]]:
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots]
+        works = [dist.irecv(tensor, group=group, group_src=self._rank(source)) for tensor in tensors]
+
+        def arrive() -> list[Tensor]:
+            for work in works:
+                assert work is not None
+                work.wait()
+            return tensors
+
+        return arrive
 
     def _rank(self, stage: int) -> int:
         """A stage's rank in the groups."""

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.calls import Calls, Remember
 from lightning_shard.pipeline.channel import Channel, signature
-from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request, StageEnd
+from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request, Slot, StageEnd
 from lightning_shard.pipeline.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.stage import Stage
@@ -24,6 +25,8 @@ class _CallsAgain(Exception):
     """A step calls the network several times; known on all stages."""
 
 
+#: Waits for what was posted to be received.
+Arriving = Callable[[], Any]
 #: Calls the user's step on microbatch ``i``; returns its result, on the last stage.
 RunStep = Callable[[int], Any]
 
@@ -112,27 +115,42 @@ class PipelinedStep:
         in_flight: dict[int, _InFlight] = {}
         self.has_skipped_backward = False
         results: dict[int, Any] = {}
+        signatures = [signature(microbatch, "train") for microbatch in microbatches]
         last_backward = next(a.microbatch for a in reversed(actions) if a.kind == "B")
-        for action in actions:
+        arriving: dict[Action, Arriving] = {}
+        for place, action in enumerate(actions):
             self.watch.begins(action)
             _, kind, i = action
-            if kind == "F":
-                signed = signature(microbatches[i], "train")
-                passage, result = self._forward(run, i, signed)
-                loss = None
-                if self.stage.is_last:
-                    loss = loss_of(result)
-                    results[i] = tree.map_leaves(_detached, result)  # keep no graph alive
-                in_flight[i] = _InFlight(self._crossings[signed], passage.received, passage.sent, loss)
-            else:
-                before_backward(i, i == last_backward)
-                self._backward(in_flight.pop(i), backward)
+            for each in actions[place : place + 2]:  # one action ahead
+                started = in_flight.get(each.microbatch)
+                crossing = started.crossing if started else self._crossings.get(signatures[each.microbatch])
+                if each not in arriving and not self._expect(each, crossing, arriving):
+                    break  # what comes next on this link is a conversation
+            with record_function(f"{kind}{i}"):
+                if kind == "F":
+                    passage, result = self._forward(run, i, signatures[i], arriving.pop(action, None))
+                    loss = None
+                    if self.stage.is_last:
+                        loss = loss_of(result)
+                        results[i] = tree.map_leaves(_detached, result)  # keep no graph alive
+                    in_flight[i] = _InFlight(self._crossings[signatures[i]], passage.received, passage.sent, loss)
+                else:
+                    before_backward(i, i == last_backward)
+                    self._backward(in_flight.pop(i), backward, arriving.pop(action, None))
         self.watch.ends()
         self.channel.flush()
         return [results[i] for i in sorted(results)]
 
-    def evaluate(self, run: RunStep, microbatches: Sequence[Any], kind: str) -> list[Any] | None:
+    def knows(self, microbatches: Sequence[Any], kind: str) -> bool:
+        """Whether it is known what crosses, so that a stage may run its part without an answer from the next one."""
+        found = [self._crossings.get(signature(microbatch, kind)) for microbatch in microbatches]
+        return all(crossing is not None and crossing.is_settled for crossing in found)
+
+    def evaluate(self, run: RunStep, microbatches: Sequence[Any], kind: str, *, waits: bool = True) -> list[Any] | None:
         """Forwards only: microbatches stream through the stages.
+
+        Args:
+            waits: Until all that was sent has left.
 
         Returns:
             What the step returned for each microbatch, on the last stage; else an empty list. ``None`` on all where it
@@ -141,13 +159,27 @@ class PipelinedStep:
         keys = [signature(microbatch, kind) for microbatch in microbatches]
         if keys[0] in self._call_by_call:
             return None
+        actions = [Action(self.stage.index, "F", i) for i in range(len(keys))]
+        arriving: dict[Action, Arriving] = {}
+        results = []
         try:
-            results = [self._forward(run, i, key)[1] for i, key in enumerate(keys)]
+            for i, (action, key) in enumerate(zip(actions, keys)):
+                for each in actions[i : i + 2]:
+                    crossing = self._crossings.get(keys[each.microbatch])
+                    if each not in arriving and not self._expect(each, crossing, arriving):
+                        break
+                with record_function(f"F{i}"):
+                    results.append(self._forward(run, i, key, arriving.pop(action, None))[1])
         except _CallsAgain:
             self._call_by_call.add(keys[0])
             return None
-        self.channel.flush()
+        if waits:
+            self.channel.flush()
         return results if self.stage.is_last else []
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        self.channel.flush()
 
     def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:
         """A step that calls the network several times, on its whole batch.
@@ -186,7 +218,24 @@ class PipelinedStep:
         self.channel.flush()
         return result
 
-    def _forward(self, run: RunStep, i: int, key: Hashable) -> tuple[Passage, Any]:
+    def _expect(self, action: Action, crossing: Crossing | None, arriving: dict[Action, Arriving]) -> bool:
+        """Post what an action receives; whether it is known yet what that is."""
+        if crossing is None:
+            return False
+        if action.kind == "F":
+            if not crossing.is_settled:
+                return False
+            if not self.stage.is_first:
+                arriving[action] = self.channel.expect(crossing.incoming.slots)
+            return True
+        slots = _that_need_gradients(crossing)
+        if slots and crossing.needed_later is None:
+            return False
+        if slots:
+            arriving[action] = self.channel.expect_gradients(slots)
+        return True
+
+    def _forward(self, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> tuple[Passage, Any]:
         """One microbatch's forward, and what the step returned (on the last stage)."""
         crossing = self._crossings.get(key)
         if crossing is None or not crossing.is_settled:
@@ -196,7 +245,7 @@ class PipelinedStep:
             found.is_settled = found.is_settled or crossing is not None
             self._crossings[key] = found
             return passage, result
-        received = {} if self.stage.is_first else self.channel.receive(crossing.incoming.slots)
+        received = arriving() if arriving is not None else {}
         self.watch.computes()
         with self.stage.microbatch(received, crossing) as passage:
             result = run(i)
@@ -302,22 +351,26 @@ class PipelinedStep:
                 needed.update(dict.fromkeys(own))
         return Request(False, tuple(needed), answer.sentence)
 
-    def _backward(self, microbatch: _InFlight, backward: Callable[[Tensor], None]) -> None:
+    def _backward(
+        self, microbatch: _InFlight, backward: Callable[[Tensor], None], arriving: Arriving | None = None
+    ) -> None:
         with self.stage.backward(microbatch.received):
             if microbatch.loss is not None:
                 backward(microbatch.loss)
             else:
-                self._backward_of_sent(microbatch)
+                self._backward_of_sent(microbatch, arriving)
         if not self.stage.is_first:
             self._send_gradients(microbatch)
 
-    def _backward_of_sent(self, microbatch: _InFlight) -> None:
+    def _backward_of_sent(self, microbatch: _InFlight, arriving: Arriving | None) -> None:
         """What has no gradient on the later stages has none here: parameters that only it needs keep ``None``."""
         crossing = microbatch.crossing
         outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
         if crossing.needed_later is None and outputs:
             crossing.needed_later = self.channel.receive_needed(len(outputs))
-        gradients = self.channel.receive_gradients(outputs)
+        if arriving is None:
+            arriving = self.channel.expect_gradients(_that_need_gradients(crossing))
+        gradients = arriving()
         self.watch.computes()
         needed = [
             (output, gradient)
@@ -336,6 +389,10 @@ class PipelinedStep:
             self.channel.send_needed([tensor.grad is not None for tensor in received])
             crossing.told_needed = True
         self.channel.send_gradients(received)
+
+
+def _that_need_gradients(crossing: Crossing) -> list[Slot]:
+    return [slot for slot in crossing.outgoing.slots.values() if slot.requires_grad] if crossing.outgoing else []
 
 
 def _check_ran(stage: Stage, passage: Passage) -> None:

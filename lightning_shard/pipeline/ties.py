@@ -45,15 +45,23 @@ class TiedGradients:
         module: Cut and sharded.
         ties: Those that ``stage`` holds, in the same order on all of their stages.
         group: The ranks of this pipeline, the last stage's first.
+        control: The same ranks' hosts.
         device: Where tensors are received.
     """
 
     def __init__(
-        self, module: nn.Module, ties: Iterable[Tie], stage: int, group: dist.ProcessGroup, device: torch.device
+        self,
+        module: nn.Module,
+        ties: Iterable[Tie],
+        stage: int,
+        group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._tied = [(tie.names[0], module.get_parameter(tie.names[0]), tie.stages) for tie in ties]
         self._stage = stage
         self._group = group
+        self._control = control
         self._device = device
 
     @contextmanager
@@ -82,8 +90,8 @@ class TiedGradients:
     def _add(self) -> None:
         for name, parameter, stages in self._tied:
             own = parameter.grad
-            flags = torch.tensor([parameter.requires_grad, own is not None], dtype=torch.int32, device=self._device)
-            trains, there = torch.stack(self._gather(flags, stages)).T.tolist()
+            flags = torch.tensor([parameter.requires_grad, own is not None], dtype=torch.int32)
+            trains, there = torch.stack(self._gather(flags, stages, self._control)).T.tolist()
             if len(set(trains)) > 1:
                 raise StepError(
                     f"{name} is on pipeline stages {[*stages]}, since it is tied, and only some of them train it:"
@@ -94,24 +102,20 @@ class TiedGradients:
             if own is None:
                 own = parameter.grad = torch.zeros_like(parameter)
             gradient = local_tensor(own)
-            parts = self._gather(gradient, stages)  # in one order everywhere: the copies stay equal bit by bit
+            sent = gradient.contiguous().to(self._device)  # it may be offloaded
+            parts = self._gather(sent, stages, self._group)  # in one order everywhere: the copies stay equal bit by bit
             gradient.copy_(torch.stack(parts).sum(0))
 
-    def _gather(self, tensor: Tensor, stages: tuple[int, ...]) -> list[Tensor]:
+    def _gather(self, own: Tensor, stages: tuple[int, ...], group: dist.ProcessGroup) -> list[Tensor]:
         """Each stage's tensor, in their order."""
-        parts = {
-            stage: torch.empty_like(tensor, memory_format=torch.contiguous_format, device=self._device)
-            for stage in stages
-            if stage != self._stage
-        }
-        own = tensor.contiguous().to(self._device)  # it may be offloaded
-        last = dist.get_world_size(self._group) - 1
+        parts = {stage: torch.empty_like(own) for stage in stages if stage != self._stage}
+        last = dist.get_world_size(group) - 1
         operations = [
             operation
             for stage, part in parts.items()
             for operation in (
-                dist.P2POp(dist.isend, own, group=self._group, group_peer=last - stage),
-                dist.P2POp(dist.irecv, part, group=self._group, group_peer=last - stage),
+                dist.P2POp(dist.isend, own, group=group, group_peer=last - stage),
+                dist.P2POp(dist.irecv, part, group=group, group_peer=last - stage),
             )
         ]
         for work in dist.batch_isend_irecv(operations):

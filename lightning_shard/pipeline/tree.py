@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,11 @@ class Leaf:
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every leaf with its path."""
-    if isinstance(tree, Tensor):  # most are: asking for a Mapping takes long
+    if not is_node(tree):
         yield path, tree
         return
     for key, child in children(tree):
         yield from walk(child, (*path, str(key)))
-    if not is_node(tree):
-        yield path, tree
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -48,21 +47,26 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def is_node(tree: Any) -> bool:
     """Whether it has children; :class:`torch.Size` is a leaf."""
-    if isinstance(tree, (Tensor, torch.Size)):
+    return not isinstance(tree, type) and _is_kind_of_node(type(tree))
+
+
+@lru_cache(maxsize=1024)  # asking for a Mapping takes long
+def _is_kind_of_node(kind: type) -> bool:
+    if issubclass(kind, (Tensor, torch.Size)):
         return False
-    if isinstance(tree, (Mapping, list, tuple)):
+    if issubclass(kind, (Mapping, list, tuple)):
         return True
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Leaf))
+    return dataclasses.is_dataclass(kind) and not issubclass(kind, Leaf)
 
 
 def children(tree: Any) -> list[tuple[Any, Any]]:
     """Keys and children of a node, in order; of a leaf none."""
     if not is_node(tree):
         return []
-    if isinstance(tree, Mapping):
-        return list(tree.items())
     if isinstance(tree, (list, tuple)):
         return list(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return list(tree.items())
     return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
 
 

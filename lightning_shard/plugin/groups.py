@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
-from lightning_shard.plugin.told import tell
+from lightning_shard.plugin.told import Teller
 
 
 def refuse_gloo() -> None:
@@ -35,6 +35,7 @@ class Groups:
             before or behind values.
         data: The ranks that hold the same part of the model and read other data.
         host: All ranks, between their hosts: what is exchanged on it waits for no device.
+        teller: Of what the last stage of its pipeline has.
     """
 
     pipeline: dist.ProcessGroup
@@ -42,6 +43,7 @@ class Groups:
     control: dist.ProcessGroup
     data: dist.ProcessGroup
     host: dist.ProcessGroup
+    teller: Teller
 
     @classmethod
     def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
@@ -65,7 +67,7 @@ class Groups:
         host = world
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, backward, control, data, host)
+        return cls(pipeline, backward, control, data, host, Teller(control, pipeline))
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Every stage's value, in stage order; a collective call over the pipeline."""
@@ -75,7 +77,7 @@ class Groups:
 
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
         """The last stage's value on every stage, its tensors on their devices; a collective call over the pipeline."""
-        return tell(value, control=self.control, values=self.pipeline, device=device)
+        return self.teller.tell(value, device)
 
 
 def _of_axis(groups: list[list[int]], timeout: timedelta | None) -> Any:

@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 
@@ -106,6 +107,15 @@ def forbid_inference_mode(trainer: pl.Trainer) -> None:
         trainer.fit_loop.epoch_loop.val_loop,
     ):
         loop.inference_mode = False
+
+
+def evaluating(trainer: pl.Trainer) -> Any:
+    """The loop that evaluates now."""
+    if trainer.predicting:
+        return trainer.predict_loop
+    if trainer.testing:
+        return trainer.test_loop
+    return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else trainer.validate_loop
 
 
 def record_no_module_names(trainer: pl.Trainer) -> None:

@@ -62,6 +62,7 @@ from lightning_shard.plugin.saving.state import (
 )
 from lightning_shard.plugin.steps import randomness, tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
+from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.metrics import share_metrics
@@ -197,6 +198,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._checked: set[str] = set()
         self._samples: bool | None = None
         self._steps_taken = 0
+        self._ahead: BatchesAhead | None = None
 
     # What users look at
 
@@ -474,12 +476,16 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         look = self._first_look(method, args)
-        draw = randomness.derive(self._seed, method, *args[1:])
+
+        def draw(arguments: tuple[Any, ...]) -> int:
+            return randomness.derive(self._seed, method, *arguments[1:])
+
         with look:
             if self._steps is not None:
-                return self._steps.evaluate(method, draw, *args, **kwargs)
+                upcoming = self._ahead.upcoming() if self._ahead is not None else ()
+                return self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
             with self._lockstep.step() if self._lockstep is not None else nullcontext():
-                return self._whole_step(method, draw, args, kwargs)
+                return self._whole_step(method, draw(args), args, kwargs)
 
     @contextmanager
     def _first_look(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
@@ -519,6 +525,34 @@ class HybridShardStrategy(CheckpointedStrategy):
                 yield
         finally:
             self._reduces = True
+
+    def on_validation_start(self) -> None:
+        self._begin_evaluation("validation_step")
+
+    def on_test_start(self) -> None:
+        self._begin_evaluation("test_step")
+
+    def on_predict_start(self) -> None:
+        self._begin_evaluation("predict_step")
+
+    def _begin_evaluation(self, method: str) -> None:
+        """Have stages take batches before their turn, where nobody can tell; on all of a pipeline or on none."""
+        self._ahead = None
+        if self._steps is None:
+            return
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self._steps.begin_evaluation()
+        loop = loops.evaluating(trainer)
+        ahead = None
+        if not any(self.groups.gather_over_stages(runs_in_order(trainer, module, method))):
+            ahead = BatchesAhead.put_in(loop, method, self._prepare)
+        self._ahead = ahead
+
+    def _prepare(self, batch: Any, dataloader_idx: int) -> Any:
+        """What Lightning does with a batch where no hook does more; done again it does nothing."""
+        return self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=dataloader_idx)
 
     def on_validation_end(self) -> None:
         self._free_gathered()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -13,8 +14,23 @@ from torch import Tensor, nn
 
 from lightning_shard.pipeline import tree
 
-_WITHIN_BYTES = 1024
-"""Tensors of the host up to so many bytes go with the object."""
+_WITHIN_BYTES = 512
+"""Tensors of the host up to so many bytes go with the first message."""
+_OTHER, _SAME, _SAME_WITHIN = range(3)
+_COMPARED = (
+    FunctionType,
+    BuiltinFunctionType,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 @dataclass(frozen=True)
@@ -29,43 +45,81 @@ class _Place(tree.Leaf):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def tell(value: Any, *, control: dist.ProcessGroup, values: dist.ProcessGroup, device: torch.device) -> Any:
-    """The value of the groups' first rank, on all of their ranks; a collective call. There it is itself.
+class Teller:
+    """Tells all ranks of a pipeline what its first rank, the last stage's, has.
+
+    Step after step that is the same but for the tensors: then one short message says so, and nothing is pickled.
 
     Args:
-        value: A tree of anything that can be pickled, and of tensors; ``None`` on ranks that are told.
-        control: Of the ranks' hosts.
-        values: The same ranks, for tensors of ``device``.
-        device: Of this rank. Tensors there aren't waited for; any others go as what can be pickled.
+        control: The ranks' hosts.
+        values: The same ranks, for tensors.
     """
-    if dist.get_world_size(control) == 1:
+
+    def __init__(self, control: dist.ProcessGroup, values: dist.ProcessGroup) -> None:
+        self._control = control
+        self._values = values
+        self._before: Any = None
+        self._places: list[_Place] = []
+
+    def tell(self, value: Any, device: torch.device) -> Any:
+        """The first rank's value, on all ranks; a collective call. There it is itself.
+
+        Args:
+            value: A tree of anything that can be pickled, and of tensors; not looked at on ranks that are told.
+            device: Of this rank. Tensors there aren't waited for; any others go as what can be pickled.
+        """
+        if dist.get_world_size(self._control) == 1:
+            return value
+        if dist.get_rank(self._control):
+            return self._hear(device)
+        self._say(value, device)
         return value
-    if dist.get_rank(control):
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, group=control, group_src=0)
-        skeleton, within = box[0]
-        places = [leaf for _, leaf in tree.walk(skeleton) if isinstance(leaf, _Place)]
-        tensors = _apart(_received(within, sum(p.bytes for p in places), values, device), places)
-        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _Place) else leaf, skeleton)
-    sent: list[Tensor] = []
 
-    def place(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not _travels(leaf, device):
-            return leaf.detach().cpu()
-        sent.append(leaf.detach().resolve_conj().resolve_neg())
-        return _Place(tuple(leaf.shape), leaf.dtype)
+    def _say(self, value: Any, device: torch.device) -> None:
+        sent: list[Tensor] = []
 
-    skeleton = tree.map_leaves(place, value)
-    flat = _together(sent)
-    within = None
-    if flat is not None and device.type == "cpu" and len(flat) <= _WITHIN_BYTES:
-        within = flat.numpy().tobytes()
-    dist.broadcast_object_list([(skeleton, within)], group=control, group_src=0)
-    if flat is not None and within is None:
-        dist.broadcast(flat, group=values, group_src=0)
-    return value
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if not _travels(leaf, device):
+                return leaf.detach().cpu()
+            sent.append(leaf.detach().resolve_conj().resolve_neg())
+            return _Place(tuple(leaf.shape), leaf.dtype)
+
+        skeleton = tree.map_leaves(place, value)
+        flat = _together(sent)
+        message = torch.zeros(1 + _WITHIN_BYTES, dtype=torch.uint8)
+        if _is_same(self._before, skeleton):
+            fits = device.type == "cpu" and flat is not None and len(flat) <= _WITHIN_BYTES
+            message[0] = _SAME_WITHIN if fits else _SAME
+            if fits:
+                message[1 : 1 + len(flat)] = flat  # type: ignore[arg-type]
+            dist.broadcast(message, group=self._control, group_src=0)
+            flat = None if fits else flat
+        else:
+            dist.broadcast(message, group=self._control, group_src=0)
+            dist.broadcast_object_list([skeleton], group=self._control, group_src=0)
+        self._before = skeleton
+        if flat is not None:
+            dist.broadcast(flat, group=self._values, group_src=0)
+
+    def _hear(self, device: torch.device) -> Any:
+        message = torch.empty(1 + _WITHIN_BYTES, dtype=torch.uint8)
+        dist.broadcast(message, group=self._control, group_src=0)
+        if message[0] == _OTHER:
+            box: list[Any] = [None]
+            dist.broadcast_object_list(box, group=self._control, group_src=0)
+            self._before = box[0]
+            self._places = [leaf for _, leaf in tree.walk(self._before) if isinstance(leaf, _Place)]
+        size = sum(place.bytes for place in self._places)
+        if message[0] == _SAME_WITHIN:
+            flat = message[1 : 1 + size]
+        else:
+            flat = torch.empty(size, dtype=torch.uint8, device=device)
+            if size:
+                dist.broadcast(flat, group=self._values, group_src=0)
+        tensors = _apart(flat, self._places)
+        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _Place) else leaf, self._before)
 
 
 def _travels(tensor: Tensor, device: torch.device) -> bool:
@@ -85,10 +139,14 @@ def _apart(flat: Tensor, places: list[_Place]) -> Iterator[Tensor]:
         yield part.clone().view(place.dtype).reshape(place.shape)
 
 
-def _received(within: bytes | None, size: int, values: dist.ProcessGroup, device: torch.device) -> Tensor:
-    if within is not None:
-        return torch.frombuffer(bytearray(within), dtype=torch.uint8)
-    flat = torch.empty(size, dtype=torch.uint8, device=device)
-    if size:
-        dist.broadcast(flat, group=values, group_src=0)
-    return flat
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal, and of leaves that nobody changes: what was told before may be given out again."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if is_dataclass(one):
+        return all(_is_same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    return isinstance(one, _COMPARED) and bool(one == other)

@@ -8,7 +8,7 @@ tensor parallel ranks can't be tried so: gloo ends the process with SIGSEGV, in 
 from __future__ import annotations
 
 import os
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -38,24 +38,33 @@ def through_the_host(network: str) -> tuple[Seen, Seen]:
 
 def send_through_the_host() -> None:
     groups.refuse_gloo = lambda: None
-    isend, recv, sent = dist.isend, dist.recv, []
+    isend, irecv, broadcast, sent = dist.isend, dist.irecv, dist.broadcast, []
 
     def send(tensor: Tensor, **where: Any) -> Any:
         sent.append(tensor.cpu())  # must live until it has left
         return isend(sent[-1], **where)
 
-    def receive(tensor: Tensor, **where: Any) -> None:
+    def receive(tensor: Tensor, **where: Any) -> Arriving:
         received = tensor.cpu()
-        recv(received, **where)
-        tensor.copy_(received)
+        return Arriving(irecv(received, **where), received, tensor)
 
-    dist.isend, dist.recv = send, receive
-    for name in ("send_object_list", "recv_object_list"):
-        setattr(dist, name, partial(without_device, getattr(dist, name)))
+    def tell(tensor: Tensor, **where: Any) -> None:
+        told = tensor.cpu()
+        broadcast(told, **where)
+        tensor.copy_(told)
+
+    dist.isend, dist.irecv, dist.broadcast = send, receive, tell
 
 
-def without_device(function: Any, objects: list[Any], *, device: Any, **where: Any) -> None:
-    function(objects, **where)
+@dataclass
+class Arriving:
+    work: Any
+    received: Tensor
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor.copy_(self.received)
 
 
 def on_host(seen: Seen) -> Seen:

@@ -101,12 +101,15 @@ class QueueChannel:
     def receive(self, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
         return {k: self._get(self.stage - 1, "value").requires_grad_(s.requires_grad) for k, s in slots.items()}
 
+    def expect(self, slots: Mapping[Key, Slot]) -> Callable[[], dict[Key, Tensor]]:
+        return partial(self.receive, slots)
+
     def send_gradients(self, received: Iterable[Tensor]) -> None:
         for tensor in received:
             self._put(self.stage - 1, "gradient", torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
-    def receive_gradients(self, sent: Iterable[Tensor]) -> list[Tensor]:
-        return [self._get(self.stage + 1, "gradient") for _ in sent]
+    def expect_gradients(self, sent: Iterable[Slot]) -> Callable[[], list[Tensor]]:
+        return lambda: [self._get(self.stage + 1, "gradient") for _ in sent]
 
     def send_needed(self, needed: Sequence[bool]) -> None:
         self._put(self.stage - 1, "gradient", needed)

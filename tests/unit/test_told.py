@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_shard.plugin.told import tell
+from lightning_shard.plugin.told import Teller
 from lightning_shard.testing import run_ranks
 
 
@@ -31,22 +31,31 @@ def value() -> Any:
     }
 
 
-def told() -> tuple[Any, Any, Any]:
-    control, values = dist.new_group(), dist.new_group()
-    mine = dist.get_rank() == 0
-    where = {"control": control, "values": values, "device": torch.device("cpu")}
-    large = tell(value() if mine else None, **where)
-    small = tell([torch.tensor(1.5), 3] if mine else None, **where)
-    return large, small, tell({} if mine else None, **where)
+def told() -> list[Any]:
+    teller = Teller(dist.new_group(), dist.new_group())
+    mine, device = dist.get_rank() == 0, torch.device("cpu")
+    said = [
+        value(),
+        [torch.tensor(1.5), 3],
+        [torch.tensor(2.5), 3],  # but for the tensors as before, which goes in one message
+        [torch.tensor(2.5), 4],
+        [torch.arange(999.0), True],
+        [torch.arange(999.0) + 1, True],  # as before, and too large for it
+        [torch.arange(999), True],
+        {},
+    ]
+    return [teller.tell(each if mine else None, device) for each in said]
 
 
 def test_all_ranks_are_told_the_same() -> None:
-    for large, small, nothing in run_ranks(told, 2):
+    for large, *small, longer, again, whole, nothing in run_ranks(told, 2):
         expected = value()
         assert large.keys() == expected.keys()
         assert large["ordered"] == expected["ordered"]
-        assert small == [torch.tensor(1.5), 3]
+        assert small == [[torch.tensor(1.5), 3], [torch.tensor(2.5), 3], [torch.tensor(2.5), 4]]
         assert nothing == {}
+        assert torch.equal(longer[0] + 1, again[0])
+        assert (whole[0].dtype, whole[1]) == (torch.int64, True)
         flags, pair = large["a", 1]
         assert torch.equal(flags, torch.ones(3, dtype=torch.bool))
         assert (type(pair), pair.one, pair.other.shape) == (Pair, "text", (0, 4))

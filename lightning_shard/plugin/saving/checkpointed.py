@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
@@ -113,6 +114,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             state[part] = {name: value for name, value in state[part].items() if name not in others}
         return state
 
+    @record_function("save")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
         check_replicas(checkpoint.get("optimizer_states", ()))

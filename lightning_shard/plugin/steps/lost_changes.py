@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.whole import whole_of
 
 Sums = dict[str, tuple[torch.Size, Tensor]]
 
@@ -48,6 +49,8 @@ def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
         StepError: One changes a gathered parameter.
     """
     units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+    if whole_of(root) is not None:  # kept there, but made for each microbatch, and lost on other layouts
+        units.add("")
     with ExitStack() as stack:
         for name in units:
             unit = root.get_submodule(name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +16,13 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.data import end_backward, expect_backward, reduce_gradients, reshard
+from lightning_shard.parallel.data import (
+    end_backward,
+    expect_backward,
+    gathering_ahead,
+    reduce_gradients,
+    reshard,
+)
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
@@ -28,12 +36,15 @@ from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.ahead import Arguments
 from lightning_shard.plugin.steps.kept import KeptState
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
+
+Draw = Callable[[Arguments], int]
 
 
 class PipelinedSteps:
@@ -67,9 +78,13 @@ class PipelinedSteps:
         self._draw_from_others: set[int] = set()
         self._generators = randomness.AllGenerators(device)
         self._may_have_new_generators = True
+        self._has_trained = False
+        self._under_way: deque[tuple[list[Any], list[Any] | None]] = deque()
+        self._late_changes = False  # by any step, of what the next batch would find
+        self._of_known_ends: set[str] = set()  # the kinds of steps of which it is known whether they do
         self._kept = KeptState(module, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
         self.begin_anew()
-        self._ties = TiedGradients(module, ties, stage.index, groups.backward, device)
+        self._ties = TiedGradients(module, ties, stage.index, groups.backward, groups.control, device)
         self._logs = HeldLogs(module)
         self._weights = weights
 
@@ -113,6 +128,8 @@ class PipelinedSteps:
             self._logs.holding(len(parts)),
             self._drawing(),
             self._ties.adding(last=not accumulating),
+            # while the input is on its way
+            gathering_ahead(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
         ):
             results = self._step.train(
                 run,
@@ -126,6 +143,7 @@ class PipelinedSteps:
             if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
                 reduce_gradients(module)
                 reshard(module)
+        self._has_trained = True
         losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
         result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
@@ -133,23 +151,65 @@ class PipelinedSteps:
         precision.post_backward(loss, module)
         return result
 
-    def evaluate(self, method: str, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The forwards of a batch; returns on every stage what the step would have returned for it."""
-        parts = tree.split(batch, self._most_parts(batch))
+    def evaluate(
+        self, method: str, draw: Draw, upcoming: Iterable[Arguments], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forwards of a batch; returns on every stage what the step would have returned for it.
 
-        def run(i: int) -> Any:
-            return self._run_inside(method, draw, i, parts[i], args, kwargs)
-
-        is_sanity_check = self._module.trainer.sanity_checking
-        kind = " ".join(map(str, (method, is_sanity_check, *args[1:])))  # what a step may depend on, beside its batch
-        with self._logs.holding(len(parts)), self._drawing():
-            results = call_through(self._module, lambda: self._step.evaluate(run, parts, kind))
+        Args:
+            draw: The seed of a step, of its arguments.
+            upcoming: The arguments of the next steps, of which this stage runs its part too, as far as what crosses is
+                known, until as many batches are under way as stages follow.
+        """
+        arguments = (batch, *args)
+        parts, results = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
         if results is None:
             parts = [batch]
-            of_calls = partial(self._step.call_by_call, partial(run, 0), partial(self._seed_after_call, draw))
+            seed = draw(arguments)
+            run = partial(self._run_inside, method, seed, 0, batch, args, kwargs)
+            of_calls = partial(self._step.call_by_call, run, partial(self._seed_after_call, seed))
             with self._logs.holding(1), self._drawing():
                 results = [call_through(self._module, of_calls)]
-        return self._share(results, tree.batch_size(parts[0]))
+        elif not self._late_changes:
+            self._look_ahead(method, draw, upcoming)
+        result = self._share(results, tree.batch_size(parts[0]))
+        self._of_known_ends.add(self._kind(method, args))
+        if not self._under_way:
+            self._step.flush()
+        return result
+
+    def begin_evaluation(self) -> None:
+        """Nothing is under way: an evaluation that was broken off may have left something."""
+        self._under_way.clear()
+
+    def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
+        most = self._stage.count - 1 - self._stage.index
+        for arguments in islice(upcoming, len(self._under_way), most):
+            batch, *args = arguments
+            kind = self._kind(method, args)
+            if kind not in self._of_known_ends:
+                return
+            if not self._step.knows(tree.split(batch, self._most_parts(batch)), kind):
+                return
+            self._under_way.append(self._begin(method, draw, arguments, {}, waits=False))
+
+    def _kind(self, method: str, args: Sequence[Any]) -> str:
+        """What a step may depend on, beside its batch."""
+        return " ".join(map(str, (method, self._module.trainer.sanity_checking, *args[1:])))
+
+    def _begin(
+        self, method: str, draw: Draw, arguments: Arguments, kwargs: dict[str, Any], *, waits: bool = True
+    ) -> tuple[list[Any], list[Any] | None]:
+        """A batch's microbatches and their results, of this stage's part; ``None`` if they go call by call."""
+        batch, *args = arguments
+        parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
+
+        def run(i: int) -> Any:
+            return self._run_inside(method, seed, i, parts[i], tuple(args), kwargs)
+
+        step = partial(self._step.evaluate, run, parts, self._kind(method, args), waits=waits)
+        with self._logs.holding(len(parts)), self._drawing():
+            return parts, call_through(self._module, step)
 
     def _seed_after_call(self, draw: int, calls: int) -> None:
         """On all stages alike, whatever each has drawn in its part of the call."""
@@ -252,8 +312,9 @@ class PipelinedSteps:
             merged = tree.map_leaves(_detached, merge(results, size))
             said = (merged, self._logs.combined(), self._kept.changes(), len(results))
         result, logs, changes, microbatches = self._groups.broadcast_from_last_stage(said, self._device)
+        self._late_changes |= bool(changes)
         if not self._stage.is_last:
-            self._kept.take(changes, microbatches, self._device)
+            self._kept.take(changes, microbatches + len(self._under_way), self._device)
         self._logs.say(logs)
         return result
 
