@@ -80,7 +80,7 @@ def fit(stages: int | None, steps: int, path: str | None = None, resume: bool = 
 
 
 def on_stages(stages: int, path: str) -> dict[str, Tensor]:
-    module, trainer = fit(stages, 4)
+    module, trainer = fit(stages, 3)
     assert not any(isinstance(part, FSDPModule) for part in module.modules())
     held = [p for p in module.parameters() if p.ndim]
     assert all(isinstance(p, DTensor) for p in held)
