@@ -47,7 +47,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def is_node(tree: Any) -> bool:
     """Whether it has children; :class:`torch.Size` is a leaf."""
-    return not isinstance(tree, type) and _is_kind_of_node(type(tree))
+    kind: Any = type(tree)
+    return not isinstance(tree, type) and _is_kind_of_node(kind)
 
 
 @lru_cache(maxsize=1024)  # asking for a Mapping takes long

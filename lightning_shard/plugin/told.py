@@ -90,12 +90,12 @@ class Teller:
         flat = _together(sent)
         message = torch.zeros(1 + _WITHIN_BYTES, dtype=torch.uint8)
         if _is_same(self._before, skeleton):
-            fits = device.type == "cpu" and flat is not None and len(flat) <= _WITHIN_BYTES
-            message[0] = _SAME_WITHIN if fits else _SAME
-            if fits:
-                message[1 : 1 + len(flat)] = flat  # type: ignore[arg-type]
+            message[0] = _SAME
+            if flat is not None and device.type == "cpu" and len(flat) <= _WITHIN_BYTES:
+                message[0] = _SAME_WITHIN
+                message[1 : 1 + len(flat)] = flat
+                flat = None
             dist.broadcast(message, group=self._control, group_src=0)
-            flat = None if fits else flat
         else:
             dist.broadcast(message, group=self._control, group_src=0)
             dist.broadcast_object_list([skeleton], group=self._control, group_src=0)
