@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -192,7 +193,7 @@ class Plan:
                     count_text(memory.parameters),
                     *(self._cell(kind, memory.peak.bytes[kind]) for kind in _COLUMNS),
                     size_text(memory.peak.total) + (" +?" if self.unknown else ""),
-                    short(str(memory.peak), 48),
+                    short(_last_names(str(memory.peak)), 48),
                 ]
             )
         return table(header, rows, to_the_right=("parameters", *_COLUMNS.values(), "peak"))
@@ -223,6 +224,11 @@ class Plan:
         host = max(sum(stage.host.values()) for stage in self.stages)
         if host:
             yield f"in the host's memory: {size_text(host)} for each device"
+
+
+def _last_names(text: str) -> str:
+    """``layers.3`` for ``model.decoder.layers.3``."""
+    return re.sub(r"(?:\w+\.)+(\w+\.\w+)", r"\1", text)
 
 
 def usable(device_memory: int) -> int:
