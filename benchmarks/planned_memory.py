@@ -140,7 +140,7 @@ class Watch(L.Callback):
             return
         self._module = module
         self.ledger = Ledger(self._look)
-        for parameter in module.parameters():
+        for _, parameter in module.named_parameters():
             self.ledger.adopt(_local(parameter), "parameters")
         for optimizer in trainer.optimizers:
             for state in optimizer.state.values():

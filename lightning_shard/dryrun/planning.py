@@ -290,7 +290,7 @@ def plan(
     model = Model.of(module, batch, settings, stages=stages, precision=precision, device_type=device_type)
     held = Held(
         activation_checkpointing,
-        cpu_offload,
+        cpu_offload and device_type != "cpu",  # there the host's memory is the device's
         reduce_each_microbatch,
         reshard_after_forward,
         accumulate_grad_batches,
