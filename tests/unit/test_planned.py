@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_shard import plan
 from lightning_shard.dryrun.ledger import Ledger
