@@ -210,13 +210,13 @@ class Plan:
         if self.device_memory is None:
             yield f"a device of stage {fullest} needs most: {peak}, and what its driver and allocator take beside"
         else:
-            room = f"{size_text(usable(self.device_memory))} of {size_text(self.device_memory)} that a program can have"
+            room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
             if self.fits:
-                yield f"fits: a device of stage {fullest} needs most, {peak} of the {room}"
+                yield f"fits: a device of stage {fullest} needs most, {peak}; {room}"
             elif self.fits is None:
-                yield f"whether it fits is unknown: at least {peak} of the {room}"
+                yield f"whether it fits is unknown: a device of stage {fullest} needs at least {peak}; {room}"
             else:
-                yield f"does not fit: a device of stage {fullest} needs {peak} of the {room}"
+                yield f"does not fit: a device of stage {fullest} needs {peak}; {room}"
                 for remedy in self.remedies:
                     yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
                 if not self.remedies:

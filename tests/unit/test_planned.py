@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import plan
+from lightning_shard.cli import main
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.planning import Plan
@@ -244,6 +245,29 @@ class TestTheAnswer:
 
     def test_a_setting_changes_only_what_it_says(self) -> None:
         assert planned().run.held == Held()
+
+
+class TestTheCommand:
+    def test_plans_what_a_function_gives(self, capsys: pytest.CaptureFixture[str]) -> None:
+        name = f"{__name__}:with_batch"
+        assert main(["plan", name, "--pipeline", "2", "--device-type", "cpu", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["layout"]["pipeline_parallel_size"] == 2
+        assert main(["plan", name, "--pipeline", "2", "--device-type", "cpu", "--device-memory", "10KiB"]) == 1
+        assert "does not fit" in capsys.readouterr().out
+
+    def test_plans_a_recipe(self, capsys: pytest.CaptureFixture[str]) -> None:
+        recipe = ["model=gpt_tiny", "data=random_tokens", "data.context=16", "data.vocabulary=256", "trainer.devices=4"]
+        assert main(["plan", *recipe, "--pipeline", "2", "--tensor", "2"]) == 0
+        said = capsys.readouterr().out
+        assert "4 cuda devices, 2 pipeline × 1 data × 2 tensor" in said
+
+    def test_says_what_a_function_must_give(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", f"{__name__}:gpt"]) == 1
+        assert "a LightningModule and the batch" in capsys.readouterr().err
+
+
+def with_batch() -> tuple[LanguageModel, Tensor]:
+    return gpt(), torch.zeros(8, 17, dtype=torch.long)
 
 
 def _all_parts(made: Plan) -> list[Any]:
