@@ -244,6 +244,7 @@ def rows_of(chosen: list[Case]) -> Iterator[Row]:
         by_rank = run_ranks(measure, ranks, ranks, own, elastic=True, timeout_s=1800)
         for number, case in enumerate(own):
             made = planned(case)
+            assert not made.unknown, f"{case}: {made.unknown}"
             for stage, of_stage in enumerate(made.layout.stages()):
                 measured = by_rank[of_stage[0]][number]
                 name = f"{case.network}, {case.name}" + (f", stage {stage}" if len(made.stages) > 1 else "")
