@@ -246,6 +246,11 @@ def _outcomes(
 
 
 def _outcome(module: pl.LightningModule, model: Model, batch: Any, way: Way) -> _Outcome:
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        # an operation's first call on DTensors finds out its result's shape by another one, which isn't a run's; the
+        # second of these runs adds gradients to the first one's
+        for _ in range(2):
+            _Watched(module, model).run(batch, way)
     for parameter in module.parameters():
         parameter.grad = None
     watched = _Watched(module, model)
@@ -452,7 +457,7 @@ def _recipe(output: Any, given: Any) -> Any:
         if isinstance(leaf, DTensor):
             raise TypeError
         if isinstance(leaf, Tensor):
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), leaf.requires_grad
+            return _Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
         return _As(leaf)
 
     try:
@@ -464,6 +469,14 @@ def _recipe(output: Any, given: Any) -> Any:
 @dataclass(frozen=True)
 class _As:
     value: Any
+
+
+@dataclass(frozen=True)
+class _Made:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 @dataclass(frozen=True)
@@ -479,13 +492,12 @@ class _Recipe:
 def _stand_in(recipe: _Recipe, given: Any) -> Any:
     inputs = tree.tensors(given)
     hows = [leaf.how for _, leaf in tree.walk(recipe.output)]
-    made = [how[0] for how in hows if isinstance(how, tuple)]
-    trained = [how[1] for how in hows if isinstance(how, tuple)]
+    made = [how for how in hows if isinstance(how, _Made)]
     floating = [t for t in inputs if t.is_floating_point()]
-    outputs = iter(_StandIn.apply(made, trained, *floating) if made else ())
+    outputs = iter(_StandIn.apply(made, *floating) if made else ())
 
     def of(leaf: Any) -> Any:
-        if isinstance(leaf.how, tuple):
+        if isinstance(leaf.how, _Made):
             return next(outputs)
         return leaf.how.value if isinstance(leaf.how, _As) else inputs[leaf.how]
 
@@ -496,16 +508,16 @@ class _StandIn(torch.autograd.Function):
     """Keeps its inputs, as a block does, and gives tensors without values."""
 
     @staticmethod
-    def forward(ctx: Any, made: Sequence[Tensor], trained: Sequence[bool], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, made: Sequence[_Made], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
-        outputs = [torch.empty_strided(m.shape, m.stride(), dtype=m.dtype, device="cpu") for m in made]
-        ctx.mark_non_differentiable(*(o for o, trains in zip(outputs, trained) if not trains))
+        outputs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu") for m in made]
+        ctx.mark_non_differentiable(*(output for output, m in zip(outputs, made) if not m.requires_grad))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
-        return None, None, *(torch.empty_like(t) if needs else None for t, needs in needed)
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:])
+        return None, *(torch.empty_like(t) if needs else None for t, needs in needed)
 
 
 class _AsOnDevices(TorchFunctionMode):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.cost import GroupedMatmuls
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -46,7 +47,7 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors are on the CPU and have no data."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), GroupedMatmuls():
         yield
 
 

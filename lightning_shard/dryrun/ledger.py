@@ -106,6 +106,12 @@ class Ledger(TorchDispatchMode):
         if not func.is_view and func.namespace != "prim":
             work.moved += sum(map(_nbytes, given)) + sum(map(_nbytes, made))
 
+    def adopt(self, tensor: Tensor, label: Hashable) -> None:
+        """Count a tensor from before."""
+        before, self.label = self.label, label
+        self._enter(tensor)
+        self.label = before
+
     def _enter(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata

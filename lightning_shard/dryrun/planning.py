@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -192,7 +193,7 @@ class Plan:
                     count_text(memory.parameters),
                     *(self._cell(kind, memory.peak.bytes[kind]) for kind in _COLUMNS),
                     size_text(memory.peak.total) + (" +?" if self.unknown else ""),
-                    short(str(memory.peak), 48),
+                    short(_last_names(str(memory.peak)), 48),
                 ]
             )
         return table(header, rows, to_the_right=("parameters", *_COLUMNS.values(), "peak"))
@@ -209,13 +210,13 @@ class Plan:
         if self.device_memory is None:
             yield f"a device of stage {fullest} needs most: {peak}, and what its driver and allocator take beside"
         else:
-            room = f"{size_text(usable(self.device_memory))} of {size_text(self.device_memory)} that a program can have"
+            room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
             if self.fits:
-                yield f"fits: a device of stage {fullest} needs most, {peak} of the {room}"
+                yield f"fits: a device of stage {fullest} needs most, {peak}; {room}"
             elif self.fits is None:
-                yield f"whether it fits is unknown: at least {peak} of the {room}"
+                yield f"whether it fits is unknown: a device of stage {fullest} needs at least {peak}; {room}"
             else:
-                yield f"does not fit: a device of stage {fullest} needs {peak} of the {room}"
+                yield f"does not fit: a device of stage {fullest} needs {peak}; {room}"
                 for remedy in self.remedies:
                     yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
                 if not self.remedies:
@@ -223,6 +224,11 @@ class Plan:
         host = max(sum(stage.host.values()) for stage in self.stages)
         if host:
             yield f"in the host's memory: {size_text(host)} for each device"
+
+
+def _last_names(text: str) -> str:
+    """``layers.3`` for ``model.decoder.layers.3``."""
+    return re.sub(r"(?:\w+\.)+(\w+\.\w+)", r"\1", text)
 
 
 def usable(device_memory: int) -> int:
@@ -284,7 +290,7 @@ def plan(
     model = Model.of(module, batch, settings, stages=stages, precision=precision, device_type=device_type)
     held = Held(
         activation_checkpointing,
-        cpu_offload,
+        cpu_offload and device_type != "cpu",  # there the host's memory is the device's
         reduce_each_microbatch,
         reshard_after_forward,
         accumulate_grad_batches,

@@ -60,8 +60,8 @@ class Stored:
         without = "" if self.has_optimizer else " without the optimizer's state, which isn't known"
         return (
             f"checkpoint{without}: {size_text(self.bytes)} in {self.files:,} files, at most"
-            f" {size_text(self.rank_bytes)} of a rank, its manifest about {size_text(self.manifest_bytes)};"
-            f" {self.seconds(10**9):.1f} s at 1 GB/s for each rank; on S3 {self.puts:,} requests of a rank to save,"
+            f" {size_text(self.rank_bytes)} of a rank, its manifest about {size_text(self.manifest_bytes)};\n"
+            f"  {self.seconds(10**9):.1f} s at 1 GB/s for each rank; on S3 {self.puts:,} requests of a rank to save,"
             f" {self.gets:,} to load"
         )
 

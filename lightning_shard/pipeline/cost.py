@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["ModelCost", "PartCost", "Run", "measure", "watch"]
+__all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "watch"]
 
 Part = nn.Module | nn.Parameter
 
@@ -181,18 +181,25 @@ def _estimated_flops(part: Part) -> int:
 @contextmanager
 def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
     on_meta = any(parameter.is_meta for part in parts for parameter in _parameters(part))
-    with torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True), _GroupedMatmuls():
+    with torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True), GroupedMatmuls():
         yield
 
 
-class _GroupedMatmuls(TorchDispatchMode):
-    """A mixture of experts' matmul in any dtype: torch 2.13 knows its shape in bf16 alone, and logs an error."""
+class GroupedMatmuls(TorchDispatchMode):
+    """A mixture of experts' matmul in any dtype: torch 2.13 knows its shape in bf16 alone, and logs an error.
+
+    Rows go each through one of several matrices; or, in a backward, groups of columns and rows make a matrix each.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and (args[0].dim(), args[1].dim()) == (2, 3):
-            rows, weights = args[:2]
-            return rows.new_empty(rows.shape[0], weights.shape[-1])
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default:
+            a, b, ends = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs")
+            if (a.dim(), b.dim()) == (2, 3):
+                return a.new_empty(a.shape[0], b.shape[-1])
+            if (a.dim(), b.dim()) == (2, 2) and ends is not None:
+                return a.new_empty(ends.numel(), a.shape[0], b.shape[1])
+        return func(*args, **kwargs)
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:

@@ -1,0 +1,278 @@
+"""Does a run need the memory that its plan says? Bytes of live tensors at a step's peak, on CPU ranks, by kind.
+
+The plan is made on fake tensors, by one process. Measured is a real step, the second of a run, on each rank: every
+storage that an operation makes is followed until it is freed, and whenever more live than ever before, they are told
+apart: shards of parameters, the optimizer's state, gradients (whole ones, shards, and the buffers by which they are
+reduced), gathered parameters (with the buffers of all-gathers), and the rest: activations, what was received, the loss
+and what operations work with. What kernels take inside and what an allocator adds isn't in either number.
+
+    python benchmarks/planned_memory.py          # minutes; results/planned_memory-<date>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lib.report import MIB, RESULTS, Row, Target, show, write_result
+from lightning_shard import HybridShardStrategy
+from lightning_shard.dryrun.ledger import Ledger
+from lightning_shard.dryrun.planning import Plan, plan
+from lightning_shard.testing import run_ranks
+from recipes.gpt import GPT
+
+KINDS = ("parameters", "optimizer", "gradients", "gathered", "rest")
+AGREES = Target("of_reference", 0.95, text="within 5 %")
+BATCH, CONTEXT, VOCABULARY, WIDTH, LAYERS = 8, 64, 256, 128, 4
+GPT_PLAN = {
+    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "blocks.*.attention.output": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+}
+
+
+class Measured(L.LightningModule):
+    """A network of tokens to logits, in an ordinary module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = network(kind)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        output = self.net(tokens)
+        logits = output if isinstance(output, Tensor) else output.logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def network(kind: str) -> torch.nn.Module:
+    if kind == "GPT":
+        return GPT(VOCABULARY, WIDTH, LAYERS, 4, CONTEXT)
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "use_cache": False,
+    }
+    config: Any
+    if kind == "Llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=4 * WIDTH)
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **sizes, head_dim=32, moe_intermediate_size=WIDTH, num_experts=8, num_experts_per_tok=2
+        )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@dataclass(frozen=True)
+class Case:
+    network: str
+    name: str
+    ranks: int
+    sizes: dict[str, int]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> dict[str, Any]:
+        plan = {"tensor_parallel_plan": GPT_PLAN} if self.network == "GPT" else {}
+        cut = {"microbatches": 4} if self.sizes.get("pipeline_parallel_size", 1) > 1 else {}
+        return {**plan, **cut, **self.settings}
+
+
+def cases() -> Iterator[Case]:
+    layouts: list[tuple[str, int, dict[str, int]]] = [
+        ("dp 2", 2, {"data_parallel_size": 2}),
+        ("tp 2", 2, {"tensor_parallel_size": 2}),
+        ("pp 2", 2, {"pipeline_parallel_size": 2}),
+        ("pp 2 × dp 2", 4, {"pipeline_parallel_size": 2, "data_parallel_size": 2}),
+    ]
+    for network_ in ("GPT", "Llama", "mixture"):
+        for name, ranks, sizes in layouts:
+            if network_ == "mixture" and "tensor_parallel_size" in sizes:
+                continue
+            for settings in ({}, {"activation_checkpointing": True}):
+                yield Case(network_, name + _said(settings), ranks, sizes, settings)
+        offloads = {"cpu_offload": True}
+        yield Case(network_, "dp 2" + _said(offloads), 2, {"data_parallel_size": 2}, offloads)
+    for settings in ({}, {"activation_checkpointing": True}):
+        sizes = {"data_parallel_size": 2, "expert_parallel_size": 2}
+        yield Case("mixture", "ep 2" + _said(settings), 2, sizes, settings)
+
+
+def _said(settings: dict[str, Any]) -> str:
+    return "".join(f", {name}" for name in settings)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+class Watch(L.Callback):
+    """Follows all storages in the second step of a run, and tells them apart at its peak."""
+
+    def __init__(self) -> None:
+        self.at_peak: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        self._module = module
+        self.ledger = Ledger(self._look)
+        for _, parameter in module.named_parameters():
+            self.ledger.adopt(_local(parameter), "parameters")
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self.ledger.adopt(_local(value), "optimizer")
+        for group in _groups(module):
+            for tensor in (t for p in group.fsdp_params for t in p.all_gather_outputs):
+                self.ledger.adopt(tensor, "gathered")
+        self.ledger.adopt(batch, "rest")
+        self._resizes = self.ledger.seeing_resizes()
+        self._resizes.__enter__()
+        self.ledger.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.ledger.__exit__(None, None, None)
+            self._resizes.__exit__(None, None, None)
+
+    def _look(self, ledger: Ledger) -> None:
+        kinds = {key: label for key, (_, label) in ledger.storages().items() if label in KINDS}
+        for group in _groups(self._module):
+            for tensor in _of_gathering(group):
+                kinds[tensor.untyped_storage()._cdata] = "gathered"
+            for tensor in _of_gradients(group):
+                kinds[tensor.untyped_storage()._cdata] = "gradients"
+        self.at_peak = dict.fromkeys(KINDS, 0)
+        for key, (nbytes, _) in ledger.storages().items():
+            self.at_peak[kinds.get(key, "rest")] += nbytes
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _groups(module: torch.nn.Module) -> Iterator[Any]:
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            yield from unit._get_fsdp_state()._fsdp_param_groups
+
+
+def _of_gathering(group: Any) -> Iterator[Tensor]:
+    yield from (tensor for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs)
+    results = [group._all_gather_result, getattr(group.comm_ctx.all_gather_state, "all_gather_result", None)]
+    yield from (result.all_gather_output for result in results if result is not None)
+
+
+def _of_gradients(group: Any) -> Iterator[Tensor]:
+    for parameter in group.fsdp_params:
+        whole = (
+            parameter.unsharded_accumulated_grad,
+            getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+        )
+        yield from (_local(gradient) for gradient in (*whole, parameter.sharded_param.grad) if gradient is not None)
+    yield from (state.reduce_scatter_input for state in group.comm_ctx.reduce_scatter_states)
+
+
+def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
+    """On one of the ranks, each case's kinds at its peak."""
+    found = []
+    for case in chosen:
+        watch = Watch()
+        tokens = torch.randint(VOCABULARY, (2 * BATCH * ranks, CONTEXT), generator=torch.Generator().manual_seed(0))
+        trainer = L.Trainer(
+            strategy=HybridShardStrategy(**case.sizes, **case.strategy),
+            accelerator="cpu",
+            devices=ranks,
+            max_steps=2,
+            callbacks=[watch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader: Any = DataLoader(tokens, batch_size=BATCH)  # type: ignore[arg-type]
+        trainer.fit(Measured(case.network), loader)
+        found.append(watch.at_peak)
+    return found
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def planned(case: Case) -> Plan:
+    batch = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
+    return plan(lambda: Measured(case.network), batch, layout=case.sizes, device_type="cpu", **case.strategy)
+
+
+def kinds_of(made: Plan, stage: int) -> dict[str, int]:
+    memory = made.stages[stage]
+    together = {**memory.peak.bytes}
+    for kind, nbytes in memory.host.items():  # the host is the device here
+        together[kind] = together.get(kind, 0) + nbytes
+    known = {kind: together.pop(kind, 0) for kind in KINDS[:-1]}
+    return {**known, "rest": sum(together.values())}
+
+
+def rows_of(chosen: list[Case]) -> Iterator[Row]:
+    for ranks in sorted({case.ranks for case in chosen}):
+        own = [case for case in chosen if case.ranks == ranks]
+        by_rank = run_ranks(measure, ranks, ranks, own, elastic=True, timeout_s=1800)
+        for number, case in enumerate(own):
+            made = planned(case)
+            assert not made.unknown, f"{case}: {made.unknown}"
+            for stage, of_stage in enumerate(made.layout.stages()):
+                measured = by_rank[of_stage[0]][number]
+                name = f"{case.network}, {case.name}" + (f", stage {stage}" if len(made.stages) > 1 else "")
+                yield _row(name, "all", sum(kinds_of(made, stage).values()), sum(measured.values()), AGREES)
+                for kind, nbytes in kinds_of(made, stage).items():
+                    yield _row(name, kind, nbytes, measured[kind])
+
+
+def _row(name: str, kind: str, predicted: int, measured: int, target: Target | None = None) -> Row:
+    agreement = min(predicted, measured) / max(predicted, measured) if max(predicted, measured) else 1.0
+    note = f"planned {predicted / MIB:.2f} MiB, {100 * (predicted / measured - 1):+.1f} %" if measured else "none"
+    return Row(name, kind, mib=measured / MIB, of_reference=agreement, reference="the plan", target=target, note=note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name has this; no result unless --results is given")
+    parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
+    options = parser.parse_args()
+    chosen = [case for case in cases() if options.only in f"{case.network}, {case.name}"]
+    rows = list(rows_of(chosen))
+    show("bytes of live tensors at the peak of a step", rows)
+    misses = [row for row in rows if row.target is not None and (row.of_reference or 0) < 0.95]
+    print(f"{len(rows)} rows; of {sum(row.target is not None for row in rows)} peaks {len(misses)} beyond 5 %")
+    results = options.results or (None if options.only else RESULTS)
+    if results is not None:
+        print(write_result("planned_memory", rows, results))
+
+
+if __name__ == "__main__":
+    main()

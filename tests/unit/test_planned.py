@@ -1,0 +1,275 @@
+"""Plans: what they say of a layout follows from the model, and what can't be known is said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import plan
+from lightning_shard.cli import main
+from lightning_shard.dryrun.ledger import Ledger
+from lightning_shard.dryrun.memory import Held
+from lightning_shard.dryrun.planning import Plan
+from lightning_shard.errors import ConfigurationError, PlanError
+from recipes.gpt import LanguageModel
+
+GPT_PLAN = {
+    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "blocks.*.attention.output": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+}
+TOKENS = torch.zeros(8, 17, dtype=torch.long)
+
+
+def gpt(**sizes: int) -> LanguageModel:
+    return LanguageModel(**{"width": 32, "heads": 2, "layers": 4, "context": 16, **sizes})
+
+
+def planned(build: Any = gpt, batch: Any = TOKENS, **settings: Any) -> Plan:
+    sizes = {key: settings.pop(key) for key in list(settings) if key.endswith(("_parallel_size", "_replicas"))}
+    return plan(build, batch, layout=sizes, device_type="cpu", **settings)
+
+
+class Tied(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__(width=32, heads=2, layers=4, context=16)
+        self.model.head.weight = self.model.token_embedding.weight
+
+
+class TestConserving:
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            {},
+            {"data_parallel_size": 4},
+            {"tensor_parallel_size": 2, "tensor_parallel_plan": GPT_PLAN},
+            {"pipeline_parallel_size": 4},
+            {"pipeline_parallel_size": 2, "data_parallel_size": 4, "data_parallel_replicas": 2},
+            {"pipeline_parallel_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 2}
+            | {"tensor_parallel_plan": GPT_PLAN},
+        ],
+        ids=str,
+    )
+    def test_parameters_of_all_ranks_add_up_to_the_model(self, sizes: dict[str, Any]) -> None:
+        made = planned(**sizes)
+        whole = sum(p.numel() for p in gpt().parameters())
+        layout = made.layout
+        shards = sum(stage.parameters for stage in made.stages) * layout.shard_size
+        # norms and positions aren't split by the plan: each tensor rank holds them
+        tensors = [p for part in _all_parts(made) for p in part.parameters]
+        repeated = sum(p.numel for p in tensors if p.local_shape == p.shape) * (layout.tensor_parallel_size - 1)
+        assert made.model_parameters == whole
+        assert shards * layout.tensor_parallel_size == whole + repeated
+
+    def test_a_tied_parameter_is_on_both_stages_and_saved_once(self) -> None:
+        made = planned(Tied, pipeline_parallel_size=2)
+        own = [p.numel() for p in Tied().parameters()]
+        tied = 256 * 32
+        assert made.model_parameters == sum(own)
+        assert sum(stage.parameters for stage in made.stages) == sum(own) + tied
+        state = sum(4 * numel * 3 + 4 for numel in own)  # and a step
+        assert state < made.checkpoint.bytes < state + 2**17
+
+    def test_a_checkpoint_holds_the_state_whatever_the_layout(self) -> None:
+        one, other = planned(), planned(pipeline_parallel_size=2, data_parallel_size=2)
+        assert other.checkpoint.bytes == pytest.approx(one.checkpoint.bytes, rel=0.2)
+        assert other.checkpoint.files == 2 * 4 + 2
+
+    def test_the_plan_leaves_the_module_as_it_was(self) -> None:
+        module = gpt()
+        before = {name: (id(p), p.detach().clone()) for name, p in module.named_parameters()}
+        planned(module, pipeline_parallel_size=2)
+        after = dict(module.named_parameters())
+        assert before.keys() == after.keys()
+        assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())
+
+
+class TestMonotone:
+    def test_recomputing_keeps_less_and_selectively_less_of_less(self) -> None:
+        peaks = [
+            planned(pipeline_parallel_size=2, activation_checkpointing=setting).stages[0].peak.bytes["activations"]
+            for setting in (None, "selective", True)
+        ]
+        assert peaks[0] > peaks[1] > peaks[2] > 0
+
+    def test_more_microbatches_keep_no_more_under_1f1b(self) -> None:
+        peaks = [planned(pipeline_parallel_size=2, microbatches=n).peak_bytes for n in (2, 4, 8)]
+        assert peaks[0] > peaks[1] > peaks[2]
+
+    def test_gpipe_keeps_more_than_1f1b(self) -> None:
+        one, other = (planned(pipeline_parallel_size=2, schedule=name, microbatches=8) for name in ("1F1B", "GPipe"))
+        assert one.stages[0].peak.bytes["activations"] < other.stages[0].peak.bytes["activations"]
+
+    def test_more_shards_hold_less(self) -> None:
+        one, other = planned(data_parallel_size=2).stages[0], planned(data_parallel_size=4).stages[0]
+        assert one.peak.bytes["parameters"] == 2 * other.peak.bytes["parameters"]
+        assert one.peak.bytes["optimizer"] > other.peak.bytes["optimizer"]
+
+    def test_offloaded_state_is_on_the_host(self) -> None:
+        stage = plan(gpt, TOKENS, layout={"data_parallel_size": 2}, cpu_offload=True).stages[0]
+        assert stage.peak.bytes["parameters"] == stage.peak.bytes["optimizer"] == 0
+        assert stage.host["optimizer"] > stage.host["parameters"] > 0
+
+
+class TestCounting:
+    def test_like_blocks_are_counted_as_if_each_had_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lightning_shard.dryrun import counting
+
+        some = planned(pipeline_parallel_size=2)
+        watched = counting._Watched
+        monkeypatch.setattr(counting, "_Watched", lambda *args, **_: watched(*args, stands_in=False))
+        assert planned(pipeline_parallel_size=2).counts.blocks[1:] == some.counts.blocks[1:]
+
+    def test_what_a_forward_keeps_is_what_a_real_one_keeps(self) -> None:
+        module = gpt()
+        counts = planned().counts
+        ledger = Ledger()
+        with ledger:
+            loss = module.loss(TOKENS)
+        parts = (*counts.everywhere, *(part for _, part in counts.in_order()), counts.loss)
+        assert sum(part.plain.kept for part in parts) == ledger.live
+        loss.backward()
+
+    def test_traffic_of_a_tensor_parallel_block_is_an_all_reduce_for_each_layer_that_needs_one(self) -> None:
+        counts = planned(tensor_parallel_size=2, tensor_parallel_plan=GPT_PLAN).counts
+        hidden = 4 * 8 * 16 * 32
+        block = counts.blocks[2].plain
+        assert block.forward.traffic == {"tensor": 2 * hidden}  # of two row-wise layers
+        assert block.backward.traffic == {"tensor": 4 * hidden}  # of four column-wise ones
+
+    def test_flops_of_a_block_are_those_of_its_matrices(self) -> None:
+        counts = planned().counts
+        tokens, width = 8 * 16, 32
+        products = 2 * tokens * 12 * width**2
+        attention = 2 * 2 * 8 * 16 * 16 * width
+        assert counts.blocks[0].plain.forward.flops == products + attention
+        assert counts.blocks[2].plain.backward.flops > 2 * products
+
+
+class Builds(L.LightningModule):
+    """A module with a linear layer, whose rest a test writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ReadsWeights(Builds):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(self.blocks[0].weight.norm())  # type: ignore[arg-type]
+
+
+class NeedsValues(Builds):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch[: int(batch.sum())], batch_idx)
+
+
+class Strange(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("it needs a device")
+
+
+class StrangelyOptimized(Builds):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Strange(self.parameters(), lr=0.1)
+
+
+class TestWhatCantBeKnown:
+    def test_a_module_that_computes_with_its_weights_is_refused_with_the_way_out(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"ReadsWeights can't build.*configure_model"):
+            planned(ReadsWeights, torch.zeros(4, 4))
+
+    def test_a_step_that_needs_data_leaves_activations_unknown(self) -> None:
+        made = planned(NeedsValues, torch.zeros(4, 4), device_memory=2**30)
+        assert not made.counts.counted
+        assert made.fits is None
+        assert "unknown: memory of activations: the step can't be run on fake tensors" in str(made)
+        assert "whether it fits is unknown" in str(made)
+        assert made.to_json()["unknown"]
+
+    def test_an_optimizer_that_cant_be_asked_leaves_its_state_unknown(self) -> None:
+        made = planned(StrangelyOptimized, torch.zeros(4, 4))
+        assert made.optimizer is None
+        assert "the optimizer's state: it can't be asked for it (RuntimeError: it needs a device)" in str(made)
+        assert "without the optimizer's state" in str(made)
+
+    def test_sizes_that_dont_divide_are_refused(self) -> None:
+        with pytest.raises(PlanError, match="must divide"):
+            planned(tensor_parallel_size=3, tensor_parallel_plan=GPT_PLAN)
+        with pytest.raises(ConfigurationError, match="can't be cut into 3"):
+            planned(pipeline_parallel_size=3, microbatches=3)
+
+
+class TestTheAnswer:
+    def test_says_what_would_make_it_fit(self) -> None:
+        free = planned(pipeline_parallel_size=2, microbatches=2)
+        made = planned(pipeline_parallel_size=2, microbatches=2, device_memory=int(0.9 * free.peak_bytes))
+        assert made.fits is False
+        first = made.remedies[0]
+        assert first.setting == "microbatches=4"
+        again = planned(pipeline_parallel_size=2, microbatches=4, device_memory=made.device_memory)
+        assert again.fits is True
+        assert again.peak_bytes == first.peak_bytes
+        assert "microbatches=4 would" in str(made)
+
+    def test_is_json(self) -> None:
+        made = planned(pipeline_parallel_size=2, activation_checkpointing="selective", device_memory=2**40)
+        read = json.loads(json.dumps(made.to_json()))
+        assert read["fits"] is True
+        assert [stage["ranks"] for stage in read["stages"]] == [[1, 1], [0, 0]]
+        assert read["peak"] == max(sum(stage["memory"].values()) for stage in read["stages"])
+
+    def test_says_which_device_has_which_layer(self) -> None:
+        placement = planned(pipeline_parallel_size=2, data_parallel_size=2).placement
+        assert placement is not None
+        assert placement.ranks_of("model.blocks.0.mlp.up") == (2, 3)
+        assert "model.head" in placement.layers_of(0)
+        assert placement.stages[0].memory
+        with pytest.raises(KeyError, match="no block"):
+            placement.ranks_of("model.nothing")
+        with pytest.raises(IndexError, match="none of the 4"):
+            placement.layers_of(4)
+
+    def test_a_setting_changes_only_what_it_says(self) -> None:
+        assert planned().run.held == Held()
+
+
+class TestTheCommand:
+    def test_plans_what_a_function_gives(self, capsys: pytest.CaptureFixture[str]) -> None:
+        name = f"{__name__}:with_batch"
+        assert main(["plan", name, "--pipeline", "2", "--device-type", "cpu", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["layout"]["pipeline_parallel_size"] == 2
+        assert main(["plan", name, "--pipeline", "2", "--device-type", "cpu", "--device-memory", "10KiB"]) == 1
+        assert "does not fit" in capsys.readouterr().out
+
+    def test_plans_a_recipe(self, capsys: pytest.CaptureFixture[str]) -> None:
+        recipe = ["model=gpt_tiny", "data=random_tokens", "data.context=16", "data.vocabulary=256", "trainer.devices=4"]
+        assert main(["plan", *recipe, "--pipeline", "2", "--tensor", "2"]) == 0
+        said = capsys.readouterr().out
+        assert "4 cuda devices, 2 pipeline × 1 data × 2 tensor" in said
+
+    def test_says_what_a_function_must_give(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", f"{__name__}:gpt"]) == 1
+        assert "a LightningModule and the batch" in capsys.readouterr().err
+
+
+def with_batch() -> tuple[LanguageModel, Tensor]:
+    return gpt(), torch.zeros(8, 17, dtype=torch.long)
+
+
+def _all_parts(made: Plan) -> list[Any]:
+    counts = made.counts
+    return [*counts.everywhere, *(part for _, part in counts.in_order()), counts.loss]
