@@ -62,7 +62,7 @@ class StopWatch:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._mark = _event
-        self._zero = self._mark()
+        self._zero: Any = self._mark()
         self._marks: list[tuple[Action | None, Any, Any]] = []
 
     def begins(self, action: Action) -> None:

@@ -117,8 +117,14 @@ def test_whole_backwards_beside_parts_are_refused() -> None:
 
 def recording() -> Recording:
     schedule = build("1F1B", 2, 3)
-    timelines = [simulate(schedule, Costs([scale, 2 * scale], [scale] * 2, [0.0] * 2)) for scale in (0.01, 0.012, 0.5)]
-    return Recording("cpu", [RecordedStep(10 + n, timeline, 1e-4) for n, timeline in enumerate(timelines)])
+    steps = []
+    for step, scale in enumerate((0.01, 0.012, 0.5), start=10):
+        timeline = simulate(schedule, Costs([scale, 2 * scale], [scale] * 2, [0.0] * 2))
+        spans = {rank: [(e.action, e.start, e.start, e.end) for e in timeline.of(rank)] for rank in range(2)}
+        steps.append(RecordedStep.of("1F1B", spans, step=step, skew_s=1e-4))
+        assert steps[-1].timeline.duration == timeline.duration
+        assert {*steps[-1].timeline.events} == {*timeline.events}
+    return Recording("cpu", steps)
 
 
 def test_a_recording_is_read_back_as_it_was(tmp_path: Path) -> None:
