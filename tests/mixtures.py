@@ -75,16 +75,17 @@ class Mixtures(nn.Module):
 class ListedMixture(nn.Module):
     """Experts that are modules of their own; ``how`` says which of the usual loops calls them.
 
-    Keeps what a second run of its forward would change: a count, a buffer, a list, random numbers.
+    Keeps what a second run of its forward would change: a count, a buffer, random numbers, and where it ``keeps`` it, a
+    list (which pipelines refuse).
     """
 
-    def __init__(self, width: int, how: str) -> None:
+    def __init__(self, width: int, how: str, keeps: bool = False) -> None:
         super().__init__()
         self.router = nn.Linear(width, EXPERTS)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 24), nn.SiLU(), nn.Linear(24, width)) for _ in range(EXPERTS)
         )
-        self.how = how
+        self.how, self.keeps = how, keeps
         self.calls = 0
         self.losses: list[Tensor] = []
         self.register_buffer("load", torch.zeros(EXPERTS))
@@ -97,7 +98,8 @@ class ListedMixture(nn.Module):
             chosen = torch.full_like(chosen, EXPERTS - 1)
         self.calls += 1
         self.load += torch.bincount(chosen.flatten(), minlength=EXPERTS)
-        self.losses.append(scores.square().sum(-1).view(x.shape[:2]))
+        if self.keeps:
+            self.losses.append(scores.square().sum(-1).view(x.shape[:2]))
         torch.rand(1)
         out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
@@ -114,16 +116,16 @@ class ListedMixture(nn.Module):
 class Listed(Mixtures):
     """What its blocks keep of each token reaches the loss."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, keeps: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ListedMixture(16, how) for _ in range(4))
+        self.blocks = nn.ModuleList(ListedMixture(16, how, keeps) for _ in range(4))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         out = super().forward(input_ids)
         for block in self.blocks:
             assert isinstance(block, ListedMixture)
-            (loss,) = block.losses
-            out = out * (1 + 0.1 * loss.unsqueeze(-1))
+            for loss in block.losses:
+                out = out * (1 + 0.1 * loss.unsqueeze(-1))
             block.losses.clear()
         return out
 
@@ -153,7 +155,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "own": Mixtures,
     "own, all tokens to one expert": partial(Mixtures, 3),
     "list, called with all": partial(Listed, "all"),
-    "list, called where chosen": partial(Listed, "chosen"),
+    "list, called where chosen": partial(Listed, "chosen", keeps=False),
     "list, all tokens to one expert": partial(Listed, "one"),
     "list, dense": partial(Listed, "dense"),
     "mixtral": partial(transformers_model, "Mixtral", num_local_experts=EXPERTS),

@@ -381,7 +381,7 @@ class _Weights:
         self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         self.here = len(experts) // parts
         self._slots = [_slots(expert) for expert in experts]
-        self._kinds = []
+        self._kinds: list[tuple[torch.Size, int]] = []
         for module, key in self._slots[0]:
             parameter = module._parameters[key]
             assert isinstance(parameter, DTensor)
@@ -428,16 +428,16 @@ class _Weights:
         ]
         own = self.here * self._elements(self._rank)
         came = self._exchange(for_ranks, [own] * self._ranks)
-        sums = [sum(came[i :: self._parts]) / self._ranks for i in range(self._parts)]  # type: ignore[arg-type]
-        total = torch.cat(sums)
+        own_experts = [torch.stack(came[i :: self._parts]).sum(0) for i in range(self._parts)]
+        total = torch.cat(own_experts) / self._ranks
         for axis in range(self._mesh.ndim - 1):
             dist.all_reduce(total, group=self._mesh.get_group(axis))
             total /= self._mesh.size(axis)
         return self._cut(total, self._rank, len(self._slots))
 
-    def _exchange(self, given: Sequence[Tensor], taken: list[int]) -> Sequence[Tensor]:
+    def _exchange(self, given: Sequence[Tensor], taken: list[int]) -> list[Tensor]:
         group = self._mesh.get_group(self._mesh.ndim - 1)
-        return all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], taken).split(taken)
+        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], taken).split(taken))
 
     def _shape(self, kind: tuple[torch.Size, int], rank: int) -> list[int]:
         shape, dim = kind
