@@ -1,9 +1,9 @@
 """How does the work of planning a checkpoint grow with the ranks? 10¹² parameters, 8 to 16,384 ranks; nothing is saved.
 
-A GPT of 128 layers with AdamW's state on pipeline × data × tensor ranks. What ranks do by themselves is timed on one
-rank of a stage in the middle. What the first rank does for all is timed on the accounts of that stage's ranks, and
-multiplied by the stages: these hold different tensors, and as many. Seconds are of CPU, which a busy machine changes
-little. How long bytes take between ranks depends on the network: their number is told.
+A GPT of 128 layers with AdamW's state on pipeline × data × tensor ranks. Layers are alike, so one layer and two are
+planned, on all ranks of a stage: the second's time and bytes are those of each further layer, the rest is once for a
+stage. Embeddings aren't counted. Seconds are of CPU, which a busy machine changes less. How long bytes take between
+ranks depends on the network: their number is told.
 
     python benchmarks/planning_scale.py            # results/planning_scale-<date>.json
 """
@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import pickle
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,19 +24,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
-from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, pieces_of, reads_of, stage_parameters
+from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.loading.ranges import plan_reads
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.checkpoint.saving.merge import Account, Merged
 
 LAYERS, WIDTH = 128, 25_600
-SIZES = [(2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 16, 8), (16, 32, 8), (16, 64, 8), (16, 128, 8)]
+SIZES = [(2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 32, 8), (16, 64, 8), (16, 128, 8)]
 """Pipeline, data, tensor."""
 PLAN_SAVE, PLAN_LOAD = "plan a save, each rank", "plan a load, each rank"
 READ, MERGE, WRITE = "read all accounts, first rank", "merge them, first rank", "the manifest to bytes, first rank"
 PARSE = "parse the manifest, each rank"
-OF_STAGE = {READ, MERGE, WRITE, PARSE}
-"""What is timed on one stage of several."""
+OF_ALL = {READ, MERGE, WRITE, PARSE}
+"""What is done for all stages."""
+ACCOUNT = "account_bytes"
 LIMIT = Target("seconds", 2, most=True)
 
 
@@ -48,16 +49,10 @@ def main() -> None:
     for layout in itertools.starmap(Layout, SIZES):
         if layout.ranks > options.most_ranks:
             continue
-        seconds, facts = measure(layout, options.layers, options.width, 3 if layout.ranks <= 512 else 1)
+        seconds, facts = whole(layout, options.layers, options.width)
         sizes.append({"ranks": layout.ranks, "layout": str(layout), **facts})
-        for what, times in seconds.items():
-            whole = [one * (layout.pipeline if what in OF_STAGE else 1) for one in times]
-            row = Row(what, f"{layout.ranks:,} ranks", statistics.median(whole), target=LIMIT, rounds_s=whole)
-            row.note = f"{layout.pipeline} × one stage's" if what in OF_STAGE else ""
-            rows.append(row)
-        print(
-            json.dumps(sizes[-1]), {row.what: round(row.seconds or 0, 3) for row in rows[-len(seconds) :]}, flush=True
-        )
+        rows += [Row(what, f"{layout.ranks:,} ranks", value, target=LIMIT) for what, value in seconds.items()]
+        print(json.dumps(sizes[-1]), {what: round(value, 3) for what, value in seconds.items()}, flush=True)
     rows.sort(key=lambda row: list(seconds).index(row.what))
     show(f"{options.layers} layers of width {options.width:,}, seconds of CPU", rows)
     if options.results is not None:
@@ -68,45 +63,69 @@ def main() -> None:
             draw(json.loads(path.read_text()), options.picture)
 
 
-def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds by task, of one stage; bytes and counts, of all."""
-    seconds: dict[str, list[float]] = {}
+def whole(layout: Layout, layers: int, width: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds by task; bytes and counts. Of all layers, from those of one and of two."""
+    one, two = (measure(layout, number, width) for number in (1, 2))
+    per_stage = layers // layout.pipeline
+
+    def of_stage(first: float, both: float) -> float:
+        return first + (per_stage - 1) * max(both - first, 0)
+
+    seconds = {
+        what: of_stage(one[0][what], two[0][what]) * (layout.pipeline if what in OF_ALL else 1) for what in one[0]
+    }
+    facts = {
+        what: round(of_stage(one[1][what], two[1][what]) * (layout.pipeline if what != ACCOUNT else 1))
+        for what in one[1]
+    }
+    return seconds, facts
+
+
+def _clear() -> None:
+    boxes_of.cache_clear()
+    files._rows.cache_clear()
+    files._box.cache_clear()
+    merge._coverage_fault.cache_clear()
+
+
+def measure(layout: Layout, layers: int, width: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Of a stage of so many layers."""
+    seconds: dict[str, float] = {}
 
     def timed(what: str, function: Callable[[], Any]) -> Any:
         start = time.process_time()
         result = function()
-        seconds.setdefault(what, []).append(time.process_time() - start)
+        seconds[what] = time.process_time() - start
         return result
 
     stage = layout.pipeline // 2
-    parameters = stage_parameters(layout, stage, layers, width)
+    parameters = gpt(range(layers), width, first=False, last=False)
     mesh_ranks = tuple(layout.stage_ranks(stage).flatten().tolist())
 
     def account(data: int, tensor: int) -> Account:
         rank = mesh_ranks[data * layout.tensor + tensor]
         return account_of(pieces_of(parameters, layout, stage, data, tensor), rank, mesh_ranks)
 
-    for _ in range(rounds):
-        boxes_of.cache_clear()
-        timed(PLAN_SAVE, lambda: account(layout.data // 2, layout.tensor // 2))
+    _clear()
+    timed(PLAN_SAVE, lambda: account(layout.data // 2, layout.tensor // 2))
     places = itertools.product(range(layout.data), range(layout.tensor))
     sent = [pickle.dumps(account(data, tensor)) for data, tensor in places]  # as gather_object sends them
-    for _ in range(rounds):
-        received = timed(READ, lambda: [pickle.loads(data) for data in sent])
-        merged = timed(MERGE, partial(Merged, received))
-        data = timed(WRITE, partial(_to_bytes, merged))
-        del received, merged
-    other = Layout(1, layout.data * 2, layout.tensor // 2)
-    for _ in range(rounds):
-        manifest = timed(PARSE, lambda: Manifest.from_bytes(data))
-        reads = reads_of(manifest, parameters, other, 0, 0)
-        timed(PLAN_LOAD, lambda: plan_reads(manifest, reads, verify=True))  # noqa: B023
+    _clear()
+    received = timed(READ, lambda: [pickle.loads(data) for data in sent])
+    merged = timed(MERGE, partial(Merged, received))
+    data = timed(WRITE, partial(_to_bytes, merged))
+    del received, merged
+    manifest = timed(PARSE, partial(Manifest.from_bytes, data))
+    reads = reads_of(manifest, parameters, Layout(1, layout.data * 2, layout.tensor // 2), 0, 0)
+    timed(PLAN_LOAD, lambda: plan_reads(manifest, reads, verify=True))
+    tensors = [entry for section in (manifest.model, manifest.optimizer) for entry in section.values()]
     facts = {
-        "account_bytes": max(map(len, sent)),
-        "accounts_bytes": layout.pipeline * sum(map(len, sent)),
-        "manifest_bytes": layout.pipeline * len(data),
-        "files": layout.pipeline * len(manifest.files),
-        "tensors": layout.pipeline * (len(manifest.model) + len(manifest.optimizer)),
+        ACCOUNT: max(map(len, sent)),
+        "accounts_bytes": sum(map(len, sent)),
+        "manifest_bytes": len(data),
+        "files": len(manifest.files),
+        "tensors": len(tensors),
+        "chunks": sum(len(entry.chunks) for entry in tensors),
     }
     return seconds, facts
 
