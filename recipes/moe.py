@@ -89,6 +89,7 @@ class MixtureLanguageModel(LanguageModel):
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         loss = super().training_step(batch, batch_index)
-        balance = torch.stack([block.mlp.balance for block in self.model.blocks]).mean()
+        mixtures: list[Any] = [block.mlp for block in self.model.blocks]
+        balance = torch.stack([mixture.balance for mixture in mixtures]).mean()
         self.log("train_balance", balance, sync_dist=True)
         return loss + self.hparams["balance_weight"] * balance
