@@ -352,8 +352,8 @@ class Planner:
         order = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches)[0]
         if order.stages > layout.pipeline_parallel_size:
             raise ConfigurationError(
-                f"schedule={run.schedule!r} has {order.stages} stages on {layout.pipeline_parallel_size} ranks, and plans"
-                ' are made for one stage on each rank: plan with schedule="1F1B", whose parameters, gradients and'
+                f"schedule={run.schedule!r} has {order.stages} stages on {layout.pipeline_parallel_size} ranks, and"
+                ' plans are made for one stage on each: plan with schedule="1F1B", whose parameters, gradients and'
                 " optimizer state take as much."
             )
         counts = self.counts(layout, run.microbatches)

@@ -175,7 +175,7 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
     Raises:
         StepError: It came from a hollow parameter.
     """
-    found = [_nan_of((search.passage.sent, search.result)) if _may_add_nan(search) else [] for search in searches]
+    found = [_added_nan(search) for search in searches]
     if not any(found):
         return
     memory.put_back()
@@ -202,9 +202,12 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
             )
 
 
-def _may_add_nan(search: Search) -> bool:
+def _added_nan(search: Search) -> list[Tensor]:
+    """Where there is NaN in what a stage hands on, and none came."""
     assert search.passage is not None
-    return not search.stage.is_first and not _nan_of(search.passage.received)
+    if search.stage.is_first or _nan_of(search.passage.received):
+        return []
+    return _nan_of((search.passage.sent, search.result))
 
 
 def _nan_of(values: Any) -> list[Tensor]:
