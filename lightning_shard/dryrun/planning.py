@@ -349,9 +349,15 @@ class Planner:
         Raises:
             ConfigurationError: The module can't be laid out so.
         """
+        order = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches)[0]
+        if order.stages > layout.pipeline_parallel_size:
+            raise ConfigurationError(
+                f"schedule={run.schedule!r} has {order.stages} stages on {layout.pipeline_parallel_size} ranks, and"
+                ' plans are made for one stage on each: plan with schedule="1F1B", whose parameters, gradients and'
+                " optimizer state take as much."
+            )
         counts = self.counts(layout, run.microbatches)
         placement = self.placed(layout, run)
-        order = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches)[0]
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
         stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)
         unknown = []

@@ -1,15 +1,16 @@
-"""Values forward, gradients backward: what passes between neighbouring stages.
+"""Values forward, gradients backward: what passes between neighbouring stages, on two ranks or on one.
 
 What a microbatch of a signature brings is agreed once (``crossing.py``): then both sides know the shapes, and only
 tensors travel. The sender checks what it sends against them, since the receiver could only hang.
 
-Forward and backward travel on process groups of their own: on NCCL, operations of one group run in the order of their
-calls, and two neighbours that send to each other at once would each wait for the other's receive. What stages say to
-each other travels from host to host, on a third group.
+Forward and backward travel on process groups of their own, and each way in another one where values go both ways: on
+NCCL, operations of one group run in the order of their calls, and two ranks that send to each other at once would each
+wait for the other's receive. What stages say to each other travels from host to host, on a group of its own.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,32 +29,44 @@ def signature(microbatch: Any, kind: str) -> Hashable:
     return kind, tuple((tuple(t.shape), t.dtype) for t in tree.tensors(microbatch))
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Process groups of the ranks of a pipeline, the last one first: to later ranks, and to earlier ones."""
+
+    later: dist.ProcessGroup
+    earlier: dist.ProcessGroup
+
+
 @dataclass
 class Channel:
-    """This rank's ends of its pipeline.
+    """One stage's ends of its pipeline.
 
     Attributes:
-        forward_group: The ranks of this pipeline, the last stage's first, for values.
-        backward_group: The same ranks, for gradients.
-        control_group: The same ranks' hosts, for what stages say.
+        values: Of values, which go from stage to stage.
+        gradients: Of gradients, which go back.
+        control: The same ranks' hosts, for what stages say.
+        stage: The stage.
+        rank_of: Each stage's rank.
         device: Where tensors are received.
+        handed: What stages of this rank hand to each other, by what it is, and from which stage.
     """
 
-    forward_group: dist.ProcessGroup
-    backward_group: dist.ProcessGroup
-    control_group: dist.ProcessGroup
+    values: Ways
+    gradients: Ways
+    control: dist.ProcessGroup
     stage: int
-    stages: int
+    rank_of: Sequence[int]
     device: torch.device
+    handed: dict[tuple[str, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
     _sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     # While it is found out what crosses
 
-    def announce(self, delivery: Delivery) -> None:
-        """Tell the next stage what it will be sent."""
+    def announce(self, delivery: Delivery | None) -> None:
+        """Tell the next stage what it will be sent; ``None``: nothing, since something is missing before."""
         self._say(delivery, self.stage + 1)
 
-    def hear(self) -> Delivery:
+    def hear(self) -> Delivery | None:
         """What the stage before announces."""
         return self._listen(self.stage - 1)
 
@@ -68,9 +81,9 @@ class Channel:
     # Of a step that goes call by call
 
     def gather(self, value: Any) -> list[Any]:
-        """Every stage's value, in their order; a collective call over the pipeline."""
-        values: list[Any] = [None] * self.stages
-        dist.all_gather_object(values, value, group=self.control_group)
+        """Every stage's value, in their order; a collective call over the pipeline, with one stage on each rank."""
+        values: list[Any] = [None] * len(self.rank_of)
+        dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
     def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
@@ -85,7 +98,7 @@ class Channel:
                 tensor = value.contiguous()
             else:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-            dist.broadcast(tensor, group=self.forward_group, group_src=0)
+            dist.broadcast(tensor, group=self.values.later, group_src=0)
             shared.append(tensor)
         return shared
 
@@ -107,7 +120,7 @@ class Channel:
                 " pipeline_parallel_size=1."
             )
         for key in slots:
-            self._send(values[key].detach(), self.forward_group, self.stage + 1)
+            self._send(values[key].detach(), "value", self.values, self.stage + 1)
 
     def receive(self, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
         """What the stage before sends, as leaves that gather gradients where the sender's values need them."""
@@ -115,7 +128,7 @@ class Channel:
 
     def expect(self, slots: Mapping[Key, Slot]) -> Callable[[], dict[Key, Tensor]]:
         """Post the receives, in the order in which they are sent; what is returned waits for them."""
-        arrive = self._expect(slots.values(), self.forward_group, self.stage - 1)
+        arrive = self._expect(slots.values(), "value", self.values, self.stage - 1)
 
         def take() -> dict[Key, Tensor]:
             return {key: t.requires_grad_(slot.requires_grad) for (key, slot), t in zip(slots.items(), arrive())}
@@ -126,21 +139,20 @@ class Channel:
         """Send the gradients of received values to the previous stage; zeros for what has none."""
         for tensor in received:
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            self._send(gradient, self.backward_group, self.stage - 1)
+            self._send(gradient, "gradient", self.gradients, self.stage - 1)
 
     def expect_gradients(self, sent: Iterable[Slot]) -> Callable[[], list[Tensor]]:
         """Post the receives of the gradients of sent values, from the next stage."""
-        return self._expect(sent, self.backward_group, self.stage + 1)
+        return self._expect(sent, "gradient", self.gradients, self.stage + 1)
 
     def send_needed(self, needed: Sequence[bool]) -> None:
         """Tell the previous stage, once for a signature, which of the values that need gradients have got one."""
         flags = torch.tensor(needed, dtype=torch.uint8, device=self.device)
-        self._send(flags, self.backward_group, self.stage - 1)
+        self._send(flags, "gradient", self.gradients, self.stage - 1)
 
     def receive_needed(self, count: int) -> list[bool]:
         """What the next stage tells of ``count`` values."""
-        flags = torch.empty(count, dtype=torch.uint8, device=self.device)
-        dist.recv(flags, group=self.backward_group, group_src=self._rank(self.stage + 1))
+        [flags] = self.expect_gradients([Slot((count,), torch.uint8, False)])()
         return [bool(flag) for flag in flags.tolist()]
 
     def flush(self) -> None:
@@ -149,16 +161,23 @@ class Channel:
             work.wait()
         self._sending.clear()
 
-    def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    def _send(self, tensor: Tensor, what: str, ways: Ways, to: int) -> None:
+        if self.rank_of[to] == self.rank_of[self.stage]:
+            self.handed[what, self.stage].append(tensor)
+            return
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=group, group_dst=self._rank(to))
+        work = dist.isend(tensor, group=self._way(ways, self.stage, to), group_dst=self._peer(to))
         assert work is not None
         self._sending.append((work, tensor))  # the tensor must live until it has left
 
-    def _expect(self, slots: Iterable[Slot], group: dist.ProcessGroup, source: int) -> Callable[[], list[Tensor]]:
+    def _expect(self, slots: Iterable[Slot], what: str, ways: Ways, source: int) -> Callable[[], list[Tensor]]:
+        slots = [*slots]
+        if self.rank_of[source] == self.rank_of[self.stage]:
+            return lambda: [self.handed[what, source].popleft() for _ in slots]
+        group, peer = self._way(ways, source, self.stage), self._peer(source)
         tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots]
-        works = [dist.irecv(tensor, group=group, group_src=self._rank(source)) for tensor in tensors]
+        works = [dist.irecv(tensor, group=group, group_src=peer) for tensor in tensors]
 
         def arrive() -> list[Tensor]:
             for work in works:
@@ -168,14 +187,22 @@ class Channel:
 
         return arrive
 
-    def _rank(self, stage: int) -> int:
+    def _way(self, ways: Ways, source: int, to: int) -> dist.ProcessGroup:
+        return ways.later if self.rank_of[to] > self.rank_of[source] else ways.earlier
+
+    def _peer(self, stage: int) -> int:
         """A stage's rank in the groups."""
-        return self.stages - 1 - stage
+        return max(self.rank_of) - self.rank_of[stage]
 
     def _say(self, message: Any, to: int) -> None:
-        dist.send_object_list([message], group=self.control_group, group_dst=self._rank(to))
+        if self.rank_of[to] == self.rank_of[self.stage]:
+            self.handed["message", self.stage].append(message)
+            return
+        dist.send_object_list([message], group=self.control, group_dst=self._peer(to))
 
     def _listen(self, source: int) -> Any:
+        if self.rank_of[source] == self.rank_of[self.stage]:
+            return self.handed["message", source].popleft()
         message: list[Any] = [None]
-        dist.recv_object_list(message, group=self.control_group, group_src=self._rank(source))
+        dist.recv_object_list(message, group=self.control, group_src=self._peer(source))
         return message[0]

@@ -95,9 +95,10 @@ class ForeignPart:
 
 
 def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
-    """Whether a part has modules inside, with parameters, and none of these is here."""
-    hollow = any(fqn.startswith(f"{name}.") for fqn in stage.hollow)
-    return hollow and not any(True for _ in part.parameters()) and any(True for _ in part.children())
+    """Whether a part has modules inside, with parameters, and none of these is the stage's."""
+    hollow = {fqn for fqn in stage.hollow if fqn.startswith(f"{name}.")}
+    here = {fqn for fqn, _ in part.named_parameters(prefix=name)}
+    return bool(hollow) and here <= hollow and any(True for _ in part.children())
 
 
 def _changes(before: Before, name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -31,6 +31,7 @@ from lightning_shard.pipeline.crossing import (
     Request,
     Slot,
     StageEnd,
+    keep,
     parameters_crossing,
     parameters_in_place,
     unknown_states,
@@ -45,7 +46,7 @@ _OPERATIONS_OF_A_CALL = 2**24
 
 @dataclass(eq=False)
 class Stage:
-    """This rank's stage of a model that was cut in place.
+    """A stage of this rank, of a model that was cut in place.
 
     Attributes:
         index: Its place in the pipeline, of ``count``.
@@ -54,10 +55,13 @@ class Stage:
         places: Each block's places.
         parts: Names of the modules and parameters around them.
         network: The name of the module that a step calls; ``""`` where it is the root itself.
-        foreign_buffers: Names of buffers that stay here for code around the blocks but are another stage's state.
-        incomplete: By name, every module of which another stage holds parameters.
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
+        own_parts: Of the parts, those that it holds.
+        keep: Sets an attribute of a module of another stage's.
+        apart: Has plain-Python state be what this stage left, where there are others on this rank.
+        shown: Makes the model look as on a rank that holds this stage alone, where there are others on this one.
+        is_shown: Whether it does.
         in_step: Whether the user's code runs.
         calls: Of a step that goes call by call.
         entrances: The modules around all blocks: a step runs the network by calling one of them.
@@ -77,10 +81,13 @@ class Stage:
     parts: Collection[str]
     network: str
     device: torch.device
-    foreign_buffers: set[str] = field(default_factory=set)
-    incomplete: dict[str, nn.Module] = field(default_factory=dict)
     hollow: dict[str, Hollow] = field(default_factory=dict)
     elsewhere: set[nn.Module] = field(default_factory=set)
+    own_parts: Collection[str] = ()
+    keep: Callable[[nn.Module, str, Any], None] = keep
+    apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    shown: Callable[[], AbstractContextManager[None]] = nullcontext
+    is_shown: bool = True
     in_step: bool = False
     calls: Calls | None = None
     entrances: list[nn.Module] = field(default_factory=list)
@@ -145,7 +152,8 @@ class Stage:
         self._running.clear()
         self._trace = Trace(passage) if searching or crossing.is_traced() else None
         try:
-            yield passage
+            with self.apart():
+                yield passage
         finally:
             passage.active, self._trace, self._before = False, None, None
             self._parts_before.clear()
@@ -158,7 +166,7 @@ class Stage:
         assert self._root is not None
         self.in_backward = True
         try:
-            with parameters_in_place(self._root, received):
+            with self.apart(), self.shown(), parameters_in_place(self._root, received):
                 yield
         finally:
             self.in_backward = False
@@ -180,6 +188,7 @@ class Stage:
     def running(self, root: nn.Module) -> Iterator[None]:
         """The user's step runs inside, its parameters gathered."""
         with ExitStack() as stack:
+            stack.enter_context(self.shown())
             stack.enter_context(parameters_crossing(root, self.passage))
             if self._trace is not None:
                 stack.enter_context(self._trace.running())
@@ -233,13 +242,13 @@ class Stage:
     # Hooks
 
     def _enter_part(self, hollow: Sequence[Hollow], part: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.in_step and self._trace is not None:
+        if self.is_shown and self.in_step and self._trace is not None:
             if self.passage.searching:
                 self._parts_before.append(Before.of(part, ()))
             self._trace.begins((args, kwargs, hollow))
 
     def _leave_part(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:
-        if not self.in_step or self._trace is None:
+        if not self.is_shown or not self.in_step or self._trace is None:
             return output
         kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
         return self._trace.ends(name, output, part, kept)
@@ -286,6 +295,8 @@ class Stage:
         return places[before]
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.is_shown:
+            return
         passage, places = self.passage, self.places[name]
         if len(places) == 1 and places[0] in self.owned and self.draws is not None:
             self._drawn[places[0]] = self.draws(places[0])
@@ -334,6 +345,8 @@ class Stage:
         self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
     def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
+        if not self.is_shown:
+            return None
         passage, places = self.passage, self.places[name]
         if places[0] in self._drawn:
             self._drawn.pop(places[0])()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.checkpointing import checkpoints, function_of
-from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd, keep
+from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
 
@@ -85,7 +85,7 @@ class StandIn:
             text = f"what {self.name} keeps as {key}"
             scalar = Slot((), torch.get_default_dtype(), False)
             filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
-            keep(self.block.get_submodule(path), key, filled)
+            self.stage.keep(self.block.get_submodule(path), key, filled)
 
     def _check_recomputed_alone(self) -> None:
         """A backward's recomputation runs this block wherever it was called: nothing else may depend on that.

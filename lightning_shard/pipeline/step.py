@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,56 +15,30 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.calls import Calls, Remember
 from lightning_shard.pipeline.channel import Channel, signature
-from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request, Slot, StageEnd
+from lightning_shard.pipeline.crossing import Crossing, Key, Passage, Slot, StageEnd
 from lightning_shard.pipeline.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedule import Action
+from lightning_shard.pipeline.search import (
+    CallsAgain,
+    Memory,
+    MemoryBeside,
+    RunStep,
+    Search,
+    check_order,
+    check_ran,
+    find_crossing,
+)
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import refuse
 
 
-class _CallsAgain(Exception):
-    """A step calls the network several times; known on all stages."""
-
-
 #: Waits for what was posted to be received.
 Arriving = Callable[[], Any]
-#: Calls the user's step on microbatch ``i``; returns its result, on the last stage.
-RunStep = Callable[[int], Any]
-
-
-class Memory(Protocol):
-    """What a step may change beside gradients, as it was."""
-
-    def put_back(self) -> None: ...
-
-    def check(self) -> None:
-        """After each run: see that it changed nothing that can't be put back."""
-
-    def forget(self) -> None:
-        """Nothing will be put back any more."""
-
-
-@dataclass(frozen=True)
-class MemoryBeside:
-    """A memory, and what puts back something that it doesn't know of."""
-
-    memory: Memory
-    put_rest_back: Callable[[], None]
-
-    def put_back(self) -> None:
-        self.memory.put_back()
-        self.put_rest_back()
-
-    def check(self) -> None:
-        self.memory.check()
-
-    def forget(self) -> None:
-        self.memory.forget()
 
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward."""
+    """A microbatch between its forward and its backward, on one stage."""
 
     crossing: Crossing
     received: Mapping[Key, Tensor]
@@ -71,22 +46,38 @@ class _InFlight:
     loss: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Ran:
+    """A microbatch's forward on one stage."""
+
+    crossing: Crossing
+    passage: Passage
+    result: Any
+
+
+@dataclass
+class _Ends:
+    """A stage of this rank, its ends of the pipeline, and what is known to cross there, by signature."""
+
+    stage: Stage
+    channel: Channel
+    crossings: dict[Hashable, Crossing] = field(default_factory=dict)
+
+
 class PipelinedStep:
-    """One stage's part of every step.
+    """One rank's part of every step.
 
     Args:
-        stage: The stage of the model that was cut.
-        channel: This rank's ends of its pipeline.
+        stages: This rank's stages of the model that was cut, in their order.
+        channels: Each one's ends of the pipeline.
         remember: Notes what a step may change beside gradients.
     """
 
-    def __init__(self, stage: Stage, channel: Channel, remember: Callable[[], Memory]) -> None:
-        self.stage = stage
-        self.channel = channel
+    def __init__(self, stages: Iterable[Stage], channels: Iterable[Channel], remember: Callable[[], Memory]) -> None:
+        self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
         self._remember = remember
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
         self.watch: Watch = UNWATCHED
-        self._crossings: dict[Hashable, Crossing] = {}
         self._call_by_call: set[Hashable] = set()
 
     def train(
@@ -95,91 +86,90 @@ class PipelinedStep:
         microbatches: Sequence[Any],
         actions: Sequence[Action],
         *,
-        loss_of: Callable[[Any], Tensor],
-        before_backward: Callable[[int, bool], None],
+        loss_of: Callable[[int, Any], Tensor],
+        before_backward: Callable[[Stage, int, bool], None],
         backward: Callable[[Tensor], None],
     ) -> list[Any]:
         """Forwards and backwards in the schedule's order.
 
         Args:
-            run: Calls the step on a microbatch by number.
+            run: Calls the step on a microbatch by number, for a stage.
             microbatches: What they hold; the same on every stage.
-            actions: This stage's order.
-            loss_of: The loss in what the step returned, scaled to be summed over microbatches; last stage only.
-            before_backward: Told before each backward which microbatch's it is, and whether it's the last.
+            actions: This rank's order.
+            loss_of: The loss of a microbatch in what the step returned, scaled to be summed over microbatches; on the
+                last stage only.
+            before_backward: Told before each backward which stage's and microbatch's it is, and whether it's the last
+                one here.
             backward: Runs the loss's backward.
 
         Returns:
-            What the step returned for each microbatch, on the last stage; else an empty list.
+            What the step returned for each microbatch, where the last stage is; else an empty list.
         """
-        in_flight: dict[int, _InFlight] = {}
+        in_flight: dict[tuple[int, int], _InFlight] = {}
         self.has_skipped_backward = False
         results: dict[int, Any] = {}
-        signatures = [signature(microbatch, "train") for microbatch in microbatches]
-        last_backward = next(a.microbatch for a in reversed(actions) if a.kind == "B")
+        last_backward = next(action for action in reversed(actions) if action.kind == "B")
         arriving: dict[Action, Arriving] = {}
-        for place, action in enumerate(actions):
-            self.watch.begins(action)
-            _, kind, i = action
-            for each in actions[place : place + 2]:  # one action ahead
-                started = in_flight.get(each.microbatch)
-                crossing = started.crossing if started else self._crossings.get(signatures[each.microbatch])
-                if each not in arriving and not self._expect(each, crossing, arriving):
-                    break  # what comes next on this link is a conversation
-            with record_function(f"{kind}{i}"):
-                if kind == "F":
-                    passage, result = self._forward(run, i, signatures[i], arriving.pop(action, None))
-                    loss = None
-                    if self.stage.is_last:
-                        loss = loss_of(result)
-                        results[i] = tree.map_leaves(_detached, result)  # keep no graph alive
-                    in_flight[i] = _InFlight(self._crossings[signatures[i]], passage.received, passage.sent, loss)
-                else:
-                    before_backward(i, i == last_backward)
-                    self._backward(in_flight.pop(i), backward, arriving.pop(action, None))
+
+        def crossing_of(action: Action) -> Crossing | None:
+            started = in_flight.get((action.stage, action.microbatch))
+            return started.crossing if started is not None else None
+
+        for action, ran in self._in_order(run, microbatches, actions, "train", self.watch, arriving, crossing_of):
+            end = self._ends[action.stage]
+            i = action.microbatch
+            if ran is not None:
+                loss = None
+                if end.stage.is_last:
+                    loss = loss_of(i, ran.result)
+                    results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
+                in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
+            else:
+                with record_function(f"B{i}"):
+                    before_backward(end.stage, i, action == last_backward)
+                    self._backward(end, in_flight.pop((action.stage, i)), backward, arriving.pop(action, None))
         self.watch.ends()
-        self.channel.flush()
+        self.flush()
         return [results[i] for i in sorted(results)]
 
     def knows(self, microbatches: Sequence[Any], kind: str) -> bool:
         """Whether it is known what crosses, so that a stage may run its part without an answer from the next one."""
-        found = [self._crossings.get(signature(microbatch, kind)) for microbatch in microbatches]
-        return all(crossing is not None and crossing.is_settled for crossing in found)
+        return all(self._is_settled(signature(microbatch, kind)) for microbatch in microbatches)
 
-    def evaluate(self, run: RunStep, microbatches: Sequence[Any], kind: str, *, waits: bool = True) -> list[Any] | None:
+    def evaluate(
+        self, run: RunStep, microbatches: Sequence[Any], actions: Sequence[Action], kind: str, *, waits: bool = True
+    ) -> list[Any] | None:
         """Forwards only: microbatches stream through the stages.
 
         Args:
+            actions: This rank's order; backwards are left out.
             waits: Until all that was sent has left.
 
         Returns:
-            What the step returned for each microbatch, on the last stage; else an empty list. ``None`` on all where it
-            calls the network several times: then nothing was done, and the batch is to go :meth:`call_by_call`.
+            What the step returned for each microbatch, where the last stage is; else an empty list. ``None`` on all
+            where it calls the network several times: then nothing was done, and the batch is to go
+            :meth:`call_by_call`.
         """
-        keys = [signature(microbatch, kind) for microbatch in microbatches]
-        if keys[0] in self._call_by_call:
+        first = signature(microbatches[0], kind)
+        if first in self._call_by_call:
             return None
-        actions = [Action(self.stage.index, "F", i) for i in range(len(keys))]
-        arriving: dict[Action, Arriving] = {}
-        results = []
+        forwards = [action for action in actions if action.kind == "F"]
+        results: dict[int, Any] = {}
         try:
-            for i, (action, key) in enumerate(zip(actions, keys)):
-                for each in actions[i : i + 2]:
-                    crossing = self._crossings.get(keys[each.microbatch])
-                    if each not in arriving and not self._expect(each, crossing, arriving):
-                        break
-                with record_function(f"F{i}"):
-                    results.append(self._forward(run, i, key, arriving.pop(action, None))[1])
-        except _CallsAgain:
-            self._call_by_call.add(keys[0])
+            for action, ran in self._in_order(run, microbatches, forwards, kind, UNWATCHED, {}, lambda _: None):
+                if self._ends[action.stage].stage.is_last and ran is not None:
+                    results[action.microbatch] = ran.result
+        except CallsAgain:
+            self._call_by_call.add(first)
             return None
         if waits:
-            self.channel.flush()
-        return results if self.stage.is_last else []
+            self.flush()
+        return [results[i] for i in sorted(results)]
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
-        self.channel.flush()
+        for end in self._ends.values():
+            end.channel.flush()
 
     def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:
         """A step that calls the network several times, on its whole batch.
@@ -190,21 +180,30 @@ class PipelinedStep:
 
         Returns:
             What the step returned; on the last stage only.
+
+        Raises:
+            StepError: There are several stages on this rank.
         """
-        stage = self.stage
-        calls = Calls(
-            stage.index, stage.is_last, stage.entrances, stage.device, self.channel, self._through_stages, after_call
-        )
+        if len(self._ends) > 1:
+            raise StepError(
+                f"An evaluation step that calls the network several times, as generating text does, can't be run with"
+                f" {len(self._ends)} stages on each rank: use a schedule with one stage on each, such as"
+                ' schedule="1F1B", or pipeline_parallel_size=1.'
+            )
+        [end] = self._ends.values()
+        stage = end.stage
+        through = partial(self._through_stages, end)
+        calls = Calls(stage.index, stage.is_last, stage.entrances, stage.device, end.channel, through, after_call)
         with stage.calling(calls):
             result = run()
             calls.end()
         return result
 
-    def _through_stages(self, call: Callable[[], Any], remember: Remember) -> Any:
+    def _through_stages(self, end: _Ends, call: Callable[[], Any], remember: Remember) -> Any:
         """One call of the network, and what it returned (on the last stage)."""
-        stage = self.stage
+        stage = end.stage
 
-        def run(_: int) -> Any:
+        def run(*_: Any) -> Any:
             try:
                 with stage.running(stage.entrances[0]):
                     output = call()
@@ -214,162 +213,115 @@ class PipelinedStep:
             except StageEnd:
                 return None
 
-        result = self._find_crossing(run, 0, lambda: MemoryBeside(self._remember(), remember()))[1]
-        self.channel.flush()
-        return result
+        search = Search(stage, end.channel)
+        find_crossing([search], run, 0, MemoryBeside(self._remember(), remember()))
+        self.flush()
+        return search.result
 
-    def _expect(self, action: Action, crossing: Crossing | None, arriving: dict[Action, Arriving]) -> bool:
-        """Post what an action receives; whether it is known yet what that is."""
-        if crossing is None:
-            return False
-        if action.kind == "F":
-            if not crossing.is_settled:
-                return False
-            if not self.stage.is_first:
-                arriving[action] = self.channel.expect(crossing.incoming.slots)
-            return True
-        slots = _that_need_gradients(crossing)
-        if slots and crossing.needed_later is None:
-            return False
-        if slots:
-            arriving[action] = self.channel.expect_gradients(slots)
-        return True
+    def _in_order(
+        self,
+        run: RunStep,
+        microbatches: Sequence[Any],
+        actions: Sequence[Action],
+        kind: str,
+        watch: Watch,
+        arriving: dict[Action, Arriving],
+        crossing_of: Callable[[Action], Crossing | None],
+    ) -> Iterator[tuple[Action, _Ran | None]]:
+        """Each action of this rank, forwards when they have run; those first by which it is found out what crosses.
 
-    def _forward(self, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> tuple[Passage, Any]:
-        """One microbatch's forward, and what the step returned (on the last stage)."""
-        crossing = self._crossings.get(key)
-        if crossing is None or not crossing.is_settled:
-            passage, result, found = self._find_crossing(run, i, self._remember)
+        The first microbatches of a signature go through all stages before any other is on its way, each after those
+        before it: on every rank alike. After that, receives are posted one action ahead.
+
+        Args:
+            arriving: Is given what was posted; forwards take theirs.
+            crossing_of: What crosses of the microbatch of an action, where that is under way.
+        """
+        keys = [signature(microbatch, kind) for microbatch in microbatches]
+        found: set[Action] = set()
+        for i in range(len(keys)):
+            if all(self._is_settled(key) for key in keys[i:]):
+                break
+            searched: dict[int, _Ran] = {}
+            for index, end in self._ends.items():
+                action = Action(index, "F", i)
+                found.add(action)
+                watch.begins(action)
+                if not searched and not self._is_settled(keys[i]):
+                    searched = self._find_crossing(run, i, keys[i])
+                yield action, searched.get(index) or self._forward(end, run, i, keys[i])
+        rest = [action for action in actions if action not in found]
+        for place, action in enumerate(rest):
+            watch.begins(action)
+            for each in rest[place : place + 2]:
+                end = self._ends[each.stage]
+                crossing = crossing_of(each) or end.crossings[keys[each.microbatch]]
+                if each not in arriving and not _expect(each, end, crossing, arriving):
+                    break  # what comes next on this link is said first
+            if action.kind == "F":
+                with record_function(f"F{action.microbatch}"):
+                    arrives = arriving.pop(action, None)
+                    ran = self._forward(
+                        self._ends[action.stage], run, action.microbatch, keys[action.microbatch], arrives
+                    )
+                yield action, ran
+            else:
+                yield action, None
+
+    def _is_settled(self, key: Hashable) -> bool:
+        """Of all stages alike."""
+        return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
+
+    def _find_crossing(self, run: RunStep, i: int, key: Hashable) -> dict[int, _Ran]:
+        searches = [Search(end.stage, end.channel) for end in self._ends.values()]
+        find_crossing(searches, run, i, self._remember())
+        ran = {}
+        for search, end in zip(searches, self._ends.values()):
+            crossing = search.crossing
             # A first microbatch may run more operations than others, to fill caches: where they are counted, the second
             # one's are. All stages know alike whether any of them counts.
-            found.is_settled = found.is_settled or crossing is not None
-            self._crossings[key] = found
-            return passage, result
+            crossing.is_settled = crossing.is_settled or key in end.crossings
+            end.crossings[key] = crossing
+            assert search.passage is not None
+            ran[end.stage.index] = _Ran(crossing, search.passage, search.result)
+        return ran
+
+    def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> _Ran:
+        """One microbatch's forward on one stage, where it is known what crosses."""
+        stage, channel, crossing = end.stage, end.channel, end.crossings[key]
+        if arriving is None and not stage.is_first:
+            arriving = channel.expect(crossing.incoming.slots)
         received = arriving() if arriving is not None else {}
         self.watch.computes()
-        with self.stage.microbatch(received, crossing) as passage:
-            result = run(i)
-            _check_ran(self.stage, passage)
-        _check_order(passage, crossing)
+        with stage.microbatch(received, crossing) as passage:
+            result = run(stage, i)
+            check_ran(stage, passage)
+        check_order(passage, crossing)
         if crossing.outgoing is not None:
-            self.channel.send(passage.sent, crossing.outgoing.slots)
+            channel.send(passage.sent, crossing.outgoing.slots)
             # gradients come back in the order in which values were agreed to be sent
             passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
-        return passage, result
-
-    def _find_crossing(self, run: RunStep, i: int, remember: Callable[[], Memory]) -> tuple[Passage, Any, Crossing]:
-        """The first microbatch of a signature: run it until neither this stage nor a later one misses anything.
-
-        A stage that misses a value asks the one before, which runs its part again to send it. In between everything is
-        put back as it was. Nobody asks for a name twice, so this ends.
-        """
-        stage, channel = self.stage, self.channel
-        memory = remember()
-        asked: list[Key] = []
-        unavailable: set[Key] = set()
-        while True:
-            incoming, received = Delivery(), {}
-            if not stage.is_first:
-                incoming = channel.hear()
-                received = channel.receive(incoming.slots)
-            crossing = Crossing(incoming, asked, unavailable)
-            with stage.microbatch(received, crossing, searching=True) as passage:
-                result = run(i)
-                if passage.missing is None:
-                    _check_ran(stage, passage)
-            request = passage.missing or self._deliver(passage, crossing)
-            if request.done:
-                crossing.is_settled = not (incoming.traced or request.traced)
-            if not stage.is_first:
-                channel.request(request)
-            if request.done:
-                memory.check()
-                _check_order(passage, crossing)
-                passage.known.clear()
-                passage, result = self._check_complete(run, i, passage, result, crossing, memory)
-                memory.forget()
-                return passage, result, crossing
-            memory.check()
-            memory.put_back()
-            if request.again:
-                memory.forget()
-                raise _CallsAgain
-
-    def _check_complete(
-        self, run: RunStep, i: int, passage: Passage, result: Any, crossing: Crossing, memory: Memory
-    ) -> tuple[Passage, Any]:
-        """Where NaN came up here: whether it is the network's own, or came from a hollow parameter.
-
-        Unknown values are followed through torch's functions; this finds one that went another way, such as through a
-        scripted function. Then NaN goes where unknown values are 0 instead. Once per signature.
-
-        Raises:
-            StepError: It came from a hollow parameter.
-        """
-        found = [] if self.stage.is_first or _nan_of(passage.received) else _nan_of((passage.sent, result))
-        if not found:
-            return passage, result
-        memory.put_back()
-        received = {
-            key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in passage.received.items()
-        }
-        with self.stage.unknown_values_being(0.0), self.stage.microbatch(received, crossing) as again:
-            result = run(i)
-        if crossing.outgoing is not None:
-            again.sent = {key: again.sent[key] for key in crossing.outgoing.slots}
-        own = _nan_of((again.sent, result))
-        if len(own) != len(found) or not all(map(torch.equal, own, found)):
-            raise StepError(
-                f"Stage {passage.stage} turned finite values into NaN that a plain run wouldn't have: code around its"
-                " blocks computes something that only an earlier stage has in a way that can't be followed, such as a"
-                " scripted function. Use torch's own functions there, make it a part of the blocks, or use"
-                " pipeline_parallel_size=1."
-            )
-        return again, result
-
-    def _deliver(self, passage: Passage, crossing: Crossing) -> Request:
-        """Send what the next stage gets; whether that is all it needs, and if not, what this stage needs for it."""
-        if self.stage.is_last:
-            return Request(done=True, traced=crossing.is_traced())
-        crossing.outgoing = self.stage.delivery(passage, crossing)
-        self.channel.announce(crossing.outgoing)
-        self.channel.send(passage.sent, crossing.outgoing.slots)
-        answer = self.channel.requested()
-        if answer.again:
-            return answer
-        if answer.done:
-            return replace(answer, traced=answer.traced or crossing.is_traced())
-        if again := set(answer.keys) & set(crossing.asked):
-            raise StepError(f"{answer.sentence} {sorted(again, key=str)} can't be sent between stages.")
-        crossing.asked.extend(answer.keys)
-        needed: dict[Key, None] = {}
-        for key in answer.keys:
-            own = passage.ask(key, answer.sentence)
-            if own is None:
-                crossing.unavailable.add(key)
-            else:
-                needed.update(dict.fromkeys(own))
-        return Request(False, tuple(needed), answer.sentence)
+        return _Ran(crossing, passage, result)
 
     def _backward(
-        self, microbatch: _InFlight, backward: Callable[[Tensor], None], arriving: Arriving | None = None
+        self, end: _Ends, microbatch: _InFlight, backward: Callable[[Tensor], None], arriving: Arriving | None
     ) -> None:
-        with self.stage.backward(microbatch.received):
+        with end.stage.backward(microbatch.received):
             if microbatch.loss is not None:
                 backward(microbatch.loss)
             else:
-                self._backward_of_sent(microbatch, arriving)
-        if not self.stage.is_first:
-            self._send_gradients(microbatch)
+                self._backward_of_sent(end.channel, microbatch, arriving)
+        if not end.stage.is_first:
+            _send_gradients(end.channel, microbatch)
 
-    def _backward_of_sent(self, microbatch: _InFlight, arriving: Arriving | None) -> None:
+    def _backward_of_sent(self, channel: Channel, microbatch: _InFlight, arriving: Arriving | None) -> None:
         """What has no gradient on the later stages has none here: parameters that only it needs keep ``None``."""
         crossing = microbatch.crossing
         outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
         if crossing.needed_later is None and outputs:
-            crossing.needed_later = self.channel.receive_needed(len(outputs))
+            crossing.needed_later = channel.receive_needed(len(outputs))
         if arriving is None:
-            arriving = self.channel.expect_gradients(_that_need_gradients(crossing))
+            arriving = channel.expect_gradients(_that_need_gradients(crossing))
         gradients = arriving()
         self.watch.computes()
         needed = [
@@ -382,46 +334,32 @@ class PipelinedStep:
         if needed:
             torch.autograd.backward([output for output, _ in needed], [gradient for _, gradient in needed])
 
-    def _send_gradients(self, microbatch: _InFlight) -> None:
-        crossing = microbatch.crossing
-        received = [tensor for tensor in microbatch.received.values() if tensor.requires_grad]
-        if not crossing.told_needed and received:
-            self.channel.send_needed([tensor.grad is not None for tensor in received])
-            crossing.told_needed = True
-        self.channel.send_gradients(received)
+
+def _expect(action: Action, end: _Ends, crossing: Crossing, arriving: dict[Action, Arriving]) -> bool:
+    """Post what an action receives; whether it is known yet what that is."""
+    if action.kind == "F":
+        if not end.stage.is_first:
+            arriving[action] = end.channel.expect(crossing.incoming.slots)
+        return True
+    slots = _that_need_gradients(crossing)
+    if slots and crossing.needed_later is None:
+        return False
+    if slots:
+        arriving[action] = end.channel.expect_gradients(slots)
+    return True
 
 
 def _that_need_gradients(crossing: Crossing) -> list[Slot]:
     return [slot for slot in crossing.outgoing.slots.values() if slot.requires_grad] if crossing.outgoing else []
 
 
-def _check_ran(stage: Stage, passage: Passage) -> None:
-    if not passage.finished:
-        raise StepError(
-            "The step returned without calling the network, or the network skipped its blocks; with several"
-            " pipeline stages every step calls it exactly once, and its blocks in the order of pipeline_blocks. Call"
-            " it, or use pipeline_parallel_size=1."
-        )
-
-
-def _check_order(passage: Passage, crossing: Crossing) -> None:
-    """Values are told by the number of their operation: both sides of a cut must have counted the same."""
-    if not crossing.is_traced():
-        return
-    entered = crossing.incoming.counted
-    ended = crossing.outgoing.counted if crossing.outgoing else None
-    if entered not in (None, passage.entered_at) or ended not in (None, passage.counted):
-        raise StepError(
-            f"Stage {passage.stage} ran other code around the blocks than the stage before, or than for an earlier"
-            " microbatch of the same shapes, so what crosses between stages isn't known: what a network runs may depend"
-            " on a batch's shapes, not on its values or on random numbers. Or use pipeline_parallel_size=1."
-        )
-
-
-def _nan_of(values: Any) -> list[Tensor]:
-    """Where there is NaN, if anywhere; waits for the device."""
-    masks = [tensor.detach().isnan() for tensor in tree.tensors(values) if tensor.is_floating_point()]
-    return masks if any(bool(mask.any()) for mask in masks) else []
+def _send_gradients(channel: Channel, microbatch: _InFlight) -> None:
+    crossing = microbatch.crossing
+    received = [tensor for tensor in microbatch.received.values() if tensor.requires_grad]
+    if not crossing.told_needed and received:
+        channel.send_needed([tensor.grad is not None for tensor in received])
+        crossing.told_needed = True
+    channel.send_gradients(received)
 
 
 def _detached(leaf: Any) -> Any:

@@ -27,11 +27,14 @@ from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve
 from lightning_shard.pipeline.cost import ModelCost, Part, measure, watch
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.pipeline.stages import Stages
 from lightning_shard.pipeline.taint import Hollow
-from lightning_shard.pipeline.ties import Tie, find_ties
+from lightning_shard.pipeline.ties import Tie, find_ties, over_ranks
+from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import Memory
+from lightning_shard.plugin.steps.schedules import choose, that_fit
 
 _PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
 _EXAMPLE_TOKENS = 16
@@ -70,18 +73,20 @@ class Assembly:
     Attributes:
         layout: The layout it was assembled for.
         settings: What else the user chose then.
-        stage: This rank's stage; ``None`` with a single one.
+        stages: This rank's stages; ``None`` with a single rank in a pipeline.
+        schedule: The order that they run in.
         placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
-        saved_elsewhere: State-dict names that this stage holds and another one saves: tied parameters, and what
-            every stage holds, such as a frozen module outside the network.
-        ties: The parameters that this stage and another one hold.
-        is_tied_over_stages: Whether any stages hold such a parameter.
+        saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what
+            every rank holds, such as a frozen module outside the network.
+        ties: The parameters that this rank and another one of its pipeline hold.
+        is_tied_over_stages: Whether any ranks hold such a parameter.
         places: Each parameter's place in the whole module.
     """
 
     layout: Layout
     settings: Settings
-    stage: Stage | None
+    stages: Stages | None
+    schedule: Schedule
     placement: Placement | None
     saved_elsewhere: frozenset[str]
     ties: tuple[Tie, ...]
@@ -97,8 +102,10 @@ def assemble(
     device: torch.device,
     seed: int,
     settings: Settings,
+    schedules: Sequence[Schedule],
+    groups: Groups,
 ) -> Assembly:
-    """Cut ``module`` to this rank's stage and shard it, in place.
+    """Cut ``module`` to this rank's stages and shard it, in place.
 
     Args:
         module: On any device, or on meta.
@@ -106,13 +113,15 @@ def assemble(
         expert_mesh: The experts' mesh, with several expert-parallel ranks.
         device: Where this rank computes.
         seed: Seeds the weights of what is on meta.
+        schedules: Among which the settings leave the choice.
+        groups: This rank's.
 
     Raises:
         ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
     """
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
-        return _as_it_shards_itself(module, layout, settings, device, seed, places)
+        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places)
 
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
@@ -120,54 +129,38 @@ def assemble(
     styles: dict[str, ParallelStyle] = {}
     if layout.tensor_parallel_size > 1:
         styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
-    placement = None
+    placement, schedule = None, schedules[0]
     if blocks:
-        blocks, placement = _place(module, blocks, layout, settings, device)
+        blocks, placement, schedule = _place(module, blocks, layout, settings, schedules, groups, device)
     recomputed = _recomputed(module, blocks, settings)
     agree_on_weights(module)
     if blocks and placement:
-        # before the cut, which stands in for some of their calls
-        _wrap_blocks(
-            module,
-            {blocks.names[place] for place in placement.stages[layout.pipeline_rank].blocks},
-            recomputed,
-            settings,
-            device,
-        )
+        own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
+        names = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+        _wrap_blocks(module, names, recomputed, settings, device)  # before the cut, which stands in for some calls
 
-    stage = None
     named = names_of_parameters(module)
-    units = listed
-    saved_elsewhere: set[str] = set()
-    all_ties: list[Tie] = []
-    ties: tuple[Tie, ...] = ()
+    units, part = listed, _OwnPart()
     if layout.pipeline_parallel_size > 1:
         assert blocks is not None
         assert placement is not None
-        is_last = layout.pipeline_rank == layout.pipeline_parallel_size - 1
-        saved_elsewhere = set() if is_last else _names_on_every_stage(module, blocks)
-        _refuse_pre_hooks(module, blocks, placement)
-        holders = Holders(blocks, placement)
-        all_ties = find_ties(named, holders.of)
-        _refuse_buffers_of_several_stages(module, holders)
-        ties = tuple(tie for tie in all_ties if layout.pipeline_rank in tie.stages)
-        saved_elsewhere |= {name for tie in ties if layout.pipeline_rank != tie.stages[-1] for name in tie.names}
-        stage = _cut(module, holders, layout, ties, device)
+        part = _cut_to_rank(module, blocks, placement, schedule, layout.pipeline_rank, device)
+        assert part.stages is not None
         held = {name for name, part in module.named_modules() if _is_held(part)}
-        units = _units(module, stage, listed)
+        units = _units(module, part.stages, listed)
         styles = {name: style for name, style in styles.items() if name in held}
         experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
-    reshards = stage is None if settings.reshard_after_forward is None else settings.reshard_after_forward
+    reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
         module,
         [
             module.get_submodule(name)
-            for name in _apart(units, named, ties)
+            for name in _apart(units, named, part.ties_of_stages)
             if not any(name.startswith(f"{dealt}.") for dealt in experts)
         ],
         data_mesh,
@@ -179,23 +172,70 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    if stage is not None:
-        _join(module, stage, ties)
-    return Assembly(layout, settings, stage, placement, frozenset(saved_elsewhere), ties, bool(all_ties), places)
+    if part.stages is not None:
+        _join(module, part.stages, layout.pipeline_rank, part.ties)
+    return Assembly(
+        layout,
+        settings,
+        part.stages,
+        schedule,
+        placement,
+        part.saved_elsewhere,
+        part.ties,
+        part.is_tied_over_ranks,
+        places,
+    )
 
 
-def _join(module: nn.Module, stage: Stage, ties: Iterable[Tie]) -> None:
-    """What a stage does to a module that is sharded: norms count a parameter of several stages on the last of these."""
+@dataclass(frozen=True)
+class _OwnPart:
+    """What a cut left on this rank; see :class:`Assembly`.
+
+    Attributes:
+        ties_of_stages: The parameters that several stages hold, be they on one rank.
+    """
+
+    stages: Stages | None = None
+    saved_elsewhere: frozenset[str] = frozenset()
+    ties: tuple[Tie, ...] = ()
+    is_tied_over_ranks: bool = False
+    ties_of_stages: Sequence[Tie] = ()
+
+
+def _cut_to_rank(
+    module: pl.LightningModule,
+    blocks: Blocks,
+    placement: Placement,
+    schedule: Schedule,
+    rank: int,
+    device: torch.device,
+) -> _OwnPart:
+    """Keep the stages of one rank of a pipeline."""
+    elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
+    _refuse_pre_hooks(module, blocks, placement)
+    holders = Holders(blocks, placement)
+    of_stages = find_ties(names_of_parameters(module), holders.of)
+    of_ranks = over_ranks(of_stages, schedule.rank_of)
+    _refuse_buffers_of_several_stages(module, holders)
+    ties = tuple(tie for tie in of_ranks if rank in tie.holders)
+    elsewhere |= {name for tie in ties if rank != tie.holders[-1] for name in tie.names}
+    stages = cut_to(module, holders, schedule.stages_of(rank), of_stages, device)
+    return _OwnPart(stages, frozenset(elsewhere), ties, bool(of_ranks), of_stages)
+
+
+def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:
+    """What stages do to a module that is sharded: norms count a parameter of several ranks on the last of these."""
     for tie in ties:
-        if stage.index != tie.stages[-1]:
+        if rank != tie.holders[-1]:
             count_elsewhere(module.get_parameter(tie.names[0]))
-    stage.join(module)
+    stages.join(module)
 
 
 def _as_it_shards_itself(
     module: pl.LightningModule,
     layout: Layout,
     settings: Settings,
+    schedule: Schedule,
     device: torch.device,
     seed: int,
     places: Mapping[str, int],
@@ -215,7 +255,7 @@ def _as_it_shards_itself(
         )
     materialize(module, (), device, seed)
     module.to(device)
-    return Assembly(layout, settings, None, None, frozenset(), (), False, places)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places)
 
 
 def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Blocks | None:
@@ -307,15 +347,33 @@ def _wrap_blocks(
 
 
 def _place(
-    module: pl.LightningModule, blocks: Blocks, layout: Layout, settings: Settings, device: torch.device
-) -> tuple[Blocks, Placement]:
-    """The blocks in the order in which they were seen to run, where there is an example, and each one's stage."""
-    stages = layout.pipeline_parallel_size
-    blocks, cost = costs_of(module, blocks, runs=stages > 1)
-    if stages > 1:
-        module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
-    policy = settings.placement if stages > 1 else "even"
-    return blocks, place(cost, stages, policy, devices=devices_of(layout, device.type), ranks=layout.stages())
+    module: pl.LightningModule,
+    blocks: Blocks,
+    layout: Layout,
+    settings: Settings,
+    schedules: Sequence[Schedule],
+    groups: Groups,
+    device: torch.device,
+) -> tuple[Blocks, Placement, Schedule]:
+    """The blocks in the order in which they were seen to run, where there is an example; stages, and their order."""
+    ranks, devices = layout.stages(), devices_of(layout, device.type)
+    blocks, cost = costs_of(module, blocks, runs=layout.pipeline_parallel_size > 1)
+    if layout.pipeline_parallel_size == 1:
+        return blocks, place(cost, 1, "even", devices=devices, ranks=ranks), schedules[0]
+    module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
+
+    def placed(schedule: Schedule) -> Placement:
+        holders = [schedule.rank_of[stage] for stage in range(schedule.stages)]
+        return place(
+            cost,
+            schedule.stages,
+            settings.placement,
+            devices=[devices[rank] for rank in holders],
+            ranks=[ranks[rank] for rank in holders],
+        )
+
+    schedule = choose(that_fit(schedules, len(blocks), settings.placement), placed, groups)
+    return blocks, placed(schedule), schedule
 
 
 def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:
@@ -434,10 +492,10 @@ def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
     }
 
 
-def _units(module: nn.Module, stage: Stage, listed: Sequence[str]) -> list[str]:
-    """What this stage shards as a unit each: its blocks, and those of lists around them; inner ones first."""
-    owned = [stage.blocks[index] for index in stage.owned]
-    beside = [name for name in listed if name not in stage.blocks]
+def _units(module: nn.Module, stages: Stages, listed: Sequence[str]) -> list[str]:
+    """What this rank shards as a unit each: its blocks, and those of lists around them; inner ones first."""
+    owned = [stage.blocks[index] for stage in stages for index in stage.owned]
+    beside = [name for name in listed if name not in stages[0].blocks]
     held = [
         name for name in dict.fromkeys([*owned, *beside]) if any(True for _ in module.get_submodule(name).parameters())
     ]
@@ -475,21 +533,20 @@ def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holde
             )
 
 
-def _cut(
-    module: pl.LightningModule, holders: Holders, layout: Layout, ties: Sequence[Tie], device: torch.device
-) -> Stage:
-    index = layout.pipeline_rank
-    owned = holders.placement.stages[index].blocks
+def cut_to(
+    module: nn.Module, holders: Holders, own: Sequence[int], ties: Sequence[Tie], device: torch.device
+) -> Stages:
+    """Cut to the stages of these numbers."""
+    placed = holders.placement.stages
     return cut(
         module,
         holders.blocks.names,
-        range(owned.start, owned.stop),
+        {stage: range(placed[stage].blocks.start, placed[stage].blocks.stop) for stage in own},
         network=holders.blocks.network,
-        index=index,
-        count=layout.pipeline_parallel_size,
+        count=len(placed),
         parts=holders.of_part,
         holder_of=holders.of_block,
-        kept={name for tie in ties for name in tie.names},
+        kept={stage: {name for tie in ties if stage in tie.holders for name in tie.names} for stage in own},
         device=device,
     )
 

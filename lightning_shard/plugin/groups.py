@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
+from lightning_shard.pipeline.channel import Ways
 from lightning_shard.plugin.told import Teller
 
 
@@ -29,8 +30,9 @@ class Groups:
     """This rank's groups.
 
     Attributes:
-        pipeline: The ranks of its pipeline, the last stage's first; values go forward on it.
-        backward: The same ranks; gradients go backward on it.
+        pipeline: The ranks of its pipeline, the last one first.
+        forward: The same ranks; values go forward on these.
+        backward: The same ranks; gradients go backward on these.
         control: The same ranks, between their hosts: what they tell each other waits for no device, and never stands
             before or behind values.
         data: The ranks that hold the same part of the model and read other data.
@@ -39,25 +41,37 @@ class Groups:
     """
 
     pipeline: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    forward: Ways
+    backward: Ways
     control: dist.ProcessGroup
     data: dist.ProcessGroup
     host: dist.ProcessGroup
     teller: Teller
 
     @classmethod
-    def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
+    def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None, *, both_ways: bool = False) -> Groups:
         """A collective call over all ranks.
+
+        Args:
+            both_ways: Whether values and gradients each go to later ranks and to earlier ones, as where ranks hold
+                several stages.
 
         Raises:
             ConfigurationError: CUDA devices over gloo.
         """
         if layout.world_size > 1 and mesh.device_type == "cuda":
             refuse_gloo()
-        pipeline = backward = control = mesh[PIPELINE_AXIS].get_group()
+        pipeline = control = mesh[PIPELINE_AXIS].get_group()
+        forward = backward = Ways(pipeline, pipeline)
         if layout.pipeline_parallel_size > 1:
             pipelines = [ranks[::-1] for ranks in layout.pipelines()]
-            pipeline, backward = _of_axis(pipelines, timeout), _of_axis(pipelines, timeout)
+
+            def ways() -> Ways:
+                made = [_of_axis(pipelines, timeout) for _ in range(1 + both_ways)]
+                return Ways(made[0], made[-1])
+
+            forward, backward = ways(), ways()
+            pipeline = forward.later
             control = _own_of(pipelines, timeout, backend="gloo")
         if len(layout.data_axes) == 1:
             data = mesh[layout.data_axes[0]].get_group()
@@ -67,7 +81,7 @@ class Groups:
         host = world
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, backward, control, data, host, Teller(control, pipeline))
+        return cls(pipeline, forward, backward, control, data, host, Teller(control, pipeline))
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Every stage's value, in stage order; a collective call over the pipeline."""

@@ -37,8 +37,9 @@ from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
+from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Settings, assemble
+from lightning_shard.plugin.assemble import Assembly, Settings, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
@@ -92,8 +93,9 @@ class HybridShardStrategy(CheckpointedStrategy):
             replicated over this many groups of them.
         microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
         schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
-            ``"GPipe"``, ``"auto"`` (the fastest of these, by a simulation of the stages' counted costs), or the path of
-            a CSV file as torch's schedules write it, with one stage on each rank.
+            ``"GPipe"``, ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
+            counts), ``"auto"`` (the fastest of those with one, by a simulation of the stages' counted costs), or the
+            path of a CSV file as torch's schedules write it.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
             and modules in the order in which they run, and as often. Default: found.
@@ -169,7 +171,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             raise ConfigurationError(
                 f"compile_blocks with expert_parallel_size={expert_parallel_size} was never tried: leave one out."
             )
-        self._schedules = candidates(schedule, pipeline_parallel_size, microbatches)
+        self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
+        self._talks_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
         self._microbatches = self._schedules[0].microbatches
         self._settings = Settings(
             placement,
@@ -266,7 +269,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         )
 
     def _report(self, exception: BaseException) -> None:
-        if self._assembly is not None and self._assembly.stage is not None and not self._assembly.stage.is_last:
+        if self._assembly is not None and self._assembly.stages is not None and not self._assembly.stages.is_last:
             note_missing_state(exception)
         super()._report(exception)
 
@@ -309,32 +312,30 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.root_device,
                 randomness.derive(self._seed, "init"),
                 self._settings,
+                self._schedules,
+                self.groups,
             )
             module.__dict__[_ASSEMBLY] = known
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
-        elif (known.layout, known.settings) != (self.layout, self._settings):
-            raise ConfigurationError(
-                f"This module was laid out as {known.layout} with {known.settings} by an earlier Trainer and can't be"
-                f" laid out anew as {self.layout} with {self._settings}: build a new module."
-            )
+        else:
+            known.schedule = self._schedule_of(known)
         self._assembly = known
         self._checked.clear()
         self._steps_taken = 0
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
-        if known.stage is not None:
+        if known.stages is not None:
             reshard(module)
-            assert known.placement is not None
-            self._walks = Walks(known.stage.incomplete)
+            self._walks = Walks(known.stages.incomplete)
             self._steps = PipelinedSteps(
                 module,
-                known.stage,
+                known.stages,
                 self.groups,
                 self.layout,
                 self.root_device,
-                choose(self._schedules, known.placement, self.groups),
+                known.schedule,
                 known.ties,
                 self._weights,
                 reduces_each=self._reduces_each,
@@ -346,7 +347,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.groups.host,
                 deals_experts=self.layout.expert_parallel_size > 1,
             )
-        share_metrics(module, self.groups, self.root_device, known.stage)
+        share_metrics(module, self.groups, self.root_device, known.stages)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
@@ -354,6 +355,29 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _schedule_of(self, known: Assembly) -> Schedule:
+        """The order in which the stages of a module run that an earlier Trainer has laid out.
+
+        Raises:
+            ConfigurationError: It was laid out in another way, or the schedule has other stages on the ranks.
+        """
+        if (known.layout, known.settings) != (self.layout, self._settings):
+            raise ConfigurationError(
+                f"This module was laid out as {known.layout} with {known.settings} by an earlier Trainer and can't be"
+                f" laid out anew as {self.layout} with {self._settings}: build a new module."
+            )
+        placement, schedules = known.placement, self._schedules
+        if placement is None:
+            return schedules[0]
+        fitting = [each for each in schedules if each.rank_of == known.schedule.rank_of]
+        if not fitting:
+            raise ConfigurationError(
+                f"This module was laid out for schedule={known.schedule.name!r}, with {known.schedule.stages} stages,"
+                f" by an earlier Trainer and can't be laid out anew for {schedules[0].name!r}, with"
+                f" {schedules[0].stages}: build a new module."
+            )
+        return choose(fitting, lambda _: placement, self.groups)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

@@ -32,6 +32,8 @@ def with_every_schedule(network: str, layout: str) -> dict[str, Seen]:
     schedules = ["1F1B", "GPipe"] if sizes["pipeline_parallel_size"] > 1 else ["1F1B"]
     if layout == "pp2":
         schedules += ["auto", str(OWN_ORDER)]
+    if (layout, network) == ("pp2", "llama"):
+        schedules += ["Interleaved1F1B"]
     return {schedule: train(network, sizes, schedule=schedule) for schedule in schedules}
 
 

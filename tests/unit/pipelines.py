@@ -19,16 +19,18 @@ from lightning_shard.errors import StepError
 from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
-from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.pipeline.search import MemoryBeside
 from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.stages import Stages
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import find_ties
-from lightning_shard.plugin.assemble import Holders
-from lightning_shard.plugin.steps.kept import KeptState
+from lightning_shard.plugin.assemble import Holders, cut_to
+from lightning_shard.plugin.steps.apart import StatesApart
+from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.randomness import derive, seed_own
@@ -63,9 +65,12 @@ class QueueChannel:
         self.queues[self.stage, to, kind].put(value)
 
     def _get(self, source: int, kind: str) -> Any:
+        return self._get_of(source, self.stage, kind)
+
+    def _get_of(self, source: int, to: int, kind: str) -> Any:
         while True:
             try:
-                return self.queues[source, self.stage, kind].get(timeout=0.05)
+                return self.queues[source, to, kind].get(timeout=0.05)
             except queue.Empty:
                 if self.failed.is_set():
                     raise RuntimeError("another stage failed") from None
@@ -122,15 +127,6 @@ class QueueChannel:
     def flush(self) -> None:
         pass
 
-    def agree(self, kept: KeptState, microbatches: int) -> None:
-        """The last stage's state, on all."""
-        changes = kept.changes() if self.stage == self.stages - 1 else None
-        if changes is None:
-            changes = self._get(self.stage + 1, "message")
-            kept.take(changes, microbatches, CPU)
-        if self.stage:
-            self._put(self.stage - 1, "message", changes)
-
 
 @dataclass
 class Seen:
@@ -163,28 +159,33 @@ def on_stages(
     blocks: str | Sequence[str] | None = None,
     schedule: str = "1F1B",
     microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    roots: list[Root] | None = None,
 ) -> Seen:
-    """The same through a pipeline; gradients of the stages that hold the parameters.
+    """The same through a pipeline; gradients of the ranks that hold the parameters.
 
     Args:
+        stages: Ranks; how many stages each has follows from the schedule.
         microbatches: Of a batch; all parts are one batch if not said.
+        roots: Is given each rank's network.
 
     Raises:
         Exception: The first that a stage raised.
     """
-    built = build(schedule, stages, len(parts))
-    roots = [Root(make()) for _ in range(stages)]
-    cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
+    built = build(schedule, stages, len(parts), stages_per_rank)
+    roots = [] if roots is None else roots
+    roots += [Root(make()) for _ in range(stages)]
+    cuts = [_cut(root, rank, built, blocks) for rank, root in enumerate(roots)]
 
-    def run_stage(index: int, channel: QueueChannel) -> tuple[list[Tensor], list[int]]:
-        return _run(roots[index], cuts[index], channel, step, parts, built, microbatches or len(parts)), channel.sizes
+    def run_rank(rank: int, channels: list[QueueChannel]) -> list[Tensor]:
+        return _run(roots[rank], cuts[rank], channels, step, parts, built, rank, microbatches or len(parts))
 
-    done = _on_threads(run_stage, stages)
+    done, channels = _on_threads(run_rank, built)
     gradients: dict[str, Tensor] = {}
     for root in roots:
-        for name, gradient in _gradients(root).items():  # of several stages where one parameter is on these
+        for name, gradient in _gradients(root).items():  # of several ranks where one parameter is on these
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return Seen(done[-1][0], gradients, [sizes[-1] for _, sizes in done[:-1]])
+    return Seen(done[-1], gradients, [channel.sizes[-1] for channel in channels[:-1]])
 
 
 def evaluated_on_stages(
@@ -194,105 +195,126 @@ def evaluated_on_stages(
     stages: int,
     *,
     blocks: str | Sequence[str] | None = None,
+    schedule: str = "1F1B",
 ) -> list[Any]:
     """What an evaluation step returns for each batch on the last stage; each is a single microbatch.
 
     Raises:
         Exception: The first that a stage raised.
     """
+    built = build(schedule, stages)
     roots = [Root(make()).eval() for _ in range(stages)]
-    cuts = [_cut(root, index, stages, blocks) for index, root in enumerate(roots)]
+    cuts = [_cut(root, rank, built, blocks) for rank, root in enumerate(roots)]
 
     @torch.no_grad()
-    def run_stage(index: int, channel: QueueChannel) -> list[Any]:
-        stage, root = cuts[index], roots[index]
-        pipelined = PipelinedStep(stage, channel, lambda: Memory(root))  # type: ignore[arg-type]
+    def run_rank(rank: int, channels: list[QueueChannel]) -> list[Any]:
+        root, held = roots[rank], cuts[rank]
+        apart = StatesApart(root, held)
+        pipelined = PipelinedStep(held, channels, partial(_remember, root, held, apart))  # type: ignore[arg-type]
         results = []
         for batch in batches:
-            run = partial(_run_step, stage, root, step, batch)
-            done = pipelined.evaluate(lambda _: run(), [batch], "evaluation")  # noqa: B023
+
+            def run(stage: Stage, _: int, batch: Any = batch) -> Any:
+                return _run_step(stage, root, step, batch)
+
+            with apart.batch():
+                done = pipelined.evaluate(run, [batch], built.first(1).rows[rank], "evaluation")
+                apart.settle()
             if done is None:
-                done = [pipelined.call_by_call(run, lambda _: None)]
+                done = [pipelined.call_by_call(partial(run, held[-1], 0), lambda _: None)]
             results += done
         return results
 
-    return _on_threads(run_stage, stages)[-1]
+    return _on_threads(run_rank, built)[0][-1]
 
 
-def _on_threads(run_stage: Callable[[int, QueueChannel], Result], stages: int) -> list[Result]:
-    kinds = ("message", "value", "gradient", "meeting")
-    pairs = [(a, b) for a in range(stages) for b in range(stages)]
-    queues = {(a, b, kind): queue.Queue[Any]() for a, b in pairs for kind in kinds}
+def _on_threads(
+    run_rank: Callable[[int, list[QueueChannel]], Result], schedule: Schedule
+) -> tuple[list[Result], list[QueueChannel]]:
+    """What each rank returns, and each stage's channel."""
+    kinds = ("message", "value", "gradient", "meeting", "changes")
+    stages, ranks = schedule.stages, len(schedule.rows)
+    queues = {(a, b, kind): queue.Queue[Any]() for a in range(stages) for b in range(stages) for kind in kinds}
     failed = threading.Event()
     errors: list[BaseException] = []
+    channels = [QueueChannel(stage, stages, queues, failed) for stage in range(stages)]
 
-    def run(index: int) -> Result:
+    def run(rank: int) -> Result:
         try:
-            return run_stage(index, QueueChannel(index, stages, queues, failed))
+            return run_rank(rank, [channels[stage] for stage in schedule.stages_of(rank)])
         except BaseException as error:
             if not failed.is_set():
                 errors.append(error)
             failed.set()
             raise
 
-    with ThreadPoolExecutor(stages) as pool:
-        futures = [pool.submit(run, index) for index in range(stages)]
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(ranks)]
         done = [future.exception(WAIT_S) for future in futures]
     if any(done):
         raise errors[0]
-    return [future.result() for future in futures]
+    return [future.result() for future in futures], channels
 
 
-def _cut(root: nn.Module, index: int, stages: int, path: str | Sequence[str] | None) -> Stage:
+def _cut(root: nn.Module, rank: int, schedule: Schedule, path: str | Sequence[str] | None) -> Stages:
     blocks = find_blocks(root, path)
-    holders = Holders(blocks, place(measure(zip(blocks.names, blocks.modules(root)), {}), stages, "even"))
-    owned = holders.placement.stages[index].blocks
+    holders = Holders(blocks, place(measure(zip(blocks.names, blocks.modules(root)), {}), schedule.stages, "even"))
     ties = find_ties(names_of_parameters(root), holders.of)
-    stage = cut(
-        root,
-        blocks.names,
-        owned,
-        network=blocks.network,
-        index=index,
-        count=stages,
-        parts=holders.of_part,
-        holder_of=holders.of_block,
-        kept={name for tie in ties if index in tie.stages for name in tie.names},
-        device=CPU,
-    )
-    stage.join(root)
-    return stage
+    stages = cut_to(root, holders, schedule.stages_of(rank), ties, CPU)
+    stages.join(root)
+    return stages
 
 
 def _run(
     root: nn.Module,
-    stage: Stage,
-    channel: Any,
+    stages: Stages,
+    channels: Sequence[Any],
     step: Step,
     parts: Sequence[Any],
     schedule: Schedule,
+    rank: int,
     microbatches: int,
 ) -> list[Tensor]:
-    pipelined = PipelinedStep(stage, channel, lambda: Memory(root))
-    kept = KeptState(root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+    apart = StatesApart(root, stages)
+    pipelined = PipelinedStep(stages, channels, partial(_remember, root, stages, apart))
+    kept = KeptStates(root, stages, apart)
     losses = []
     for start in range(0, len(parts), microbatches):
         batch = parts[start : start + microbatches]
 
-        def run(i: int, start: int = start) -> Any:
+        def run(stage: Stage, i: int, start: int = start) -> Any:
             seed_generators(root, start + i)
             return _run_step(stage, root, step, parts[start + i], kept)
 
-        losses += pipelined.train(
-            run,
-            batch,
-            schedule.first(len(batch)).rows[stage.index],
-            loss_of=lambda loss: loss / len(parts),
-            before_backward=lambda *_: None,
-            backward=lambda loss: loss.backward(),
-        )
-        channel.agree(kept, len(batch))
+        with apart.batch():
+            losses += pipelined.train(
+                run,
+                batch,
+                schedule.first(len(batch)).rows[rank],
+                loss_of=lambda _, loss: loss / len(parts),
+                before_backward=lambda *_: None,
+                backward=lambda loss: loss.backward(),
+            )
+            _agree(kept, channels, rank, len(schedule.rows), len(batch))
     return losses
+
+
+def _remember(root: nn.Module, stages: Stages, apart: StatesApart) -> MemoryBeside:
+    put_back = apart.remember()
+    return MemoryBeside(Memory(root, len(stages)), put_back)
+
+
+def _agree(kept: KeptStates, channels: Sequence[QueueChannel], rank: int, ranks: int, microbatches: int) -> None:
+    """The last stage's state, on all ranks."""
+    own = channels[-1]
+    if own.stage == own.stages - 1:
+        changes = kept.changes()
+        for other in range(ranks):
+            if other != rank:
+                own.queues[0, other, "changes"].put(changes)
+    else:
+        changes = own._get_of(0, rank, "changes")
+    kept.take(changes, microbatches, CPU)
 
 
 def seed_generators(root: nn.Module, i: int) -> None:
@@ -302,9 +324,9 @@ def seed_generators(root: nn.Module, i: int) -> None:
 
 
 def _run_step(
-    stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, kept: KeptState | None = None
+    stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, kept: KeptStates | None = None
 ) -> Any:
-    keeping = kept.step(searching=stage.passage.searching) if kept is not None else nullcontext()
+    keeping = kept.step(stage, searching=stage.passage.searching) if kept is not None else nullcontext()
     try:
         with keeping, stage.running(root):
             result = step(root, batch)

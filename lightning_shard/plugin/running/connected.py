@@ -46,6 +46,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._sizes = sizes
         self._layout: Layout | None = None
         self._groups: Groups | None = None
+        self._talks_both_ways = False  # values go to later ranks only, and gradients to earlier ones
         self._expert_mesh: DeviceMesh | None = None
         self._seed = 0
         self._watch: FailureWatch | None = None
@@ -78,7 +79,7 @@ class ConnectedStrategy(ModelParallelStrategy):
             self._device_mesh = self.layout.mesh(self.root_device.type)
             if self.layout.expert_parallel_size > 1:
                 self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
-            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
+            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._talks_both_ways)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
             self._watch = FailureWatch(self._meeting())

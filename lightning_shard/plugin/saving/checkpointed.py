@@ -164,7 +164,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         reshard(self.lightning_module)
-        stage = self._assembly.stage if self._assembly else None
+        stages = self._assembly.stages if self._assembly else None
         names = self._names_of_other_stages()
         stored = checkpoint["state_dict"]
         prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
@@ -177,7 +177,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             stored,
             names,
             strict=strict,
-            also=stage.foreign_buffers if stage else (),
+            also=stages.foreign_buffers if stages else (),
             left_out=excluded["tensors"] if excluded is not None else (),
             by_own_code=any(self.groups.gather_over_stages(loads_itself(self.lightning_module))),
         )

@@ -30,6 +30,10 @@ class Replayed(Iterator[Any]):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
+    @property
+    def has_drawn(self) -> bool:
+        return bool(self._drawn)
+
     def begin_again(self) -> None:
         self._place = 0
 
@@ -54,6 +58,9 @@ class ReplayedIterators:
     def begin_again(self) -> None:
         for _, _, replayed in self._places:
             replayed.begin_again()
+
+    def drawn_from(self) -> bool:
+        return any(replayed.has_drawn for _, _, replayed in self._places)
 
     def end(self) -> None:
         """Have the iterators themselves be in their places again, where code has put no other there."""

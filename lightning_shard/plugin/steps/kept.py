@@ -10,7 +10,7 @@ list, an object).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.stages import Stages
 from lightning_shard.pipeline.taint import Hollow, Unknown
-from lightning_shard.plugin.steps.python_state import CONTAINERS, attributes, entries, is_object
+from lightning_shard.plugin.steps.apart import StatesApart
+from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, entries, is_object
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
 Name = tuple[str, str]
@@ -31,7 +34,7 @@ LARGEST_TAKEN = 4096
 """Elements of a tensor that is sent to the other stages at the end of each batch that changes it."""
 _ENTRIES = 64
 """Of a container, that are looked at for being exchanged; beyond, its length is."""
-_NOT_OWN = frozenset(vars(pl.LightningModule())) | {"forward", "log", "parameters", "named_parameters", "compute"}
+_NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS
 """What every LightningModule has, and what stands in for methods while a step runs."""
 
 
@@ -252,6 +255,52 @@ class KeptState:
                 self._read.add((path, name))
 
         return read
+
+
+class KeptStates:
+    """Of all stages of one rank: the last stage's own, and one of those before it together.
+
+    Args:
+        root: Cut and sharded.
+        stages: This rank's.
+        apart: Their versions of the state.
+    """
+
+    def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
+        def kept(stage: Stage) -> KeptState:
+            return KeptState(root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+
+        self._stages = stages
+        self._apart = apart
+        self._early = [stage for stage in stages if not stage.is_last]
+        self._of_early = kept(self._early[-1]) if self._early else None
+        self._of_last = kept(stages[-1]) if stages.is_last else None
+
+    def step(self, stage: Stage, *, searching: bool) -> AbstractContextManager[None]:
+        kept = self._of_last if stage.is_last else self._of_early
+        assert kept is not None
+        return kept.step(searching=searching)
+
+    def changes(self) -> dict[Name, Any]:
+        """Where the last stage is, at the end of a batch: what has changed, for the others."""
+        assert self._of_last is not None
+        self._apart.show(self._stages[-1])
+        return self._of_last.changes()
+
+    def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
+        """At the end of a batch, on every rank: go on with the last stage's values.
+
+        Raises:
+            StepError: A stage before it has read one that wasn't the one that a single process would have.
+        """
+        if self._of_early is not None:
+            if self._of_last is None:
+                self._apart.settle()
+            else:
+                self._apart.show(self._early[-1])
+            self._of_early.take(changes, microbatches, device)
+        if self._of_last is not None:
+            self._apart.settle()
 
 
 def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:

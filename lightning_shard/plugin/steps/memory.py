@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,22 @@ from lightning_shard.plugin.steps.randomness import OwnGenerator
 LARGEST_COPY_BYTES = 2**28
 """Of a tensor or array that a module keeps; a larger one may not be changed by a step that has to run again."""
 
-PutBack = Callable[[], None]
+
+@dataclass(frozen=True)
+class Note:
+    """One object as it is now.
+
+    Attributes:
+        path: The first path to it.
+        value: The object.
+        put_back: Has it be as it was.
+        has_changed: Whether it isn't.
+    """
+
+    path: str
+    value: Any
+    put_back: Callable[[], None]
+    has_changed: Callable[[], bool]
 
 
 class Memory:
@@ -32,12 +48,16 @@ class Memory:
 
     Objects stay the ones they are, and what each of them holds is put back: attributes, containers' entries, values of
     tensors and arrays. Parameters are left out, since a forward doesn't change them; that is checked.
+
+    Args:
+        stages: How many stages of this rank run the step: of several, none may draw from an iterator.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, stages: int = 1) -> None:
         self._root = root
+        self._stages = stages
         self._iterators = ReplayedIterators(root)
-        self._notes = [note for path, value in reachable(root) if (note := _note(path, value)) is not None]
+        self._notes = [*notes(root)]
         self._parameters: Sums = {}
 
     def put_back(self) -> None:
@@ -47,8 +67,8 @@ class Memory:
             StepError: It changed something that can't be put back.
         """
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for put_back in self._notes:
-                put_back()
+            for note in self._notes:
+                note.put_back()
         self._iterators.begin_again()
 
     def forget(self) -> None:
@@ -60,8 +80,14 @@ class Memory:
         """See, after each run, whether parameters are as after the run before.
 
         Raises:
-            StepError: One was changed in place: so it was twice.
+            StepError: One was changed in place: so it was twice. Or several stages have drawn from one iterator.
         """
+        if self._stages > 1 and self._iterators.drawn_from():
+            raise StepError(
+                f"The step draws from an iterator that the module keeps, and {self._stages} stages on this rank, which"
+                " run it in turn, would be given different entries: draw in on_train_batch_start, or use a schedule"
+                ' with one stage on each rank, such as schedule="1F1B".'
+            )
         before, self._parameters = self._parameters, sums(self._root)
         name = changed(before, self._parameters)
         if name is not None:
@@ -73,22 +99,31 @@ class Memory:
             )
 
 
-def _note(path: str, value: Any) -> PutBack | None:
-    """What puts one object back as it is now."""
+def notes(root: nn.Module) -> Iterator[Note]:
+    """Of all that can be put back."""
+    for path, value in reachable(root):
+        if (note := note_of(path, value)) is not None:
+            yield note
+
+
+def note_of(path: str, value: Any) -> Note | None:
+    """One object as it is now; ``None`` for what isn't followed."""
     if isinstance(value, OwnGenerator):
-        return None if isinstance(value, random.SystemRandom) else randomness.remember_own(value)
+        if isinstance(value, random.SystemRandom):
+            return None
+        return Note(path, value, randomness.remember_own(value), lambda: False)  # each run seeds it
     if isinstance(value, Tensor):
         return None if isinstance(value, (Hollow, nn.Parameter)) else _note_tensor(path, value)
     if isinstance(value, np.ndarray):
         return _note_array(path, value)
     if isinstance(value, types.CellType):
-        return _note_cell(value)
+        return _note_cell(path, value)
     if isinstance(value, nn.Module) or is_object(value):
-        return _note_object(value)
-    return _note_container(value)
+        return _note_object(path, value)
+    return _note_container(path, value)
 
 
-def _note_object(value: Any) -> PutBack:
+def _note_object(path: str, value: Any) -> Note:
     before, named = attributes(value), slots(value.__class__)
 
     def put_back() -> None:
@@ -99,13 +134,21 @@ def _note_object(value: Any) -> PutBack:
             if now.get(name, before) is not old:
                 object.__setattr__(value, name, old) if name in named else vars(value).update({name: old})
 
-    return put_back
+    def has_changed() -> bool:
+        now = attributes(value)
+        return now.keys() != before.keys() or any(now[name] is not old for name, old in before.items())
+
+    return Note(path, value, put_back, has_changed)
 
 
-def _note_container(value: Any) -> PutBack | None:
+def _note_container(path: str, value: Any) -> Note | None:
     """By the builtin's own methods: those of a class derived from it may do more."""
     kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
-    before = [*kind.items(value)] if issubclass(kind, dict) else [*kind.__iter__(value)]
+
+    def held() -> list[Any]:
+        return [*kind.items(value)] if issubclass(kind, dict) else [*kind.__iter__(value)]
+
+    before = held()
     entries = kind.values(value) if issubclass(kind, dict) else before
     if any(isinstance(entry, nn.Parameter) for entry in entries):
         return None  # which are gathered and freed, and registered anew each time, as a recurrent layer's weights
@@ -115,36 +158,48 @@ def _note_container(value: Any) -> PutBack | None:
         kind.clear(value)
         fill(value, before)
 
-    return put_back
+    def has_changed() -> bool:
+        now = held()
+        if len(now) != len(before):
+            return True
+        if issubclass(kind, dict):
+            return any(a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, before))
+        return any(a is not b for a, b in zip(now, before))
+
+    return Note(path, value, put_back, has_changed)
 
 
-def _note_cell(cell: types.CellType) -> PutBack | None:
-    try:
-        before = cell.cell_contents
-    except ValueError:  # not assigned yet
+def _note_cell(path: str, cell: types.CellType) -> Note:
+    absent = object()
 
-        def empty() -> None:
-            del cell.cell_contents
+    def content() -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # not assigned yet
+            return absent
 
-        return empty
+    before = content()
 
     def put_back() -> None:
-        cell.cell_contents = before
+        if before is absent:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = before
 
-    return put_back
+    return Note(path, cell, put_back, lambda: content() is not before)
 
 
-def _note_tensor(path: str, tensor: Tensor) -> PutBack:
+def _note_tensor(path: str, tensor: Tensor) -> Note:
     kind, version, needs_gradient = type(tensor), tensor._version, tensor.requires_grad
     if tensor.is_meta:
-        return lambda: None
+        return Note(path, tensor, lambda: None, lambda: False)
     if tensor.is_inference() or tensor.numel() * tensor.element_size() > LARGEST_COPY_BYTES:
 
         def check() -> None:
             if tensor._version != version:
                 raise _too_large(path, tensor.numel() * tensor.element_size())
 
-        return check
+        return Note(path, tensor, check, lambda: tensor._version != version)
     with torch._C.DisableTorchFunctionSubclass():
         copy = tensor.detach().clone()
 
@@ -157,10 +212,15 @@ def _note_tensor(path: str, tensor: Tensor) -> PutBack:
         elif tensor._version != version or not torch.equal(tensor, copy):  # `.data` doesn't count as a version
             tensor.copy_(copy)
 
-    return put_back
+    def has_changed() -> bool:
+        if type(tensor) is not kind or tensor._version != version or tensor.requires_grad != needs_gradient:
+            return True
+        return tensor.shape != copy.shape or not torch.equal(tensor, copy)
+
+    return Note(path, tensor, put_back, has_changed)
 
 
-def _note_array(path: str, array: np.ndarray[Any, Any]) -> PutBack | None:
+def _note_array(path: str, array: np.ndarray[Any, Any]) -> Note | None:
     if not array.flags.writeable:
         return None
     if array.nbytes > LARGEST_COPY_BYTES:
@@ -170,13 +230,13 @@ def _note_array(path: str, array: np.ndarray[Any, Any]) -> PutBack | None:
             if _digest(array) != digest:
                 raise _too_large(path, array.nbytes)
 
-        return check
+        return Note(path, array, check, lambda: _digest(array) != digest)
     copy = array.copy()
 
     def put_back() -> None:
         array[...] = copy
 
-    return put_back
+    return Note(path, array, put_back, lambda: array.tobytes() != copy.tobytes())
 
 
 def _digest(array: np.ndarray[Any, Any]) -> str:

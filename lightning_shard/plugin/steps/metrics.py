@@ -9,45 +9,45 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.stages import Stages
 from lightning_shard.plugin.groups import Groups
 
 
-def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stage: Stage | None) -> None:
+def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stages: Stages | None) -> None:
     """Have the metrics of a module reduce over data-parallel ranks, and the other stages get the last one's values.
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
     stage of a pipeline updates metrics; ``compute`` becomes a collective call over the pipeline, as it is one over the
     data ranks.
     """
-    sharing = _Sharing(groups, device, stage)
+    sharing = _Sharing(groups, device, stages)
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:
             metric.process_group = groups.data
-            if stage is not None:
+            if stages is not None:
                 metric.__dict__["compute"] = sharing.of(metric.compute)
 
 
 class _Sharing:
     """Metrics may compute other metrics; only the outermost call is shared."""
 
-    def __init__(self, groups: Groups, device: torch.device, stage: Stage | None) -> None:
+    def __init__(self, groups: Groups, device: torch.device, stages: Stages | None) -> None:
         self._groups = groups
         self._device = device
-        self._stage = stage
+        self._stages = stages
         self._inside = False
 
     def of(self, compute: Callable[[], Any]) -> Callable[[], Any]:
-        stage = self._stage
-        assert stage is not None
+        stages = self._stages
+        assert stages is not None
 
         def shared() -> Any:
             # In a step, where Metric.forward computes the batch's value, stages aren't in the same place.
-            if stage.in_step or self._inside:
+            if stages.in_step or self._inside:
                 return compute()
             self._inside = True
             try:
-                value = compute() if stage.is_last else None
+                value = compute() if stages.is_last else None
             finally:
                 self._inside = False
             return self._groups.broadcast_from_last_stage(value, self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -28,16 +29,19 @@ from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, with_losses
 from lightning_shard.pipeline.recorded import Watch
-from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.pipeline.schedule import Row, Schedule
+from lightning_shard.pipeline.search import MemoryBeside
 from lightning_shard.pipeline.stage import Stage
-from lightning_shard.pipeline.step import MemoryBeside, PipelinedStep
+from lightning_shard.pipeline.stages import Stages
+from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import Arguments
-from lightning_shard.plugin.steps.kept import KeptState
+from lightning_shard.plugin.steps.apart import StatesApart
+from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
@@ -48,12 +52,12 @@ Draw = Callable[[Arguments], int]
 
 
 class PipelinedSteps:
-    """``training_step`` and the evaluation steps of one LightningModule on one stage."""
+    """``training_step`` and the evaluation steps of one LightningModule on one rank's stages."""
 
     def __init__(
         self,
         module: pl.LightningModule,
-        stage: Stage,
+        stages: Stages,
         groups: Groups,
         layout: Layout,
         device: torch.device,
@@ -65,7 +69,7 @@ class PipelinedSteps:
         reshards_each: bool = False,
     ) -> None:
         self._module = module
-        self._stage = stage
+        self._stages = stages
         self._groups = groups
         self._layout = layout
         self._device = device
@@ -82,17 +86,20 @@ class PipelinedSteps:
         self._under_way: deque[tuple[list[Any], list[Any] | None]] = deque()
         self._late_changes = False  # by any step, of what the next batch would find
         self._of_known_ends: set[str] = set()  # the kinds of steps of which it is known whether they do
-        self._kept = KeptState(module, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+        self._apart = StatesApart(module, stages)
+        self._kept = KeptStates(module, stages, self._apart)
         self.begin_anew()
-        self._ties = TiedGradients(module, ties, stage.index, groups.backward, groups.control, device)
+        self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module)
         self._weights = weights
 
     def begin_anew(self) -> None:
         """Learn anew what passes between stages, as where other parameters train; on all stages alike."""
-        stage, groups = self._stage, self._groups
-        channel = Channel(groups.pipeline, groups.backward, groups.control, stage.index, stage.count, self._device)
-        self._step = PipelinedStep(stage, channel, self._remember)
+        groups, rank_of = self._groups, self._schedule.rank_of
+        ranks = [rank_of[stage] for stage in range(len(rank_of))]
+        first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
+        channels = [replace(first, stage=stage.index) for stage in self._stages]
+        self._step = PipelinedStep(self._stages, channels, self._remember)
 
     def watch(self, watch: Watch) -> str:
         """Have it told of each action of training steps from now on; returns the schedule's name."""
@@ -108,44 +115,44 @@ class PipelinedSteps:
         parts = self._split(batch)
         scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
         weights = self._weights.of(parts)
-        of_gradients = (weight.of_gradient for weight in weights)  # forwards run in order
         scaler = getattr(precision, "scaler", None)  # fp16's
 
-        def scaled(result: Any) -> Tensor:
-            loss = weighted(_loss(result), next(of_gradients)) * scale
+        def scaled(i: int, result: Any) -> Tensor:
+            loss = weighted(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
-        def run(i: int) -> Any:
+        def run(stage: Stage, i: int) -> Any:
             with precision.train_step_context():
-                return self._run("training_step", draw, i, parts[i], args, kwargs)
+                return self._run(stage, "training_step", draw, i, parts[i], args, kwargs)
 
-        def before_backward(i: int, is_last: bool) -> None:
-            self._seed(draw, i)
+        def before_backward(stage: Stage, i: int, is_last: bool) -> None:
+            self._seed(stage, draw, i)
             reduces = self._reduces_each or (is_last and not accumulating)
             expect_backward(module, reduces=reduces, reshards=is_last or self._reshards_each)
 
-        with (
-            self._logs.holding(len(parts)),
-            self._drawing(),
-            self._ties.adding(last=not accumulating),
-            # while the input is on its way
-            gathering_ahead(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
-        ):
-            results = self._step.train(
-                run,
-                parts,
-                self._schedule.first(len(parts)).rows[self._stage.index],
-                loss_of=scaled,
-                before_backward=before_backward,
-                backward=torch.Tensor.backward,
-            )
-            end_backward(module, reduces=not accumulating)
-            if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
-                reduce_gradients(module)
-                reshard(module)
-        self._has_trained = True
-        losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
-        result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
+        with self._apart.batch():
+            with (
+                self._logs.holding(len(parts)),
+                self._drawing(),
+                self._ties.adding(last=not accumulating),
+                # while the input is on its way
+                gathering_ahead(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
+            ):
+                results = self._step.train(
+                    run,
+                    parts,
+                    self._order(len(parts)),
+                    loss_of=scaled,
+                    before_backward=before_backward,
+                    backward=torch.Tensor.backward,
+                )
+                end_backward(module, reduces=not accumulating)
+                if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
+                    reduce_gradients(module)
+                    reshard(module)
+            self._has_trained = True
+            losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
+            result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -158,21 +165,22 @@ class PipelinedSteps:
 
         Args:
             draw: The seed of a step, of its arguments.
-            upcoming: The arguments of the next steps, of which this stage runs its part too, as far as what crosses is
-                known, until as many batches are under way as stages follow.
+            upcoming: The arguments of the next steps, of which a rank with one stage runs its part too, as far as what
+                crosses is known, until as many batches are under way as stages follow.
         """
         arguments = (batch, *args)
-        parts, results = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
-        if results is None:
-            parts = [batch]
-            seed = draw(arguments)
-            run = partial(self._run_inside, method, seed, 0, batch, args, kwargs)
-            of_calls = partial(self._step.call_by_call, run, partial(self._seed_after_call, seed))
-            with self._logs.holding(1), self._drawing():
-                results = [call_through(self._module, of_calls)]
-        elif not self._late_changes:
-            self._look_ahead(method, draw, upcoming)
-        result = self._share(results, tree.batch_size(parts[0]))
+        with self._apart.batch():
+            is_begun = bool(self._under_way)
+            parts, results = self._under_way.popleft() if is_begun else self._begin(method, draw, arguments, kwargs)
+            if results is None:
+                parts, seed, stage = [batch], draw(arguments), self._stages[-1]
+                run = partial(self._run_inside, stage, method, seed, 0, batch, args, kwargs)
+                of_calls = partial(self._step.call_by_call, run, partial(self._seed_after_call, stage, seed))
+                with self._logs.holding(1), self._drawing():
+                    results = [call_through(self._module, of_calls)]
+            elif not self._late_changes and len(self._stages) == 1:  # versions of several are of one batch
+                self._look_ahead(method, draw, upcoming)
+            result = self._share(results, tree.batch_size(parts[0]))
         self._of_known_ends.add(self._kind(method, args))
         if not self._under_way:
             self._step.flush()
@@ -183,7 +191,7 @@ class PipelinedSteps:
         self._under_way.clear()
 
     def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
-        most = self._stage.count - 1 - self._stage.index
+        most = self._stages[0].count - 1 - self._stages[0].index
         for arguments in islice(upcoming, len(self._under_way), most):
             batch, *args = arguments
             kind = self._kind(method, args)
@@ -200,20 +208,25 @@ class PipelinedSteps:
     def _begin(
         self, method: str, draw: Draw, arguments: Arguments, kwargs: dict[str, Any], *, waits: bool = True
     ) -> tuple[list[Any], list[Any] | None]:
-        """A batch's microbatches and their results, of this stage's part; ``None`` if they go call by call."""
+        """A batch's microbatches and their results, of this rank's part; ``None`` if they go call by call."""
         batch, *args = arguments
         parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
 
-        def run(i: int) -> Any:
-            return self._run_inside(method, seed, i, parts[i], tuple(args), kwargs)
+        def run(stage: Stage, i: int) -> Any:
+            return self._run_inside(stage, method, seed, i, parts[i], tuple(args), kwargs)
 
-        step = partial(self._step.evaluate, run, parts, self._kind(method, args), waits=waits)
+        order = self._order(len(parts))
+        step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
         with self._logs.holding(len(parts)), self._drawing():
             return parts, call_through(self._module, step)
 
-    def _seed_after_call(self, draw: int, calls: int) -> None:
+    def _order(self, microbatches: int) -> Row:
+        """This rank's, for so many microbatches."""
+        return self._schedule.first(microbatches).rows[self._layout.pipeline_rank]
+
+    def _seed_after_call(self, stage: Stage, draw: int, calls: int) -> None:
         """On all stages alike, whatever each has drawn in its part of the call."""
-        self._generators.seed(randomness.derive(self._seed(draw, 0), "call", calls))
+        self._generators.seed(randomness.derive(self._seed(stage, draw, 0), "call", calls))
 
     def _split(self, batch: Any) -> list[Any]:
         """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
@@ -229,52 +242,59 @@ class PipelinedSteps:
         size = tree.batch_size(batch)
         return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
-    def _run(self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A microbatch in a call of the root of its own, whose hooks see what is returned, or sent, leave."""
 
         def step() -> Any:
-            result = self._run_inside(method, draw, i, part, args, kwargs)
-            return result if self._stage.is_last else list(self._stage.passage.sent.values())
+            result = self._run_inside(stage, method, draw, i, part, args, kwargs)
+            return result if stage.is_last else list(stage.passage.sent.values())
 
         result = call_through(self._module, step)
-        return result if self._stage.is_last else None
+        return result if stage.is_last else None
 
     def _run_inside(
-        self, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the user's step on a microbatch, inside a call of the root; gives its result on the last stage."""
-        self._generators.seed(self._seed(draw, i))  # the same on every stage, for what runs around the blocks
-        searching = self._stage.passage.searching
-        if searching:  # it may run again, and a step may change its batch
+        self._generators.seed(self._seed(stage, draw, i))  # the same on every stage, for what runs around the blocks
+        searching, several = stage.passage.searching, len(self._stages) > 1
+        if searching or several:  # it may run again, and a step may change its batch
             part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
         # a step that goes call by call runs whole on each stage
-        kept = self._kept.step(searching=searching) if self._stage.calls is None else nullcontext()
+        kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
+        # what siblings log would count again
+        forget_logs = self._logs.remember() if several and not stage.is_last else None
         try:
-            with kept, self._stage.running(self._module):
+            with kept, stage.running(self._module):
                 result = getattr(self._module, method)(part, *args, **kwargs)
-                if not self._stage.is_last:
+                if not stage.is_last:
                     return None
                 refuse(result, "What the step returns")
                 return result
         except StageEnd:
             return None
+        finally:
+            if forget_logs is not None:
+                forget_logs()
 
-    def _seed(self, draw: int, i: int) -> int:
-        """The seed of a microbatch; from now on, blocks draw as they do for it."""
+    def _seed(self, stage: Stage, draw: int, i: int) -> int:
+        """The seed of a microbatch; from now on, blocks of the stage draw as they do for it."""
         seed = randomness.derive(draw, i, self._layout.data_rank)
-        self._stage.draws = partial(self._seed_block, seed)
+        stage.draws = partial(self._seed_block, stage, seed)
         return seed
 
-    def _seed_block(self, seed: int, index: int) -> Callable[[], None]:
+    def _seed_block(self, stage: Stage, seed: int, index: int) -> Callable[[], None]:
         """Have a block draw its own numbers; returns what puts the generators back, for the code around it.
 
         Numpy's and Python's take most of the time. In evaluations, a block that didn't draw from them in the first
         microbatch of its kind is taken to never do, where modules have no generators of their own.
         """
-        calls = self._stage.calls.count if self._stage.calls is not None else 0
+        calls = stage.calls.count if stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
-        if skips and index in self._draw_from_torch and not self._stage.passage.searching:
+        if skips and index in self._draw_from_torch and not stage.passage.searching:
             put_torch_back = randomness.remember_torch(self._device)
             randomness.seed_torch(own)
             return put_torch_back
@@ -303,18 +323,23 @@ class PipelinedSteps:
 
     def _remember(self) -> MemoryBeside:
         self._may_have_new_generators = True  # a first step may make some
-        return MemoryBeside(Memory(self._module), self._logs.remember())
+        put_rest_back = [self._apart.remember(), self._logs.remember()]
+
+        def put_all_back() -> None:
+            for put_back in put_rest_back:
+                put_back()
+
+        return MemoryBeside(Memory(self._module, len(self._stages)), put_all_back)
 
     def _share(self, results: list[Any], size: int) -> Any:
         """The last stage's merged result and logs, on every stage; no device is waited for."""
         said = None
-        if self._stage.is_last:
+        if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
             said = (merged, self._logs.combined(), self._kept.changes(), len(results))
         result, logs, changes, microbatches = self._groups.broadcast_from_last_stage(said, self._device)
         self._late_changes |= bool(changes)
-        if not self._stage.is_last:
-            self._kept.take(changes, microbatches + len(self._under_way), self._device)
+        self._kept.take(changes, microbatches + len(self._under_way), self._device)
         self._logs.say(logs)
         return result
 

@@ -13,7 +13,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from itertools import islice
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
+STAND_INS = frozenset({"forward", "log", "parameters", "named_parameters", "compute"})
+"""Names of a module's attributes that stand in for methods while a step runs."""
 CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
@@ -43,11 +45,20 @@ def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators.
     """
+    yield from _reached(root.named_modules())
+
+
+def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What can be reached from one attribute, and itself; modules, and what is below them, are left out."""
+    return _reached([(path, value)], enters_modules=False)
+
+
+def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -> Iterator[tuple[str, Any]]:
     seen: dict[int, Any] = {}  # with the objects, so that no id is taken twice
-    waiting: collections.deque[tuple[str, Any]] = collections.deque(root.named_modules())
+    waiting: collections.deque[tuple[str, Any]] = collections.deque(begin)
     while waiting:
         path, value = waiting.popleft()
-        if id(value) in seen:
+        if id(value) in seen or (isinstance(value, nn.Module) and not enters_modules):
             continue
         seen[id(value)] = value
         if isinstance(value, (nn.Module, *_LEAVES, *CONTAINERS, types.CellType)) or is_object(value):

@@ -1,0 +1,240 @@
+"""What the stages of one rank change of a module's plain-Python state: each goes on from what its own last run left.
+
+The user's code runs once for each stage and microbatch, on the same objects, and may count, collect and cache on them:
+with a version for each stage, each finds what it would on a rank of its own. Versions live within a batch. At its end
+the module is left as the last stage of the rank has it, which came farthest; but what a stage holds, as that has it.
+
+Of modules around the blocks, and of siblings' parts, all attributes are exchanged. What else a run changes, such as a
+list that hooks fill, is found while it is searched for what crosses, and followed from then on, by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.stages import Stages
+from lightning_shard.plugin.steps.memory import Note, note_of, notes
+from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below
+
+LARGEST_COPY_BYTES = 2**24
+"""Of a tensor that a module keeps, and that each stage has a copy of; a larger one may not be changed by a step."""
+
+_Place = tuple[str, str]
+"""A module's name and an attribute's."""
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """A module's own attributes and buffers, as one stage has them; iterators are left where they are."""
+
+    module: nn.Module
+    own: dict[str, Any]
+    buffers: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Attributes:
+        return cls(module, _exchanged(module), dict(module._buffers))
+
+    def copied(self) -> _Attributes:
+        """With tensors of its own."""
+        own, buffers = ({k: _copied(v) for k, v in held.items()} for held in (self.own, self.buffers))
+        return _Attributes(self.module, own, buffers)
+
+    def put_back(self) -> None:
+        now = vars(self.module)
+        for key in _exchanged(self.module).keys() - self.own.keys():
+            del now[key]
+        now.update(self.own)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+
+
+@dataclass
+class _Version:
+    """What one stage's last run left: of modules, and of what else is followed, by its id."""
+
+    modules: list[_Attributes] = field(default_factory=list)
+    objects: dict[int, Note] = field(default_factory=dict)
+
+    def copied(self) -> _Version:
+        return _Version([each.copied() for each in self.modules], dict(self.objects))
+
+
+class StatesApart:
+    """The versions of one rank's stages; nothing to do for a single one.
+
+    Args:
+        root: Cut and sharded.
+        stages: This rank's.
+    """
+
+    def __init__(self, root: nn.Module, stages: Stages) -> None:
+        self._root = root
+        self._stages = stages
+        self._several = len(stages) > 1
+        self._places: set[_Place] = set()
+        self._base: dict[int, Note] = {}
+        self._versions: dict[Stage, _Version] = {}
+        if not self._several:
+            return
+        self._modules = dict(root.named_modules())
+        self._holder = {path: self._held_by(path) for path in self._modules}
+        within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
+        parts = tuple(f"{name}." for name in stages[0].parts)
+        around = [path for path in self._modules if not f"{path}.".startswith(within)]
+        of_parts = [path for path, stage in self._holder.items() if stage and f"{path}.".startswith(parts)]
+        self._exchanged = [*around, *of_parts]
+        for stage in stages:
+            stage.apart = partial(self._running, stage)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """A batch's microbatches run inside."""
+        if not self._several:
+            yield
+            return
+        self._base = dict(self._notes_of_places())
+        now = [_Attributes.of(self._modules[path]) for path in self._exchanged]
+        for stage in self._stages:
+            own = [each if self._keeps(stage, path) else each.copied() for path, each in zip(self._exchanged, now)]
+            self._versions[stage] = _Version(own)
+        yield
+        self._versions.clear()
+        self._base.clear()
+
+    def show(self, stage: Stage) -> None:
+        """Have the module be as a stage has it."""
+        if not self._several:
+            return
+        version = self._versions[stage]
+        for each in version.modules:
+            each.put_back()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for number, base in self._base.items():
+                version.objects.get(number, base).put_back()
+
+    def settle(self) -> None:
+        """At the end of a batch: as the last stage has it, and what a stage holds, as that has it."""
+        self.show(self._stages[-1])
+        for stage in self._stages[:-1]:
+            for path, each in zip(self._exchanged, self._versions[stage].modules):
+                if self._keeps(stage, path):
+                    each.put_back()
+
+    def remember(self) -> Callable[[], None]:
+        """Have the module be as the last stage has it, and note all versions; returns what puts them back."""
+        if not self._several:
+            return lambda: None
+        last = self._stages[-1]
+        self.show(last)
+        before = {stage: version.copied() for stage, version in self._versions.items()}
+        before[last] = self._versions[last]  # what puts the module back puts its tensors back
+
+        def put_back() -> None:
+            for stage, version in before.items():
+                self._versions[stage] = version if stage is last else version.copied()
+
+        return put_back
+
+    @contextmanager
+    def _running(self, stage: Stage) -> Iterator[None]:
+        """A stage runs inside: what it finds is its own version, and what it leaves is its next."""
+        self.show(stage)
+        searching = stage.passage.active and stage.passage.searching
+        before = [*notes(self._root)] if searching else []
+        marks = [*self._marks(stage, searching=searching)]
+        yield
+        for path, value, mark in marks:
+            if _mark(value) != mark:
+                raise _not_followed(path, len(self._stages))
+        self._follow(stage, [note for note in before if note.has_changed()])
+        objects = {number: note_of(base.path, base.value) for number, base in self._base.items()}
+        self._versions[stage] = _Version(
+            [_Attributes.of(self._modules[path]) for path in self._exchanged],
+            {number: note for number, note in objects.items() if note is not None},
+        )
+
+    def _follow(self, stage: Stage, changed: list[Note]) -> None:
+        """What a run has changed beside what its stage holds, and beside attributes that are exchanged anyway."""
+        exchanged: set[int] = set()
+        for each in self._versions[stage].modules:
+            tensors = (v for v in (*each.own.values(), *each.buffers.values()) if isinstance(v, Tensor))
+            exchanged.update(map(id, (each.module, each.module._buffers, *tensors)))
+        for note in changed:
+            module, key = self._place_of(note.path)
+            is_own = self._holder[module] is stage and (key == "_buffers" or not key.startswith("_"))
+            if not is_own and id(note.value) not in exchanged:
+                self._places.add((module, key))
+                self._base.setdefault(id(note.value), note)
+
+    def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
+        for module, key in sorted(self._places):
+            place = ".".join(filter(None, (module, key)))
+            for path, value in below(place, vars(self._modules[module]).get(key)):
+                if (note := note_of(path, value)) is not None:
+                    yield id(value), note
+
+    def _place_of(self, path: str) -> _Place:
+        """The innermost module on a path, and the attribute by which it goes on."""
+        parts = path.split(".") if path else []
+        most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in self._modules)
+        return ".".join(parts[:most]), "".join(parts[most : most + 1])
+
+    def _marks(self, stage: Stage, *, searching: bool) -> Iterator[tuple[str, Any, int]]:
+        """What a run may not change, since it isn't followed: large tensors, and what no run was seen to change."""
+        for path, each in zip(self._exchanged, self._versions[stage].modules):
+            for key, value in (*each.own.items(), *each.buffers.items()):
+                is_container = isinstance(value, CONTAINERS) and not searching and id(value) not in self._base
+                if is_container or (_is_large(value) and not self._keeps(stage, path)):
+                    yield ".".join(filter(None, (path, key))), value, _mark(value)
+
+    def _keeps(self, stage: Stage, path: str) -> bool:
+        """Whether a stage has a module's own tensors, and others have copies."""
+        return stage is (self._holder[path] or self._stages[-1])
+
+    def _held_by(self, path: str) -> Stage | None:
+        """The one stage of this rank that holds a block or part, and all modules in it."""
+        for stage in self._stages:
+            names = {
+                *(name for name, places in stage.places.items() if all(place in stage.owned for place in places)),
+                *stage.own_parts,
+            }
+            if any(f"{path}.".startswith(f"{name}.") for name in names):
+                return stage
+        return None
+
+
+def _exchanged(module: nn.Module) -> dict[str, Any]:
+    held = attributes(module).items()
+    return {key: value for key, value in held if key not in STAND_INS and not isinstance(value, Iterator)}
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() * value.element_size() > LARGEST_COPY_BYTES
+
+
+def _copied(value: Any) -> Any:
+    is_plain = type(value) in (Tensor, nn.Buffer) and not value.requires_grad and not value.is_meta
+    return value.clone() if is_plain and not _is_large(value) else value
+
+
+def _mark(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else len(value)
+
+
+def _not_followed(path: str, stages: int) -> StepError:
+    return StepError(
+        f"The step changes {path} in place. {stages} stages on this rank run it, each on a version of its own, and"
+        f" those of tensors of more than {LARGEST_COPY_BYTES} bytes, and of lists that the first microbatch of these"
+        " shapes left alone, aren't kept: assign a new one instead, change it in on_train_batch_start or"
+        ' on_train_batch_end, or use a schedule with one stage on each rank, such as schedule="1F1B".'
+    )

@@ -1,0 +1,143 @@
+"""Several stages on each rank: training, evaluation, logs and checkpoints are those of one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, largest_difference, layout, loader, train
+
+PIPELINE, BOTH = layout(pipeline=2), layout(pipeline=2, data=2)
+IN_A_V = Path(__file__).with_name("v.csv")
+CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "val_check_interval": 1}
+SAVED, TRAINED = 2, 4
+
+
+class Counting(Model):
+    """Counts before the network and after it, keeps a mean, logs, and has its head's weight in its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt2")
+        self.model.lm_head.weight = self.model.transformer.wte.weight
+        self.before = self.after = 0
+        self.hidden: list[Tensor] = []
+        self.mean = MeanMetric()
+        for block in self.model.transformer.h:
+            block.register_forward_hook(lambda module, args, output: self.hidden.append(output))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.before += 1
+        loss = self.loss(batch) + 0.01 * sum(_states(each).square().mean() for each in self.hidden)
+        assert len(self.hidden) == len(self.model.transformer.h)
+        self.hidden.clear()
+        self.after += 1
+        self.mean.update(loss.detach())
+        self.log("train_loss", loss)
+        self.log("samples", len(batch["x"]), reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.hidden.clear()
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(batch["x"]).logits
+        self.hidden.clear()
+        return logits
+
+
+def _states(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def fit(sizes: dict[str, int] | None = None, **options: Any) -> tuple[Seen, tuple[int, int], float]:
+    made: list[Counting] = []
+
+    def module() -> L.LightningModule:
+        made.append(Counting())
+        return made[-1]
+
+    seen = train("gpt2", sizes, module=module, trainer=CLIPPED, **options)
+    return seen, (made[0].before, made[0].after), float(made[0].mean.compute())
+
+
+def predict(sizes: dict[str, int] | None = None, **options: Any) -> list[Tensor]:
+    L.seed_everything(3)
+    strategy: Any = "auto" if sizes is None else HybridShardStrategy(**sizes, **options)
+    trainer = L.Trainer(strategy=strategy, devices=1 if sizes is None else 2, **QUIET)
+    return trainer.predict(Counting(), loader(GLOBAL_BATCH, samples=32))  # type: ignore[return-value]
+
+
+def every_way() -> dict[str, Any]:
+    return {
+        "interleaved": fit(PIPELINE, schedule="Interleaved1F1B", placement=[1, 1, 1, 1]),
+        "v": fit(PIPELINE, schedule=str(IN_A_V)),
+        "predicted": predict(PIPELINE, schedule="Interleaved1F1B"),
+    }
+
+
+def check(ours: Seen, plain: Seen) -> None:
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+def test_training_and_predictions_are_those_of_one_process() -> None:
+    """With accumulation, validation within it, clipping, a tied embedding, hooks, counters, a metric and logs."""
+    plain, counted, mean = fit()
+    per_rank = run_ranks(every_way, 2, elastic=True)
+    for way in ("interleaved", "v"):
+        check(combine([ran[way][0] for ran in per_rank], PIPELINE), plain)
+        for ran in per_rank:
+            microbatches = ran[way][1][0] // counted[0]
+            assert ran[way][1] == (microbatches * counted[0], microbatches * counted[1])
+            assert ran[way][2] == pytest.approx(mean, rel=1e-6)
+    for ran in per_rank:
+        torch.testing.assert_close(ran["predicted"], predict(), rtol=1e-5, atol=1e-6)
+
+
+def saved(schedule: str, folder: str, resume: str | None = None) -> Seen:
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [keep], "trainer": {"enable_checkpointing": True}, "shuffle": True}
+    return train("gpt", PIPELINE, steps=TRAINED, schedule=schedule, resume=resume, **options)
+
+
+def saved_and_resumed(folder: str) -> dict[str, Seen]:
+    one, several = f"{folder}/one", f"{folder}/several"
+    first = saved("Interleaved1F1B", several)
+    saved("1F1B", one)
+    name = f"step={SAVED}.ckpt"
+    return {
+        "trained": first,
+        "one of several": saved("1F1B", f"{folder}/3", f"{several}/{name}"),
+        "several of one": saved("Interleaved1F1B", f"{folder}/4", f"{one}/{name}"),
+    }
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> None:
+    per_rank = run_ranks(saved_and_resumed, 2, str(tmp_path), elastic=True)
+    seen = {name: combine([ran[name] for ran in per_rank], PIPELINE) for name in per_rank[0]}
+    trained = seen.pop("trained")
+    for ours in seen.values():
+        assert ours.losses == pytest.approx(trained.losses[SAVED:], rel=2e-6)
+        assert largest_difference(ours.parameters, trained.parameters) < 2e-5
+
+
+def sharded() -> Seen:
+    return train("gpt", BOTH, schedule="Interleaved1F1B", trainer=CLIPPED)
+
+
+@pytest.mark.long
+def test_on_data_ranks_too() -> None:
+    check(combine(run_ranks(sharded, 4, elastic=True), BOTH), train("gpt", trainer=CLIPPED))
