@@ -31,7 +31,6 @@ from lightning_shard.pipeline.search import (
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import refuse
 
-
 #: Waits for what was posted to be received.
 Arriving = Callable[[], Any]
 
