@@ -99,7 +99,11 @@ class Case:
     def strategy(self) -> dict[str, Any]:
         plan = {"tensor_parallel_plan": GPT_PLAN} if self.network == "GPT" else {}
         cut = {"microbatches": 4} if self.sizes.get("pipeline_parallel_size", 1) > 1 else {}
-        return {**plan, **cut, **self.settings}
+        return {**plan, **cut, **{key: value for key, value in self.settings.items() if key != "precision"}}
+
+    @property
+    def precision(self) -> Any:
+        return self.settings.get("precision", "32-true")
 
 
 def cases() -> Iterator[Case]:
@@ -120,6 +124,18 @@ def cases() -> Iterator[Case]:
     for settings in ({}, {"activation_checkpointing": True}):
         sizes = {"data_parallel_size": 2, "expert_parallel_size": 2}
         yield Case("mixture", "ep 2" + _said(settings), 2, sizes, settings)
+    others: list[tuple[int, dict[str, Any]]] = [
+        (0, {"activation_checkpointing": "selective"}),
+        (0, {"precision": "bf16-mixed"}),
+        (0, {"precision": "bf16-true"}),
+        (3, {"precision": "bf16-mixed"}),
+        (3, {"schedule": "GPipe"}),
+        (3, {"reshard_after_forward": True}),
+        (3, {"reduce_each_microbatch": True}),
+    ]
+    for number, settings in others:
+        name, ranks, sizes = layouts[number]
+        yield Case("GPT", name + "".join(f", {key}={value}" for key, value in settings.items()), ranks, sizes, settings)
 
 
 def _said(settings: dict[str, Any]) -> str:
@@ -208,6 +224,7 @@ def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
             strategy=HybridShardStrategy(**case.sizes, **case.strategy),
             accelerator="cpu",
             devices=ranks,
+            precision=case.precision,
             max_steps=2,
             callbacks=[watch],
             logger=False,
@@ -226,7 +243,14 @@ def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
 
 def planned(case: Case) -> Plan:
     batch = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
-    return plan(lambda: Measured(case.network), batch, layout=case.sizes, device_type="cpu", **case.strategy)
+    return plan(
+        lambda: Measured(case.network),
+        batch,
+        layout=case.sizes,
+        device_type="cpu",
+        precision=case.precision,
+        **case.strategy,
+    )
 
 
 def kinds_of(made: Plan, stage: int) -> dict[str, int]:

