@@ -183,6 +183,10 @@ class Watch(L.Callback):
                 kinds[tensor.untyped_storage()._cdata] = "gathered"
             for tensor in _of_gradients(group):
                 kinds[tensor.untyped_storage()._cdata] = "gradients"
+        held = (p for part in self._module.modules() for p in part._parameters.values() if p is not None)
+        for gradient in (p.grad for p in held):  # where nothing is sharded, there are no groups
+            if gradient is not None:
+                kinds[_local(gradient).untyped_storage()._cdata] = "gradients"
         self.at_peak = dict.fromkeys(KINDS, 0)
         for key, (nbytes, _) in ledger.storages().items():
             self.at_peak[kinds.get(key, "rest")] += nbytes
