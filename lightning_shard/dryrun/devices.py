@@ -96,8 +96,8 @@ class Device:
         """
         if dtype not in self.flops:
             raise ConfigurationError(
-                f"device={self.name!r} has no peak for {dtype}, and has one for {', '.join(self.flops)}: use a precision"
-                f" that it computes in, or a profile that says flops.{dtype}."
+                f"device={self.name!r} has no peak for {dtype}, and has one for {', '.join(self.flops)}: use a"
+                f" precision that it computes in, or a profile that says flops.{dtype}."
             )
         return self.flops[dtype]
 
@@ -236,7 +236,7 @@ _PROFILES = (
         8,
         source=_MI300X_SHEET,
         notes=(
-            "within a machine: a link of 64 GB/s in each direction to each of 7 others; fewer devices use fewer of them",
+            "within a machine: a link of 64 GB/s each way to each of 7 others; fewer devices use fewer of them",
             _NO_NETWORK.format("400 Gb/s for each device"),
         ),
     ),
@@ -320,8 +320,8 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
     name = profile.lower().replace("_", "-")
     if _ALSO.get(name, name) not in DEVICES:
         raise ConfigurationError(
-            f"device={profile!r} isn't known: use one of {', '.join(DEVICES)}, or the path of a .yaml file with a profile"
-            " of your own."
+            f"device={profile!r} isn't known: use one of {', '.join(DEVICES)}, or the path of a .yaml file with a"
+            " profile of your own."
         )
     return DEVICES[_ALSO.get(name, name)]
 
@@ -364,8 +364,8 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     missing = [name for name in known if values.get(name, {}) == {} and name not in ("achieved", "notes")]
     if missing:
         raise ConfigurationError(
-            f"device {own!r} must say {', '.join(missing)}: add {'them' if len(missing) > 1 else 'it'}, or say based_on,"
-            f" one of {', '.join(DEVICES)}."
+            f"device {own!r} must say {', '.join(missing)}: add {'them' if len(missing) > 1 else 'it'}, or say"
+            f" based_on, one of {', '.join(DEVICES)}."
         )
     for name, kind in (("flops", None), ("inside", Link), ("between", Link), ("achieved", Achieved)):
         values[name] = {**base.get(name, {}), **_mapping(given.get(name, {}), name)}

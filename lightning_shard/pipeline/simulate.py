@@ -1,9 +1,9 @@
 """How long a schedule takes: its order run on a clock, from what each stage costs.
 
 Pure. A rank runs one action at a time, in its order, as soon as what the action needs has arrived. What goes to another
-rank is on its way for ``transfer``, and the sender goes on meanwhile; links aren't shared. A transfer goes on beside what
-the receiver computes before, or begins when the receiver asks for it (``receives_late``), as it does in this library's
-runtime, where an action's first operation is the receive.
+rank is on its way for ``transfer``, and the sender goes on meanwhile; links aren't shared. A transfer goes on beside
+what the receiver computes before, or begins when the receiver asks for it (``receives_late``), as it does in this
+library's runtime, where an action's first operation is the receive.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             )
     if not isinstance(costs.transfer, (int, float)) and len(costs.transfer) != schedule.stages - 1:
         raise ConfigurationError(
-            f"costs.transfer ({[*costs.transfer]}) must be one number, or one for each of the {schedule.stages - 1} cuts"
-            f" between the stages of {schedule.name}."
+            f"costs.transfer ({[*costs.transfer]}) must be one number, or one for each of the {schedule.stages - 1}"
+            f" cuts between the stages of {schedule.name}."
         )
     ends: list[float] = []
     free = [0.0] * len(schedule.rows)

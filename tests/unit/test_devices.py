@@ -67,7 +67,8 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
     assert own.source == "the user's profile"
     path = tmp_path / "own.yaml"
     path.write_text(
-        "based_on: h100\nper_machine: 4\nflops: {bfloat16: 9e14}\nbetween: {bandwidth: 25e9}\nachieved: {compute: 0.4}\n"
+        "based_on: h100\nper_machine: 4\nflops: {bfloat16: 9e14}\nbetween: {bandwidth: 25e9}\n"
+        "achieved: {compute: 0.4}\n"
     )
     based = device(str(path))
     assert (based.peak("bfloat16"), based.peak("float16")) == (9e14, 989.4e12)
