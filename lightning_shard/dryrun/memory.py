@@ -35,6 +35,11 @@ _KEPT = ("activations", "received", "loss")
 """Kinds of what is kept for microbatches in flight."""
 
 
+def usable(device_memory: int) -> int:
+    """Bytes that tensors can have of a device's memory."""
+    return int(device_memory * (1 - RESERVED))
+
+
 @dataclass(frozen=True)
 class Held:
     """Settings that decide what is held.
@@ -235,6 +240,10 @@ class Stage:
         """Whether blocks stay gathered for the whole step."""
         reshards = self._held.reshard_after_forward
         return self._layout.pipeline_parallel_size > 1 if reshards is None else not reshards
+
+    @property
+    def knows_optimizer(self) -> bool:
+        return self._optimizer is not None
 
     @property
     def all_units(self) -> list[Unit]:

@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_shard.dryrun.counts import EXPERT, TENSOR, Cost, Counts, PartCount, Work
+from lightning_shard.dryrun.counts import EXPERT, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
 from lightning_shard.dryrun.devices import Device
 from lightning_shard.dryrun.links import Groups, Links
-from lightning_shard.dryrun.memory import Held, Stage, Unit
+from lightning_shard.dryrun.memory import Held, Stage, Unit, shard_numel
 from lightning_shard.dryrun.optimizer import OptimizerState
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedule import Action, Schedule
@@ -133,7 +133,7 @@ def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
 
 @dataclass(frozen=True)
 class StageTime:
-    """What a rank of one stage spends; seconds, and bytes that it sends.
+    """What a rank of one stage spends; seconds.
 
     Attributes:
         forward: On a microbatch, by what.
@@ -142,7 +142,6 @@ class StageTime:
         first: What the first forward of a batch takes beside: what is gathered then stays so.
         last: What the last backward before an optimizer step takes beside, to reduce gradients.
         optimizer: The optimizer's step.
-        sent: In a step, by axis; without what goes to other stages.
     """
 
     forward: Seconds
@@ -151,7 +150,6 @@ class StageTime:
     first: float
     last: float
     optimizer: float
-    sent: Mapping[str, float]
 
     @cached_property
     def forward_s(self) -> float:
@@ -169,9 +167,12 @@ class _Turns(NamedTuple):
     batches: int
 
 
-def _stage_time(
-    stage: Stage, samples: int, held: Held, layout: Layout, groups: Groups, rates: Rates, turns: _Turns
-) -> StageTime:
+def stage_time(stage: Stage, samples: int, held: Held, groups: Groups, rates: Rates) -> StageTime:
+    """Of a stage.
+
+    Args:
+        samples: Of the microbatch that was counted.
+    """
     pairs = zip(stage.parts, stage.costs, strict=True)
     spent = [rates.of_part(part, cost, groups, samples) for part, cost in pairs]
     forwards, backwards = ([sum(of[way].values()) for of in spent] for way in (0, 1))
@@ -202,7 +203,6 @@ def _stage_time(
         first=forward(True, gathers_root) - each_forward,
         last=0.0 if each else backward(regathers, True) - each_backward,
         optimizer=rates.read(_stepped(stage)),
-        sent=_sent(stage, held, layout, turns),
     )
 
 
@@ -293,6 +293,7 @@ class StepTime:
     """A step on a clock; seconds.
 
     Attributes:
+        device: The profile's name.
         step: From the first microbatch to the end of the optimizer's step.
         timeline: Of the last batch of the step, in seconds; of the pipeline's ranks.
         stages: What each spends.
@@ -308,6 +309,7 @@ class StepTime:
         assumed: What they were taken for.
     """
 
+    device: str
     step: float
     timeline: Timeline
     stages: tuple[StageTime, ...]
@@ -321,6 +323,26 @@ class StepTime:
     unknown: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """For machines: seconds and bytes."""
+        return {
+            "device": self.device,
+            "step": self.step,
+            "bubble": self.bubble,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "dominates": self.dominates,
+            "spent": dict(self.spent),
+            "sent": dict(self.sent),
+            "assumed": list(self.assumed),
+            "unknown": list(self.unknown),
+        }
+
+    def __str__(self) -> str:
+        mfu = "" if self.mfu is None else f", {100 * self.mfu:.1f} % MFU"
+        bubble = f", {100 * self.bubble:.1f} % bubble" if len(self.timeline.schedule.rows) > 1 else ""
+        return f"a step on {self.device}: {self.step:.3g} s, {self.tokens_per_s:,.0f} tokens/s{mfu}{bubble}"
+
     @property
     def dominates(self) -> str:
         """What the busiest rank spends most on."""
@@ -328,36 +350,62 @@ class StepTime:
 
 
 class Timing:
-    """The costs of a step's actions: made once, simulated, or bounded from below.
+    """The costs of a step's actions: made once, bounded from below, and simulated.
 
     Args:
         counts: Of one microbatch, for the layout's tensor and expert axes.
-        stages: Each stage's blocks, in the order of the network.
-        optimizer: What is kept for parameters; ``None`` where that isn't known.
+        stages: In the order of the network.
+        times: What each spends.
+        crossing: Bytes of a microbatch that cross each cut.
+        tied: Bytes of a rank's shards of weights that several stages have, with the first and the last of these.
     """
 
     def __init__(
         self,
         counts: Counts,
         layout: Layout,
-        stages: Sequence[range],
+        schedule: Schedule,
+        held: Held,
+        rates: Rates,
+        groups: Groups,
+        stages: Sequence[Stage],
+        times: Sequence[StageTime],
+        crossing: Sequence[int],
+        tied: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self.counts, self.layout, self.schedule, self.held, self.rates = counts, layout, schedule, held, rates
+        self._groups = groups
+        self._turns = _Turns(schedule.microbatches, held.accumulates)
+        self._made = stages
+        self.stages = tuple(times)
+        self._crossing = crossing
+        self._tied = tied
+        self._own: list[list[int]] = [[] for _ in schedule.rows]
+        for stage in range(schedule.stages):
+            self._own[schedule.rank_of[stage]].append(stage)
+
+    @classmethod
+    def of(
+        cls,
+        counts: Counts,
+        layout: Layout,
+        blocks: Sequence[range],
         schedule: Schedule,
         held: Held,
         rates: Rates,
         optimizer: OptimizerState | None = None,
-    ) -> None:
-        self.counts, self.layout, self.schedule, self.held, self.rates = counts, layout, schedule, held, rates
-        self._groups = Groups(layout, rates.device.per_machine)
-        self._turns = _Turns(schedule.microbatches, held.accumulates)
-        made = [Stage(counts, layout, blocks, held, optimizer) for blocks in stages]
-        self.stages = tuple(
-            _stage_time(stage, counts.samples, held, layout, self._groups, rates, self._turns) for stage in made
-        )
-        self._crossing = [stage.received for stage in made[1:]]
-        self._shards = [
-            {p.name: numel * p.dtype.itemsize for p, numel in stage.shards if p.requires_grad} for stage in made
-        ]
-        self._knows_optimizer = optimizer is not None
+    ) -> Timing:
+        """Of one plan.
+
+        Args:
+            blocks: Each stage's.
+            optimizer: What is kept for parameters; ``None`` where that isn't known.
+        """
+        groups = Groups(layout, rates.device.per_machine)
+        stages = [Stage(counts, layout, own, held, optimizer) for own in blocks]
+        times = [stage_time(stage, counts.samples, held, groups, rates) for stage in stages]
+        crossing, tied = crossings(counts, blocks), ties(counts, layout, blocks)
+        return cls(counts, layout, schedule, held, rates, groups, stages, times, crossing, tied)
 
     @cached_property
     def transfers(self) -> list[float]:
@@ -380,8 +428,8 @@ class Timing:
         longer = IN_TWO_PARTS if splits else 1.0
         once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
         if reduces:
-            for rank, row in enumerate(self.schedule.rows):
-                once[row[-1]] = sum(self.stages[stage].last for stage in self.schedule.stages_of(rank))
+            for row, own in zip(self.schedule.rows, self._own):
+                once[row[-1]] = sum(self.stages[stage].last for stage in own)
         return Costs(
             [stage.forward_s for stage in self.stages],
             [longer * inputs for inputs, _ in backward],
@@ -393,24 +441,16 @@ class Timing:
 
     @cached_property
     def optimizer(self) -> float:
-        of_ranks = [
-            sum(self.stages[stage].optimizer for stage in self.schedule.stages_of(rank))
-            for rank in range(len(self.schedule.rows))
-        ]
-        return max(of_ranks)
+        return max(sum(self.stages[stage].optimizer for stage in own) for own in self._own)
 
     @cached_property
     def ties(self) -> float:
-        """Gradients of shards of weights that several stages have, to and fro between the outermost ones."""
-        holders: dict[str, list[int]] = {}
-        for index, shards in enumerate(self._shards):
-            for name in shards:
-                holders.setdefault(name, []).append(index)
+        """To add the gradients of weights that several stages have, to and fro between the outermost ones."""
         found = 0.0
-        for name, stages in holders.items():
-            one, other = (self.schedule.rank_of[stages[end]] for end in (0, -1))
+        for first, last, nbytes in self._tied:
+            one, other = self.schedule.rank_of[first], self.schedule.rank_of[last]
             if one != other:
-                found += 2 * self.rates.links.transfer(self._groups.between(one, other), self._shards[stages[0]][name])
+                found += 2 * self.rates.links.transfer(self._groups.between(one, other), nbytes)
         return found
 
     def bound(self) -> float:
@@ -428,12 +468,12 @@ class Timing:
         passing, longest = 0.0, 0.0
         passed = []
         for index, stage in enumerate(self.stages):
-            passed.append(passing)
+            received = transfers[index - 1] if index else 0.0  # the rank's own, counted with what it does for each
+            passed.append(passing - received)
             weights = 0.0 if self.schedule.splits_backwards else costs.backward_weight[index]
             once = 0.0 if several else stage.first + reduces * stage.last
             passing += costs.forward[index] + costs.backward_input[index] + weights + once + 2 * transfers[index]
-        for rank in range(len(self.schedule.rows)):
-            own = self.schedule.stages_of(rank)
+        for own in self._own:
             each = sum(costs.forward[s] + costs.backward_input[s] + costs.backward_weight[s] for s in own)
             each += sum(transfers[s] for s in own) + sum(transfers[s - 1] for s in own if s)
             once = sum(self.stages[s].first + reduces * self.stages[s].last for s in own)
@@ -452,13 +492,14 @@ class Timing:
         step = (batches - 1) * before + timeline.duration + self.optimizer + self.ties
         times = self._turns.microbatches * batches * layout.data_parallel_size
         flops = None if flops_per_sample is None else flops_per_sample * counts.samples * times
-        sent = [dict(stage.sent) for stage in self.stages]
+        sent = [_sent(stage, self.held, layout, self._turns) for stage in self._made]
         runs = self._turns.microbatches * batches
         for cut, (transfer, nbytes) in enumerate(zip(self.transfers, self._crossing)):
             for end in (cut, cut + 1):  # values one way, gradients the other
                 if transfer:
                     sent[end][PIPELINE] = sent[end].get(PIPELINE, 0.0) + runs * nbytes
         return StepTime(
+            device=self.rates.device.name,
             step=step,
             timeline=timeline,
             stages=self.stages,
@@ -478,14 +519,14 @@ class Timing:
         runs = self._turns.microbatches * self._turns.batches
         longer = IN_TWO_PARTS if self.schedule.splits_backwards else 1.0
         ranks = []
-        for rank in range(len(self.schedule.rows)):
-            own = [self.stages[stage] for stage in self.schedule.stages_of(rank)]
+        for own in self._own:
+            times = [self.stages[stage] for stage in own]
             found = _total(
                 [
-                    *({what: runs * of for what, of in stage.forward.items()} for stage in own),
-                    *({what: longer * runs * of for what, of in stage.backward.items()} for stage in own),
-                    {DATA: sum(self._turns.batches * stage.first + stage.last for stage in own)},
-                    {OPTIMIZER: sum(stage.optimizer for stage in own)},
+                    *({what: runs * of for what, of in stage.forward.items()} for stage in times),
+                    *({what: longer * runs * of for what, of in stage.backward.items()} for stage in times),
+                    {DATA: sum(self._turns.batches * stage.first + stage.last for stage in times)},
+                    {OPTIMIZER: sum(stage.optimizer for stage in times)},
                 ]
             )
             ranks.append(found)
@@ -497,8 +538,46 @@ class Timing:
         found = []
         if not self.counts.counted:
             found.append("what tensor- and expert-parallel ranks send, and operations that aren't matrix products")
-        if not self._knows_optimizer:
+        if not self._made[0].knows_optimizer:
             found.append("the optimizer's state, which its step reads and writes")
         if self.held.cpu_offload:
             found.append("copies to and from the host's memory, and the optimizer's step there")
         return tuple(found)
+
+
+def model_flops(counts: Counts) -> float:
+    """Of the model itself, for one sample, forward and backward: of counts without tensor and expert axes."""
+    parts = [*counts.blocks, *(part for _, part in counts.parts), *counts.everywhere, counts.loss]
+    return sum(part.plain.forward.flops + part.plain.backward.flops for part in parts) / counts.samples
+
+
+def dtype_of(precision: str) -> str:
+    """In which matrix products are computed, under a Trainer's precision."""
+    kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
+    return kinds.get(precision.partition("-")[0], "float32")
+
+
+def share_text(time: StepTime) -> str:
+    """What the busiest device spends its step on, the most first."""
+    shares = sorted(((of / time.step, what) for what, of in time.spent.items() if time.step), reverse=True)
+    return ", ".join(f"{what} {100 * share:.1f} %" for share, what in shares if share >= 0.0005)
+
+
+def crossings(counts: Counts, blocks: Sequence[range]) -> list[int]:
+    """Bytes of a microbatch that cross each cut."""
+    return [counts.blocks[own.start - 1].output for own in blocks[1:]]
+
+
+def ties(counts: Counts, layout: Layout, blocks: Sequence[range]) -> list[tuple[int, int, int]]:
+    """The weights of several stages: the first and the last of these, and bytes of a rank's shard."""
+    holders: dict[str, list[tuple[int, ParameterCount]]] = {}
+    for index, own in enumerate(blocks):
+        held = {p.name: p for part in counts.of_stage(own) for p in part.parameters if p.requires_grad}
+        for name, parameter in held.items():
+            holders.setdefault(name, []).append((index, parameter))
+    return [
+        (found[0][0], found[-1][0], shard_numel(parameter, layout.shard_size) * parameter.dtype.itemsize)
+        for found in holders.values()
+        if len(found) > 1
+        for parameter in (found[0][1],)
+    ]

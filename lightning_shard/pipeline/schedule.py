@@ -93,7 +93,7 @@ class Schedule:
         """The stages that a rank holds, in the order of the network."""
         return sorted(stage for stage, holder in self.rank_of.items() if holder == rank)
 
-    @property
+    @cached_property
     def splits_backwards(self) -> bool:
         return any(action.kind == "W" for row in self.rows for action in row)
 

@@ -23,7 +23,7 @@ from lightning_shard.pipeline.orders import build
 some = settings(max_examples=30, deadline=None)
 FREE = Link(float("inf"), 0.0)
 IDEAL = Achieved(1.0, 1.0, 1.0)
-PLAIN = Device("plain", {"bfloat16": 1e12}, 10**12, 1e15, Link(1e9, 0.0), Link(1e8, 0.0), 8, IDEAL)
+PLAIN = Device("plain", {"bfloat16": 1e12}, 10**12, 1e18, Link(1e9, 0.0), Link(1e8, 0.0), 8, IDEAL)
 """Computes 1 per ps, and has memory that never bounds it."""
 
 
@@ -68,7 +68,7 @@ def timing(
 ) -> Timing:
     stages = even(len(counts.blocks), layout.pipeline_parallel_size)
     order = build(schedule, layout.pipeline_parallel_size, microbatches)
-    return Timing(counts, layout, stages, order, held, Rates(profile, "bfloat16", overlaps=overlaps), optimizer)
+    return Timing.of(counts, layout, stages, order, held, Rates(profile, "bfloat16", overlaps=overlaps), optimizer)
 
 
 def test_one_layer_of_gpt_3_by_hand() -> None:
@@ -189,11 +189,11 @@ def test_measured_parts_take_what_they_took() -> None:
     measured = Measured({"blocks.0": (0.5, 2.0)}, samples=2, device="this one")
     counts = network(2, samples=4, traffic=10**9)
     rates = Rates(PLAIN, "bfloat16", measured=measured)
-    found = Timing(counts, Layout(tensor_parallel_size=2), [range(2)], build("1F1B", 1, 1), Held(), rates)
+    found = Timing.of(counts, Layout(tensor_parallel_size=2), [range(2)], build("1F1B", 1, 1), Held(), rates)
     assert found.stages[0].forward[PRODUCTS] == pytest.approx(2 * 0.5 + 1)
     assert found.stages[0].backward[PRODUCTS] == pytest.approx(2 * 2.0 + 2)
     assert found.stages[0].forward[TENSOR] == pytest.approx(2)
-    again = Timing(counts, Layout(), [range(2)], build("1F1B", 1, 1), Held(activation_checkpointing=True), rates)
+    again = Timing.of(counts, Layout(), [range(2)], build("1F1B", 1, 1), Held(activation_checkpointing=True), rates)
     assert again.stages[0].backward[PRODUCTS] == pytest.approx(2 * (2.0 + 0.5) + 3)
 
 
@@ -262,7 +262,7 @@ def test_a_faster_device_is_never_slower(run: Any, which: str, factor: float) ->
         "flops": replace(PLAIN, flops={"bfloat16": factor * 1e12}),
         "inside": replace(PLAIN, inside=Link(factor * 1e9, 0.0)),
         "between": replace(PLAIN, between=Link(factor * 1e8, 0.0)),
-        "memory": replace(PLAIN, memory_bandwidth=factor * 1e15),
+        "memory": replace(PLAIN, memory_bandwidth=factor * 1e18),
     }[which]
     before, after = (timing(counts, layout, profile, **options).simulated().step for profile in (PLAIN, faster))
     assert after <= before * (1 + 1e-9)
@@ -302,10 +302,8 @@ def test_more_microbatches_never_lower_the_bound_of_1f1b(stages: int, few: int, 
 def test_schedules_of_several_stages_on_a_rank_are_timed_too(schedule: str) -> None:
     counts, layout = network(8, output=10**7), Layout(pipeline_parallel_size=2)
     order = build(schedule, 2, 8)
-    made = Timing(counts, layout, even(8, order.stages), order, Held(), Rates(PLAIN, "bfloat16"))
+    made = Timing.of(counts, layout, even(8, order.stages), order, Held(), Rates(PLAIN, "bfloat16"))
     found = made.simulated()
     assert made.bound() <= found.step
     if order.splits_backwards:
         assert found.step >= 8 * (4 + 1.2 * 8)
-
-
