@@ -1,15 +1,15 @@
 """What a module's blocks and parts take on the device at hand: measured, where a profile could only say peaks.
 
 The module is built there with random weights, and its own step runs forward and backward a few times, watched by hooks
-that wait for the device. Blocks alike are each measured, and the fastest run of each counts: others of the machine's
-programs can only make it slower. What the step does around blocks and parts isn't measured, and is taken from the
-profile; neither are links.
+that wait for the device. The fastest run of each part counts: other programs of the machine can only make it slower.
+Links aren't measured.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.dryrun.counts import AROUND, LOSS
 from lightning_shard.dryrun.devices import Device, Link
 from lightning_shard.dryrun.devices import device as device_of
 from lightning_shard.dryrun.model import Model, fake_trainer
@@ -124,48 +125,70 @@ def _real(leaf: Any, device: torch.device) -> Any:
 
 
 class _Stopwatch:
-    """Hooks around blocks and parts that say when their forward and their backward begin and end."""
+    """Whose time it is: in the forward from a part's begin to its end, in the backward from where the gradient of its
+    output is there to where that of another part's output is."""
 
     def __init__(self, module: pl.LightningModule, model: Model, device: torch.device) -> None:
         self._module, self._model, self._device = module, model, device
-        self._began: dict[tuple[str, str], float] = {}
-        self._found: dict[str, tuple[list[float], list[float]]] = {}
+        self._running: list[str] = []
+        self._left = 0
+        self._now_of: tuple[str, int] | None = None
+        self._since = 0.0
+        self._taken: dict[tuple[str, int], float] = {}
 
     def measure(self, batch: Any, times: int) -> dict[str, tuple[float, float]]:
         blocks = self._model.blocks
-        named = [*dict.fromkeys(blocks.names), *(name for name, _ in blocks.parts)] if blocks is not None else []
+        names = blocks.names if blocks is not None else ()
+        parts = [name for name, _ in blocks.parts] if blocks is not None else []
+        turns = []
         with ExitStack() as stack, fake_trainer(self._module):
-            for name in named:
+            for name in dict.fromkeys([*names, *parts]):
                 part = part_of(self._module, name)
                 for called in with_forward(part) if isinstance(part, nn.Module) else ():
-                    for hook in (
-                        called.register_forward_pre_hook(partial(self._begin, name, "forward")),
-                        called.register_forward_hook(partial(self._end, name, 0)),
-                        called.register_full_backward_pre_hook(partial(self._begin, name, "backward")),
-                        called.register_full_backward_hook(partial(self._end, name, 1)),
-                    ):
-                        stack.callback(hook.remove)
-            for turn in range(times + 1):
-                self._module.zero_grad()
-                with self._autocast():
-                    loss = self._model.loss_of(self._module, batch)
-                loss.backward()
-                if not turn:
-                    self._found.clear()  # the first run makes room and chooses kernels
-        return {name: (min(forward), min(backward or [0.0])) for name, (forward, backward) in self._found.items()}
+                    stack.callback(called.register_forward_pre_hook(partial(self._begin, name)).remove)
+                    stack.callback(called.register_forward_hook(partial(self._end, name in names)).remove)
+            for _ in range(times + 1):
+                turns.append(self._turn(batch, len(names)))
+        keys = {name for turn in turns for name, _ in turn}
+        # the first run makes room and chooses kernels
+        least = {(name, way): min(turn.get((name, way), 0.0) for turn in turns[1:]) for name in keys for way in (0, 1)}
+        runs = Counter(names)
+        return {name: (least[name, 0] / max(1, runs[name]), least[name, 1] / max(1, runs[name])) for name in keys}
 
-    def _now(self) -> float:
+    def _turn(self, batch: Any, blocks: int) -> dict[tuple[str, int], float]:
+        self._module.zero_grad()
+        self._taken, self._left = {}, blocks
+        self._switch((AROUND if blocks else LOSS, 0))
+        with self._autocast():
+            loss = self._model.loss_of(self._module, batch)
+        self._switch((LOSS, 1))
+        loss.backward()
+        self._switch(None)
+        return self._taken
+
+    def _switch(self, to: tuple[str, int] | None) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        now = time.perf_counter()
+        if self._now_of is not None:
+            self._taken[self._now_of] = self._taken.get(self._now_of, 0.0) + now - self._since
+        self._now_of, self._since = to, now
 
-    def _begin(self, name: str, way: str, *_: Any) -> None:
-        self._began[name, way] = self._now()
+    def _begin(self, name: str, *_: Any) -> None:
+        self._running.append(name)
+        self._switch((name, 0))
 
-    def _end(self, name: str, way: int, *_: Any) -> None:
-        began = self._began.pop((name, ("forward", "backward")[way]), None)
-        if began is not None:
-            self._found.setdefault(name, ([], []))[way].append(self._now() - began)
+    def _end(self, is_block: bool, _part: nn.Module, _args: Any, output: Any) -> None:
+        name = self._running.pop()
+        self._left -= is_block
+        for tensor in tree.tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, name))
+        outside = AROUND if self._left > 0 else LOSS
+        self._switch((self._running[-1] if self._running else outside, 0))
+
+    def _begin_backward(self, name: str, _gradient: Tensor) -> None:
+        self._switch((name, 1))
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

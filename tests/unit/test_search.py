@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_shard.dryrun import search as searching
 from lightning_shard.dryrun.counting import count
+from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device, device
 from lightning_shard.dryrun.memory import Held, stage_memories
 from lightning_shard.dryrun.model import Model
@@ -26,8 +27,8 @@ from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
 from lightning_shard.plugin.assemble import Settings
 
-WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 8, 16
-SLOW = replace(device("h100"), per_machine=4)
+WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 4, 8
+SLOW = replace(device("h100"), per_machine=2)
 
 
 class Block(nn.Module):
@@ -82,16 +83,39 @@ def optimizer(model: Model) -> OptimizerState:
     return found
 
 
+@pytest.fixture(scope="module")
+def counted() -> dict[Any, Counts]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def counting_once(counted: dict[Any, Counts], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has counted, others needn't."""
+
+    def once(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int) -> Counts:
+        key = model.module.__class__, tensor_parallel_size, expert_parallel_size, samples
+        if key not in counted:
+            counted[key] = count(
+                model,
+                tensor_parallel_size=tensor_parallel_size,
+                expert_parallel_size=expert_parallel_size,
+                samples=samples,
+            )
+        return counted[key]
+
+    monkeypatch.setattr(searching, "count", once)
+
+
 def space(memory: float = 1e12, **options: Any) -> Space:
-    return Space(DEVICES, BATCH, int(memory), most_samples=4, **options)
+    return Space(DEVICES, BATCH, int(memory), most_samples=2, **options)
 
 
 def rates(profile: Device = SLOW) -> Rates:
     return Rates(profile, "float32")
 
 
-@pytest.fixture(scope="module")
-def everything(model: Model, optimizer: OptimizerState) -> Found:
+@pytest.fixture
+def everything(model: Model, optimizer: OptimizerState, counting_once: None) -> Found:
     return search(model, optimizer, space(), rates(), most=10**6, exhaustively=True)
 
 
@@ -124,30 +148,28 @@ def test_all_layouts_of_all_devices_are_considered() -> None:
 
 
 def test_the_search_finds_what_trying_all_finds(model: Model, optimizer: OptimizerState, everything: Found) -> None:
-    """Each choice planned by itself: its own counts, its whole order and every stage of it."""
+    """Each choice planned by itself: its whole order, and every stage of it."""
     assert model.cost is not None
     tried: dict[tuple[Any, ...], tuple[float, int]] = {}
-    counted: dict[Any, Any] = {}
     for stages in (1, 2, 4):
         blocks = [stage.blocks for stage in place(model.cost, stages, "auto" if stages > 1 else "even").stages]
         for tensor in (1, 2, 4, 8):
             if DEVICES % (stages * tensor):
                 continue
             data = DEVICES // stages // tensor
-            for samples in (n for n in (1, 2, 4) if BATCH // data % n == 0):
+            for samples in (n for n in (1, 2) if BATCH // data % n == 0):
                 microbatches = BATCH // data // samples
                 if microbatches < stages:
                     continue
-                key = tensor, samples
-                counted[key] = counted.get(key) or count(model, tensor_parallel_size=tensor, samples=samples)
+                counts = searching.count(model, tensor_parallel_size=tensor, samples=samples)
                 for replicas in (n for n in (1, 2, 4, 8) if data % n == 0):
                     layout = Layout(stages, data, replicas, tensor)
                     for schedule in ("1F1B", "Eager1F1B", "GPipe") if stages > 1 else (None,):
                         for way in (None, "selective", True):
                             order = build(schedule or "1F1B", stages, microbatches if schedule else 1)
                             held = Held(way, accumulates=1 if schedule else microbatches)  # type: ignore[arg-type]
-                            timing = Timing.of(counted[key], layout, blocks, order, held, rates(), optimizer)
-                            memory = stage_memories(counted[key], layout, blocks, order, held, optimizer)
+                            timing = Timing.of(counts, layout, blocks, order, held, rates(), optimizer)
+                            memory = stage_memories(counts, layout, blocks, order, held, optimizer)
                             peak = max(stage.peak.total for stage in memory)
                             name = (stages, tensor, replicas, schedule, samples, microbatches, way)
                             tried[name] = timing.simulated().step, peak
@@ -199,14 +221,18 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
     )
 
 
-def test_counts_of_more_samples_are_those_of_one_and_two(model: Model) -> None:
-    one, two, four = (count(model, tensor_parallel_size=2, samples=n) for n in (1, 2, 4))
+def test_counts_of_more_samples_are_those_of_one_and_two(model: Model, optimizer: OptimizerState) -> None:
+    one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
     assert between(one, two, 4) == four
+    shop = searching._Workshop(model, optimizer, replace(space(), most_samples=4), rates())
+    assert shop._of(1, 1, 4) == four
+    assert shop._of(2, 1, 4) == count(model, tensor_parallel_size=2, samples=4)
+    assert shop._of(2, 1, 8) is not None  # without counting, since a third agreed
 
 
 def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
-    dropped: Counter[str] = Counter(search(model, optimizer, replace(space(), global_batch=4), rates()).dropped)
-    assert dropped[searching.DOESNT_DIVIDE] == sum(layout.data_parallel_size == 8 for layout in layouts(8, BLOCKS))
+    dropped: Counter[str] = Counter(search(model, optimizer, replace(space(), global_batch=2), rates()).dropped)
+    assert dropped[searching.DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
     assert dropped[searching.TOO_FEW] > 0
     assert dropped[searching.CANT_BE_CUT] > 0  # no experts
 
