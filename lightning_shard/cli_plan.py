@@ -45,7 +45,7 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     Args:
         size: Reads ``80GiB``.
     """
-    summary = "say what a layout takes, before it is run: memory, checkpoints"
+    summary = "say what a layout takes, before it is run: memory, time, checkpoints; or search for one"
     parser = verbs.add_parser("plan", help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(verb=_plan)
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import build
 
 some = settings(max_examples=30, deadline=None)
+NOTHING_SET = Held()
 FREE = Link(float("inf"), 0.0)
 IDEAL = Achieved(1.0, 1.0, 1.0)
 PLAIN = Device("plain", {"bfloat16": 1e12}, 10**12, 1e18, Link(1e9, 0.0), Link(1e8, 0.0), 8, IDEAL)
@@ -62,7 +62,7 @@ def timing(
     *,
     schedule: str = "1F1B",
     microbatches: int = 1,
-    held: Held = Held(),
+    held: Held = NOTHING_SET,
     optimizer: OptimizerState | None = None,
     overlaps: bool = True,
 ) -> Timing:
