@@ -461,18 +461,21 @@ class Timing:
     def _bound(self, reduces: int) -> float:
         """Of a batch: a rank computes all microbatches, and receives what they need.
 
-        Before that, the first one has passed the stages before; after it, the last gradients have yet to.
+        Before that, the first one has passed the stages before; after it, the last gradients have yet to, unless what
+        the rank does last are gradients of weights.
         """
-        costs, several = self.costs(reduces=bool(reduces)), self.schedule.stages > len(self.schedule.rows)
+        costs = self.costs(reduces=bool(reduces))
+        splits, several = self.schedule.splits_backwards, self.schedule.stages > len(self.schedule.rows)
         transfers = [*self.transfers, 0.0]
         passing, longest = 0.0, 0.0
         passed = []
         for index, stage in enumerate(self.stages):
             received = transfers[index - 1] if index else 0.0  # the rank's own, counted with what it does for each
             passed.append(passing - received)
-            weights = 0.0 if self.schedule.splits_backwards else costs.backward_weight[index]
-            once = 0.0 if several else stage.first + reduces * stage.last
-            passing += costs.forward[index] + costs.backward_input[index] + weights + once + 2 * transfers[index]
+            passing += costs.forward[index] + transfers[index]
+            if not splits:
+                passing += costs.backward_input[index] + costs.backward_weight[index] + transfers[index]
+                passing += 0.0 if several else stage.first + reduces * stage.last
         for own in self._own:
             each = sum(costs.forward[s] + costs.backward_input[s] + costs.backward_weight[s] for s in own)
             each += sum(transfers[s] for s in own) + sum(transfers[s - 1] for s in own if s)
