@@ -6,7 +6,8 @@ order of their bounds until the best of those that fit can't be beaten by what i
 though few are simulated.
 
 Every layout takes the same global batch for a step. With one stage, its microbatches are batches whose gradients are
-accumulated. Counts of microbatches of 1 and 2 samples say those of any, where a third agrees.
+accumulated. For bounds, operations and bytes of a microbatch are those of one sample and those of each further one;
+what is put on a clock is counted, and if that disagrees, everything is.
 """
 
 from __future__ import annotations
@@ -302,14 +303,23 @@ def search(
             " layout that was found with it."
         )
     workshop = _Workshop(model, optimizer, space, rates)
+    try:
+        return _searched(workshop, most, exhaustively)
+    except _Unlike:
+        workshop.scales = False
+        return _searched(workshop, most, exhaustively)
+
+
+def _searched(workshop: _Workshop, most: int, exhaustively: bool) -> Found:
+    space = workshop.space
     dropped: Counter[str] = Counter()
     candidates = list(workshop.bounded(dropped))
     candidates.sort(key=lambda candidate: (candidate.bound, candidate.layout.tensor_parallel_size, candidate.samples))
     best: list[Choice] = []
     simulated = 0
-    for place_, candidate in enumerate(candidates):
+    for number, candidate in enumerate(candidates):
         if not exhaustively and len(best) >= most and candidate.bound > _seconds(best[most - 1]):
-            dropped[SLOWER] += len(candidates) - place_
+            dropped[SLOWER] += len(candidates) - number
             break
         peak = workshop.peak(candidate)
         if peak > space.device_memory:
@@ -327,7 +337,7 @@ def search(
         len(candidates) + sum(dropped[why] for why in (CANT_BE_CUT, DOESNT_DIVIDE, TOO_FEW)),
         simulated,
         space.devices,
-        rates.device.name,
+        workshop.rates.device.name,
         space.global_batch,
         space.device_memory,
         workshop.assumed,
@@ -340,21 +350,31 @@ def _seconds(choice: Choice) -> float:
     return choice.step.step
 
 
+class _Unlike(Exception):
+    """A microbatch doesn't cost what one sample and further ones do."""
+
+
 class _Workshop:
-    """Counts, stages and orders, each made once."""
+    """Counts, stages and orders, each made once.
+
+    Attributes:
+        scales: Whether counts for bounds are made from those of one and two samples.
+    """
 
     def __init__(self, model: Model, optimizer: OptimizerState | None, space: Space, rates: Rates) -> None:
-        self._model, self._optimizer, self._space, self._rates = model, optimizer, space, rates
+        self._model, self._optimizer, self.space, self.rates = model, optimizer, space, rates
+        self.scales = True
+        self._scaled: dict[tuple[int, int, int], Counts | None] = {}
         self._counts: dict[tuple[int, int, int], Counts | None] = {}
         self._cuts: dict[tuple[int, int], bool] = {}
         self._likenesses: dict[Any, tuple[Any, ...]] = {}
+        self._likes: dict[tuple[int, int], bool] = {}
         self._kinds: dict[int, dict[int, int]] = {}
         self._stages: dict[Any, Stage] = {}
         self._times: dict[Any, StageTime] = {}
         self._peaks: dict[Any, int] = {}
         self._placed: dict[int, list[range]] = {}
         self._ties: dict[Any, list[tuple[int, int, int]]] = {}
-        self._is_linear: bool | None = None
         one = self._of(1, 1, 1)
         if one is None or not one.counted:
             reason = one.reason if one is not None else CANT_BE_CUT
@@ -370,10 +390,10 @@ class _Workshop:
     def bounded(self, dropped: Counter[str]) -> Iterator[Choice]:
         """Each choice that could run, with its bound."""
         for choice in self._choices(dropped):
-            yield replace(choice, bound=self.timing(choice).bound())
+            yield replace(choice, bound=self.timing(choice, for_bound=True).bound())
 
     def _choices(self, dropped: Counter[str]) -> Iterator[Choice]:
-        space = self._space
+        space = self.space
         most_stages = len(self._model.blocks.names) if self._model.blocks is not None else 1
         for layout in layouts(space.devices, most_stages):
             each, left = divmod(space.global_batch, layout.data_parallel_size)
@@ -388,7 +408,7 @@ class _Workshop:
                 if microbatches < stages:
                     dropped[TOO_FEW] += 1
                     continue
-                if self._of(layout.tensor_parallel_size, layout.expert_parallel_size, samples) is None:
+                if self._for_bounds(layout.tensor_parallel_size, layout.expert_parallel_size, samples) is None:
                     dropped[CANT_BE_CUT] += 1
                     continue
                 for schedule in space.schedules if stages > 1 else (None,):
@@ -399,7 +419,7 @@ class _Workshop:
         """``None``: the module can't be cut so."""
         key = tensor, expert, samples
         if key not in self._counts:
-            self._counts[key] = self._made(*key) if self._can_be_cut(tensor, expert) else None
+            self._counts[key] = self._counted(*key) if self._can_be_cut(tensor, expert) else None
         return self._counts[key]
 
     def _can_be_cut(self, tensor: int, expert: int) -> bool:
@@ -415,18 +435,14 @@ class _Workshop:
                 self._cuts[tensor, expert] = bool(experts) or expert == 1
         return self._cuts[tensor, expert]
 
-    def _made(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        if samples <= 2 or self._is_linear is False:
-            return self._counted(tensor, expert, samples)
-        one, two = self._of(tensor, expert, 1), self._of(tensor, expert, 2)
-        if one is None or two is None:
-            return None
-        made = between(one, two, samples)
-        if self._is_linear is None:
-            counted = self._counted(tensor, expert, samples)
-            self._is_linear = made == counted
-            return counted
-        return made
+    def _for_bounds(self, tensor: int, expert: int, samples: int) -> Counts | None:
+        if samples <= 2 or not self.scales:
+            return self._of(tensor, expert, samples)
+        key = tensor, expert, samples
+        if key not in self._scaled:
+            one, two = self._of(tensor, expert, 1), self._of(tensor, expert, 2)
+            self._scaled[key] = None if one is None or two is None else between(one, two, samples)
+        return self._scaled[key]
 
     def _counted(self, tensor: int, expert: int, samples: int) -> Counts | None:
         batch = self._model.batch
@@ -444,9 +460,9 @@ class _Workshop:
 
     # -- of one choice
 
-    def timing(self, choice: Choice) -> Timing:
-        counts, layout, schedule, held = self._parts(choice)
-        groups = Groups(layout, self._rates.device.per_machine)
+    def timing(self, choice: Choice, *, for_bound: bool = False) -> Timing:
+        counts, layout, schedule, held = self._parts(choice, for_bound=for_bound)
+        groups = Groups(layout, self.rates.device.per_machine)
         blocks = self._blocks(layout.pipeline_parallel_size)
         stages = self._stages_of(choice, counts, held)
         key_of_ties = id(counts), layout.shard_size, len(blocks)
@@ -457,7 +473,7 @@ class _Workshop:
             layout,
             schedule,
             held,
-            self._rates,
+            self.rates,
             groups,
             [stage for _, stage in stages],
             [self._time(key, stage, layout, counts.samples, held, groups) for key, stage in stages],
@@ -471,7 +487,7 @@ class _Workshop:
         stages = self._stages_of(choice, counts, held)
         flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
         least = max(_least(stage, flight, counts) for (_, stage), flight in zip(stages, flights))
-        if least > self._space.device_memory:
+        if least > self.space.device_memory:
             return least
         # of stages alike, the one that keeps most microbatches
         fullest: dict[Any, int] = {}
@@ -492,19 +508,35 @@ class _Workshop:
             self._peaks[known] = max(moment.total for moment in stage.moments(row))
         return self._peaks[known] + later
 
-    def _parts(self, choice: Choice) -> tuple[Counts, Layout, Schedule, Held]:
+    def _parts(self, choice: Choice, *, for_bound: bool = False) -> tuple[Counts, Layout, Schedule, Held]:
+        """What a choice is made of.
+
+        Raises:
+            _Unlike: Its microbatch costs something else than was taken for its bound.
+        """
         layout = choice.layout
-        counts = self._of(layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples)
-        assert counts is not None
+        sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
+        bounding = self._for_bounds(*sizes)
+        counts = bounding if for_bound else self._of(*sizes)
+        assert counts is not None and bounding is not None
+        if counts is not bounding and not self._is_like(counts, bounding):
+            raise _Unlike
         several = choice.schedule is not None
         microbatches = choice.microbatches if several else 1
         schedule = _order(choice.schedule or "1F1B", layout.pipeline_parallel_size, microbatches)
         held = replace(
-            self._space.held,
+            self.space.held,
             activation_checkpointing=choice.activation_checkpointing,
             accumulates=1 if several else choice.microbatches,
         )
         return counts, layout, schedule, held
+
+    def _is_like(self, counted: Counts, scaled: Counts) -> bool:
+        """Peaks aside, which don't grow evenly."""
+        key = id(counted), id(scaled)
+        if key not in self._likes:
+            self._likes[key] = _work(counted) == _work(scaled)
+        return self._likes[key]
 
     def _blocks(self, stages: int) -> list[range]:
         if stages not in self._placed:
@@ -531,7 +563,7 @@ class _Workshop:
     def _time(self, key: Any, stage: Stage, layout: Layout, samples: int, held: Held, groups: Groups) -> StageTime:
         known = key, layout.data_parallel_replicas
         if known not in self._times:
-            self._times[known] = stage_time(stage, samples, held, groups, self._rates)
+            self._times[known] = stage_time(stage, samples, held, groups, self.rates)
         return self._times[known]
 
     def _alike(self, counts: Counts, blocks: range) -> tuple[Any, ...]:
@@ -549,12 +581,21 @@ class _Workshop:
         whole = len(counts.blocks)
         places = range(blocks.start, blocks.stop + (blocks.stop == whole))
         around = tuple(place for place, _ in counts.parts if place in places)
-        ways = self._space.activation_checkpointing
+        ways = self.space.activation_checkpointing
         placed = blocks if any(isinstance(way, int) and not isinstance(way, bool) for way in ways) else None
         received = counts.blocks[blocks.start - 1].output if blocks.start else 0
         likeness = tuple(kinds[place] for place in blocks), around, placed, received, blocks.stop == whole
         self._likenesses[id(counts), blocks] = likeness
         return likeness
+
+
+def _work(counts: Counts) -> list[Any]:
+    """What bounds are made of."""
+    parts = [*counts.blocks, *(part for _, part in counts.parts), *counts.everywhere, counts.loss]
+    return [
+        (part.output, [(cost.forward, cost.backward) for cost in (part.plain, part.recomputed, part.selective)])
+        for part in parts
+    ]
 
 
 def _kind(part: PartCount) -> Any:
@@ -600,7 +641,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def between(one: Counts, two: Counts, samples: int) -> Counts:
-    """Counts of any number of samples, where each number grows alike from one sample to the next."""
+    """Counts of any number of samples, as if each number grew alike from one sample to the next."""
     made: Counts = _grown(one, two, samples - 1)
     return made
 

@@ -221,13 +221,24 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
     )
 
 
-def test_counts_of_more_samples_are_those_of_one_and_two(model: Model, optimizer: OptimizerState) -> None:
+def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
     one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
-    assert between(one, two, 4) == four
-    shop = searching._Workshop(model, optimizer, replace(space(), most_samples=4), rates())
-    assert shop._of(1, 1, 4) == four
-    assert shop._of(2, 1, 4) == count(model, tensor_parallel_size=2, samples=4)
-    assert shop._of(2, 1, 8) is not None  # without counting, since a third agreed
+    assert searching._work(between(one, two, 4)) == searching._work(four)
+    assert between(one, two, 4).tokens == four.tokens
+
+
+def test_where_it_is_not_everything_is_counted(
+    model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
+    plain = searching.between
+
+    def wrong(one: Counts, two: Counts, samples: int) -> Counts:
+        return plain(one, two, 2 * samples)
+
+    monkeypatch.setattr(searching, "between", wrong)
+    found = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
+    assert found.choices == expected.choices
 
 
 def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
