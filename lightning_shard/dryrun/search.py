@@ -518,7 +518,8 @@ class _Workshop:
         sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
         bounding = self._for_bounds(*sizes)
         counts = bounding if for_bound else self._of(*sizes)
-        assert counts is not None and bounding is not None
+        assert counts is not None
+        assert bounding is not None
         if counts is not bounding and not self._is_like(counts, bounding):
             raise _Unlike
         several = choice.schedule is not None
