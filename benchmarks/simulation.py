@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -217,7 +218,7 @@ def main() -> None:
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     result = {
         "date": date.today().isoformat(),
-        "command": "python benchmarks/simulation.py",
+        "command": shlex.join(["python", "benchmarks/simulation.py", *sys.argv[1:]]),
         "machine": machine(),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "target": "measured step within 10 % of the simulated one",

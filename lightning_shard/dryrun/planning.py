@@ -380,7 +380,8 @@ class Planner:
         stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)
         unknown = []
         if not counts.counted:
-            unknown.append(f"memory of activations: the step can't be run on fake tensors ({counts.reason})")
+            what = "memory of activations" + (", and time" if self.rates is not None else "")
+            unknown.append(f"{what}: the step can't be run on fake tensors ({counts.reason})")
         if self.optimizer is None:
             unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
         if placement is not None and not unknown:
@@ -408,8 +409,8 @@ class Planner:
     def _timed(
         self, counts: Counts, layout: Layout, blocks: Sequence[range], order: Schedule, run: Run
     ) -> StepTime | None:
-        if self.rates is None:
-            return None
+        if self.rates is None or not counts.counted:
+            return None  # estimated operations are of another microbatch
         whole = counts
         if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
             whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)

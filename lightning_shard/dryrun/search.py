@@ -56,7 +56,7 @@ from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings
 from lightning_shard.plugin.steps.schedules import RUN
 
-CANT_BE_CUT = "the module can't be cut so"
+CANT_BE_CUT = "the module can't be cut so, or its step not be run then"
 DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
 TOO_FEW = "fewer microbatches than stages"
 DOESNT_FIT = "a device's memory is too small"
@@ -452,11 +452,13 @@ class _Workshop:
                 " counted: pass a batch whose size is a multiple of 2, and of the microbatches to try."
             )
         try:
-            return count(self._model, tensor_parallel_size=tensor, expert_parallel_size=expert, samples=samples)
+            counts = count(self._model, tensor_parallel_size=tensor, expert_parallel_size=expert, samples=samples)
         except ConfigurationError:
             if tensor == expert == 1:
                 raise
             return None
+        # what was cut may fail to run, as heads that don't divide do; the whole module says why it does
+        return counts if counts.counted or tensor == expert == 1 else None
 
     # -- of one choice
 

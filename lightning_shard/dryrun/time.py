@@ -539,8 +539,6 @@ class Timing:
 
     def _unknown(self) -> tuple[str, ...]:
         found = []
-        if not self.counts.counted:
-            found.append("what tensor- and expert-parallel ranks send, and operations that aren't matrix products")
         if not self._made[0].knows_optimizer:
             found.append("the optimizer's state, which its step reads and writes")
         if self.held.cpu_offload:
