@@ -368,7 +368,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
             f" based_on, one of {', '.join(DEVICES)}."
         )
     for name, kind in (("flops", None), ("inside", Link), ("between", Link), ("achieved", Achieved)):
-        values[name] = {**base.get(name, {}), **_mapping(given.get(name, {}), name)}
+        values[name] = {**_mapping(base.get(name, {}), name), **_mapping(given.get(name, {}), name)}
         if kind is not None:
             _check_names(values[name], [field.name for field in fields(kind)], f"{name} of device {own!r}")
     return Device(

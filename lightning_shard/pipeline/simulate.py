@@ -51,6 +51,11 @@ class Costs:
         weights = self.backward_weight[stage] if kind in "BW" else 0.0
         return once + inputs + weights
 
+    @property
+    def slowest_transfer(self) -> float:
+        """Over the cut that takes longest."""
+        return self.transfer if isinstance(self.transfer, (int, float)) else max(self.transfer, default=0.0)
+
     def crossing(self, one: int, other: int) -> float:
         """Of what goes from one of two neighbouring stages to the other."""
         return self.transfer if isinstance(self.transfer, (int, float)) else self.transfer[min(one, other)]
