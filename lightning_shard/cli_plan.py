@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -44,7 +45,7 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     Args:
         size: Reads ``80GiB``.
     """
-    summary = "say what a layout takes, before it is run: memory, checkpoints"
+    summary = "say what a layout takes, before it is run: memory, time, checkpoints; or search for one"
     parser = verbs.add_parser("plan", help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(verb=_plan)
     parser.add_argument(
@@ -66,6 +67,16 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     parser.add_argument("--device-memory", type=size, metavar="SIZE", help="of each device, such as 80GiB")
     parser.add_argument("--device-type", help="cuda if nothing is said; or cpu")
     parser.add_argument("--asynchronous-saving", action=argparse.BooleanOptionalAction, help="checkpoints by a thread")
+    parser.add_argument("--device", metavar="NAME", help="time a step: h100, a100-80gb, …, or a profile.yaml")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="time it by blocks that are measured on the device at hand"
+    )
+    parser.add_argument("--search", action="store_true", help="the fastest layouts of --devices instead of one")
+    parser.add_argument("--devices", type=int, metavar="N", help="for --search: how many there are")
+    parser.add_argument(
+        "--global-batch", type=int, metavar="N", help="for --search: samples of a step, of all devices together"
+    )
+    parser.add_argument("--most", type=int, default=10, metavar="N", help="for --search: how many to list (10)")
     parser.add_argument(
         "--recipes", default="recipes", metavar="FOLDER", help="where train.py is, conf/ beside it (recipes)"
     )
@@ -85,8 +96,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         settings = dict(_settings_of_recipe(arguments.what, Path(arguments.recipes)))
     sizes = {setting: given[name] for name, setting in _SIZES.items() if name in given}
     settings["layout"] = _sizes({**settings.pop("layout", {}), **sizes}, settings.pop("world_size", None))
-    trainers = ("precision", "accumulate_grad_batches", "device_memory", "device_type", "asynchronous_saving")
+    trainers = ("precision", "accumulate_grad_batches", "device_memory", "device_type", "asynchronous_saving", "device")
     settings.update((name, given[name]) for name in (*_OF_STRATEGY, *trainers) if name in given)
+    if arguments.search:
+        return _search(arguments, settings)
+    if arguments.calibrate:
+        settings |= _calibrated(settings)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
     print(json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else made)
     if arguments.html or arguments.picture:
@@ -101,6 +116,44 @@ def _draw(made: Plan, html: str | None, picture: str | None) -> None:
         save_page(made, html)
     if picture is not None:
         save_pictures(made, picture)
+
+
+def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The device at hand, and what the module's parts take there."""
+    from lightning_shard.dryrun.calibrate import calibrate, device_at_hand, kind_at_hand
+
+    given = ("pipeline_blocks", "precision")
+    kind = kind_at_hand()
+    measured = calibrate(
+        settings["module"],
+        settings["batch"],
+        microbatches=settings.get("microbatches") or 1,
+        device_type=kind,
+        **{name: settings[name] for name in given if name in settings},
+    )
+    profile = device_at_hand(kind, settings.get("device"))
+    return {"measured": measured, "device": profile, "device_type": kind}
+
+
+def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> int:
+    from lightning_shard.dryrun.search import search_module
+    from lightning_shard.pipeline import tree
+
+    for name in ("devices", "device"):
+        if getattr(arguments, name) is None:
+            raise ConfigurationError(f"--search needs --{name}: say it, such as --devices 512 --device h100.")
+    batch = settings["batch"]
+    known = inspect.signature(search_module).parameters
+    found = search_module(
+        settings["module"],
+        batch,
+        devices=arguments.devices,
+        global_batch=arguments.global_batch or tree.batch_size(batch) * settings["layout"]["data_parallel_size"],
+        most=arguments.most,
+        **{name: value for name, value in settings.items() if name in known and name not in ("module", "batch")},
+    )
+    print(json.dumps(found.to_json(), indent=2, ensure_ascii=False) if arguments.json else found)
+    return 0 if found.choices else 1
 
 
 def _sizes(sizes: Mapping[str, Any], world: int | None) -> dict[str, int]:

@@ -227,7 +227,17 @@ def _work(entered: Entered | None, tensor: int, expert: int) -> Work:
         TENSOR: sum(_RING[name](tensor) * nbytes for name, nbytes in entered.sent.items() if name in _RING),
         EXPERT: (expert - 1) / expert * entered.sent.get(_EXCHANGE, 0),
     }
-    return Work(entered.flops, entered.moved, {axis: round(nbytes) for axis, nbytes in along.items() if nbytes})
+    calls = {
+        TENSOR: sum(number for name, number in entered.calls.items() if name in _RING),
+        EXPERT: entered.calls.get(_EXCHANGE, 0),
+    }
+    return Work(
+        entered.flops,
+        entered.moved,
+        entered.beside,
+        {axis: round(nbytes) for axis, nbytes in along.items() if nbytes},
+        {axis: number for axis, number in calls.items() if along[axis]},
+    )
 
 
 def _outcomes(

@@ -24,14 +24,18 @@ class Work:
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.
         moved: Bytes that operations read and write, each for itself: what bounds those that compute little.
+        beside: What of that is by operations that ``flops`` doesn't count.
         traffic: Bytes that this rank sends, by the axis that they are sent along (``"tensor"``, ``"expert"``), with
             collectives going round a ring. What pipelines and data ranks send isn't a part's: see ``output`` and
             ``parameters``.
+        collectives: How many collectives that is, by axis.
     """
 
     flops: int = 0
     moved: int = 0
+    beside: int = 0
     traffic: Mapping[str, int] = field(default_factory=dict)
+    collectives: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,16 @@ class Work:
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.
         moved: Bytes that operations read and wrote, each operation for itself; of views none.
+        beside: What of that was by operations that ``flops`` doesn't count.
         sent: Bytes that collective operations were given, by the operation's name.
+        calls: How many there were.
     """
 
     flops: int = 0
     moved: int = 0
+    beside: int = 0
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class Ledger(TorchDispatchMode):
@@ -99,12 +103,15 @@ class Ledger(TorchDispatchMode):
                 # those of c10d are given their output first
                 of_input = given[1:] if func.namespace == "c10d" else given
                 work.sent[func._opname] += sum(map(_nbytes, of_input))
+                work.calls[func._opname] += 1
             return
         counted = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
         if counted is not None:
             work.flops += counted(*args, **kwargs, out_val=result)
         if not func.is_view and func.namespace != "prim":
-            work.moved += sum(map(_nbytes, given)) + sum(map(_nbytes, made))
+            moved = sum(map(_nbytes, given)) + sum(map(_nbytes, made))
+            work.moved += moved
+            work.beside += moved if counted is None else 0
 
     def adopt(self, tensor: Tensor, label: Hashable) -> None:
         """Count a tensor from before."""

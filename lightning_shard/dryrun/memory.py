@@ -37,6 +37,11 @@ _KEPT = ("activations", "received", "loss")
 """Kinds of what is kept for microbatches in flight."""
 
 
+def usable(device_memory: int) -> int:
+    """Bytes that tensors can have of a device's memory."""
+    return int(device_memory * (1 - RESERVED))
+
+
 @dataclass(frozen=True)
 class Held:
     """Settings that decide what is held.
@@ -95,7 +100,7 @@ class StageMemory:
 
 
 @dataclass
-class _Unit:
+class Unit:
     """What FSDP2 gathers at once; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
 
     parameters: list[ParameterCount] = field(default_factory=list)
@@ -187,6 +192,12 @@ class Stage:
         counts: Of one microbatch, for the layout's tensor and expert axes.
         blocks: The stage's.
         optimizer: What its state is of; ``None`` where that is unknown, and counts nothing.
+
+    Attributes:
+        parts: What it runs, in order.
+        costs: Each part's, in the way that it is run.
+        units: Of its blocks, by name.
+        root: The unit of all else.
     """
 
     def __init__(
@@ -200,22 +211,22 @@ class Stage:
         self._own = counts.blocks[blocks.start : blocks.stop]
         recomputed = {counts.blocks[place].name for place in chosen(len(counts.blocks), held.activation_checkpointing)}
         selective = held.activation_checkpointing == "selective"
-        self._costs = [
+        self.costs = [
             (part.selective if selective else part.recomputed) if part.name in recomputed else part.plain
             for part in self.parts
         ]
-        self._units, self._root = self._make_units()
+        self.units, self.root = self._make_units()
         self._optimizer = optimizer
 
-    def _make_units(self) -> tuple[dict[str, _Unit], _Unit]:
+    def _make_units(self) -> tuple[dict[str, Unit], Unit]:
         shards = self._layout.shard_size
         sizes = shards, shards // self._layout.expert_parallel_size, self._is_sharded()
         named = {part.name: part for part in self.parts}
         uses = Counter(name for part in named.values() for name in {p.name for p in part.parameters})
         elsewhere = Counter(p.name for part in self._all_parts() for p in part.parameters)
         block_names = {block.name for block in self._own}
-        units: dict[str, _Unit] = {}
-        root = _Unit([], *sizes)
+        units: dict[str, Unit] = {}
+        root = Unit([], *sizes)
         seen: set[str] = set()
         for name, part in named.items():
             own = [p for p in part.parameters if p.name not in seen]
@@ -225,7 +236,7 @@ class Stage:
                 root.parameters += own
                 continue
             cast = [p for p in own if p.gathered_dtype is not None]
-            units[name] = _Unit(cast or own, *sizes)
+            units[name] = Unit(cast or own, *sizes)
             root.parameters += [p for p in own if cast and p.gathered_dtype is None]
         return units, root
 
@@ -241,8 +252,18 @@ class Stage:
         return {part.name: part for _, part in self._counts.in_order()}.values()
 
     @property
-    def all_units(self) -> list[_Unit]:
-        return [*self._units.values(), self._root]
+    def keeps_gathered(self) -> bool:
+        """Whether blocks stay gathered for the whole step."""
+        reshards = self._held.reshard_after_forward
+        return self._layout.pipeline_parallel_size > 1 if reshards is None else not reshards
+
+    @property
+    def knows_optimizer(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def all_units(self) -> list[Unit]:
+        return [*self.units.values(), self.root]
 
     @cached_property
     def shards(self) -> list[tuple[ParameterCount, int]]:
@@ -263,7 +284,7 @@ class Stage:
         moments = tuple(self.moments(actions))
         state = {
             "parameters": sum(unit.held for unit in self.all_units),
-            "optimizer": self._state_bytes,
+            "optimizer": self.state_bytes,
             "gradients": sum(unit.reduced for unit in self.all_units),
         }
         host = dict(state) if self._held.cpu_offload else {}
@@ -273,7 +294,7 @@ class Stage:
         return StageMemory(stage, peak, host, moments, sum(numel for _, numel in self.shards))
 
     @cached_property
-    def _state_bytes(self) -> int:
+    def state_bytes(self) -> int:
         state = self._optimizer
         return sum(state.bytes(p, numel) for p, numel in self.shards) if state is not None else 0
 
@@ -295,8 +316,7 @@ class _Step:
     def __init__(self, stage: Stage, actions: Sequence[Action]) -> None:
         self._stage = stage
         held = stage._held
-        pipelined = stage._layout.pipeline_parallel_size > 1
-        self._keeps = pipelined if held.reshard_after_forward is None else not held.reshard_after_forward
+        self._keeps = stage.keeps_gathered
         self._adds = not held.reduce_each_microbatch and (len(actions) > 2 or held.accumulates > 1)
         self._gathered = False
         self._whole: dict[int, int] = {}
@@ -308,7 +328,7 @@ class _Step:
         offloads = held.cpu_offload
         self._base = {
             "parameters": 0 if offloads else sum(unit.held for unit in stage.all_units),
-            "optimizer": 0 if offloads else stage._state_bytes,
+            "optimizer": 0 if offloads else stage.state_bytes,
             "batch": stage._counts.batch_bytes * len({a.microbatch for a in actions}),
         }
 
@@ -330,16 +350,16 @@ class _Step:
         return "loss" if part.name in self._of_loss else "activations"
 
     def _of_blocks(self) -> int:
-        return sum(unit.gathered for unit in self._stage._units.values()) if self._keeps and self._gathered else 0
+        return sum(unit.gathered for unit in self._stage.units.values()) if self._keeps and self._gathered else 0
 
     def forward(self, action: Action) -> Iterator[Moment]:
         stage = self._stage
         kept = self._flight[action.microbatch] = Counter(received=stage.received)
         done: int = 0
         flat = 0
-        for part, cost in zip(stage.parts, stage._costs):
-            unit = stage._units.get(part.name)
-            gathered = stage._root.gathered + self._of_blocks()
+        for part, cost in zip(stage.parts, stage.costs):
+            unit = stage.units.get(part.name)
+            gathered = stage.root.gathered + self._of_blocks()
             if unit is not None and not (self._keeps and self._gathered):
                 done += unit.gathered
                 flat = unit.flat
@@ -353,25 +373,25 @@ class _Step:
     def backward(self, action: Action, is_last: bool) -> Iterator[Moment]:
         stage = self._stage
         reduces = is_last or stage._held.reduce_each_microbatch
-        order = list(zip(stage.parts, stage._costs))[::-1]
-        units = [unit for part, _ in order if (unit := stage._units.get(part.name)) is not None]
+        order = list(zip(stage.parts, stage.costs))[::-1]
+        units = [unit for part, _ in order if (unit := stage.units.get(part.name)) is not None]
         freed = 0
         for part, cost in order:
-            unit = stage._units.get(part.name)
-            gathered = stage._root.gathered + self._of_blocks() - freed
+            unit = stage.units.get(part.name)
+            gathered = stage.root.gathered + self._of_blocks() - freed
             if unit is not None and not self._keeps:
                 following = units[units.index(unit) + 1 :]
                 gathered += unit.gathered + (following[0].flat if following else 0)
-            first = stage._root if unit is None else unit
+            first = stage.root if unit is None else unit
             adds_in_place = id(first) in self._whole and first.reduces_in is None
             working = (cost.adding_peak if adds_in_place else cost.backward_peak) + part.output
             yield self._moment(action, part.name, gathered, 0, working)
             self._flight[action.microbatch][self._kind(part)] -= cost.kept
             if unit is None:
                 own = [p for p in part.parameters if p.requires_grad]
-                whole = sum(p.numel * stage._root._gradient(p).itemsize for p in own)
-                known = self._whole.get(id(stage._root), 0)
-                self._whole[id(stage._root)] = min(known + whole, stage._root.accumulated)
+                whole = sum(p.numel * stage.root._gradient(p).itemsize for p in own)
+                known = self._whole.get(id(stage.root), 0)
+                self._whole[id(stage.root)] = min(known + whole, stage.root.accumulated)
                 continue
             if not reduces:
                 converting = unit.fresh if unit.reduces_in is not None else 0
@@ -384,13 +404,13 @@ class _Step:
             if self._keeps and is_last:
                 freed += unit.gathered
         if reduces:
-            yield self._reduce(action, order[-1][0].name, stage._root, 0 if is_last else stage._root.gathered)
+            yield self._reduce(action, order[-1][0].name, stage.root, 0 if is_last else stage.root.gathered)
         if is_last:
             self._gathered = False
             self._buffer = 0
         del self._flight[action.microbatch]
 
-    def _reduce(self, action: Action, part: str, unit: _Unit, gathered: int, working: int = 0) -> Moment:
+    def _reduce(self, action: Action, part: str, unit: Unit, gathered: int, working: int = 0) -> Moment:
         """Whole gradients into the buffer of a reduce-scatter; the one of the unit before has been freed."""
         self._buffer = 0
         whole = self._whole.pop(id(unit), None)

@@ -12,10 +12,13 @@ import lightning.pytorch as pl
 
 from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
-from lightning_shard.dryrun.memory import KINDS, RESERVED, Held, StageMemory, stage_memories
+from lightning_shard.dryrun.devices import Device
+from lightning_shard.dryrun.devices import device as device_of
+from lightning_shard.dryrun.memory import KINDS, Held, StageMemory, stage_memories, usable
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.stored import Stored, stored
+from lightning_shard.dryrun.time import Measured, Rates, StepTime, Timing, dtype_of, model_flops, share_text
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
@@ -81,6 +84,7 @@ class Plan:
         device_memory: Bytes of a device, where it was given.
         unknown: What isn't known, and why: the numbers leave it out.
         remedies: What would make it fit, the cheapest first; empty where it fits, or nothing that was tried does.
+        time: A step on a device; ``None`` where none was named.
     """
 
     layout: Layout
@@ -98,6 +102,7 @@ class Plan:
     device_memory: int | None = None
     unknown: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    time: StepTime | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -147,12 +152,16 @@ class Plan:
                 for memory, ranks in zip(self.stages, self.layout.stages())
             ],
             "checkpoint": dataclasses.asdict(self.checkpoint),
+            "time": self.time.to_json() if self.time is not None else None,
         }
 
     def __str__(self) -> str:
-        lines = [*self._heading(), "", self._table(), "", *self._verdict(), str(self.checkpoint)]
-        lines += [f"assumed: {text}" for text in self.counts.assumed]
+        lines = [*self._heading(), "", self._table(), "", *self._verdict(), *self._time(), str(self.checkpoint)]
+        timed = self.time if self.time is not None else self.counts
+        lines += [f"assumed: {text}" for text in timed.assumed]
         lines += [f"{_UNKNOWN}: {text}" for text in self.unknown]
+        if self.time is not None:
+            lines += [f"{_UNKNOWN} in the time: {text}" for text in self.time.unknown]
         return "\n".join(lines)
 
     def _blocks(self, stage: int) -> range | None:
@@ -204,6 +213,15 @@ class Plan:
             return _UNKNOWN
         return size_text(nbytes) if nbytes else ""
 
+    def _time(self) -> Iterator[str]:
+        if self.time is None:
+            return
+        yield str(self.time)
+        yield f"  the busiest device: {share_text(self.time)}"
+        if self.time.sent:
+            sent = ", ".join(f"{axis} {size_text(nbytes)}" for axis, nbytes in self.time.sent.items())
+            yield f"  a device sends in a step: {sent}"
+
     def _verdict(self) -> Iterator[str]:
         peak = size_text(self.peak_bytes)
         fullest = max(self.stages, key=lambda stage: stage.peak.total).stage
@@ -231,11 +249,6 @@ def _last_names(text: str) -> str:
     return re.sub(r"(?:\w+\.)+(\w+\.\w+)", r"\1", text)
 
 
-def usable(device_memory: int) -> int:
-    """Bytes that tensors can have of a device's memory."""
-    return int(device_memory * (1 - RESERVED))
-
-
 def plan(
     module: pl.LightningModule | Callable[[], pl.LightningModule],
     batch: Any,
@@ -256,6 +269,8 @@ def plan(
     asynchronous_saving: bool = False,
     device_memory: int | None = None,
     device_type: str = "cuda",
+    device: str | Mapping[str, Any] | Device | None = None,
+    measured: Measured | None = None,
 ) -> Plan:
     """What a layout takes: memory of each stage's devices, and what a checkpoint is; no device and no memory is used.
 
@@ -268,6 +283,9 @@ def plan(
         asynchronous_saving: Whether checkpoints are copied and written by a thread.
         device_memory: Bytes of each device, to say whether it fits and what would make it fit.
         device_type: ``"cuda"``: with the fused kernels that GPUs have; ``"cpu"``.
+        device: A profile to time a step on: its name, such as ``"h100"``, the path of a YAML file, or a mapping. Says
+            its memory too, where ``device_memory`` doesn't.
+        measured: What the module's parts took on a device at hand (``dryrun.calibrate``), instead of its peaks.
 
     The others are those of :class:`~lightning_shard.HybridShardStrategy`, and mean the same.
 
@@ -297,7 +315,11 @@ def plan(
     )
     number = candidates(schedule, stages, microbatches)[0].microbatches if stages > 1 else 1
     run = Run(schedule, number, placement, held, asynchronous_saving)
-    planner = Planner(model)
+    profile = None if device is None else device_of(device)
+    rates = None if profile is None else Rates(profile, dtype_of(precision), measured=measured)
+    if profile is not None and device_memory is None:
+        device_memory = profile.memory
+    planner = Planner(model, rates)
     made = planner.plan(chosen, run, device_memory)
     return replace(made, remedies=tuple(planner.remedies(made))) if made.fits is False else made
 
@@ -307,10 +329,12 @@ class Planner:
 
     Args:
         model: The module and its batch.
+        rates: Of the device that steps are timed on.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, rates: Rates | None = None) -> None:
         self.model = model
+        self.rates = rates
         self.optimizer, self._optimizer_reason = ask(model)
         self._counts: dict[tuple[int, int, int], Counts] = {}
 
@@ -362,7 +386,8 @@ class Planner:
         stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)
         unknown = []
         if not counts.counted:
-            unknown.append(f"memory of activations: the step can't be run on fake tensors ({counts.reason})")
+            what = "memory of activations" + (", and time" if self.rates is not None else "")
+            unknown.append(f"{what}: the step can't be run on fake tensors ({counts.reason})")
         if self.optimizer is None:
             unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
         if placement is not None and not unknown:
@@ -384,7 +409,19 @@ class Planner:
             stored(counts, layout, blocks, self.optimizer),
             device_memory,
             tuple(unknown),
+            time=self._timed(counts, layout, blocks, order, run),
         )
+
+    def _timed(
+        self, counts: Counts, layout: Layout, blocks: Sequence[range], order: Schedule, run: Run
+    ) -> StepTime | None:
+        if self.rates is None or not counts.counted:
+            return None  # estimated operations are of another microbatch
+        whole = counts
+        if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
+            whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)
+        timing = Timing.of(counts, layout, blocks, order, run.held, self.rates, self.optimizer)
+        return timing.simulated(model_flops(whole) if whole.counted else None)
 
     def remedies(self, made: Plan) -> Iterator[Remedy]:
         """What makes a plan fit that doesn't, the cheapest first."""

@@ -156,7 +156,7 @@ def write(recording: Recording, folder: str | Path) -> None:
     model = draw_timeline(
         expected,
         title=f"The same, simulated from the stages' median costs: {_said(expected)}",
-        transfer=costs.transfer,
+        transfer=costs.slowest_transfer,
         until=until,
     )
     save(real, folder / "timeline.svg")
@@ -185,7 +185,7 @@ def _costs_table(costs: Costs) -> tuple[list[str], list[list[str]]]:
     head = ["stage", "forward", *(["backward, inputs", "backward, weights"] if split else ["backward"])]
     columns = [costs.forward, costs.backward_input, *([costs.backward_weight] if split else [])]
     rows = [[str(stage), *map(seconds, of_stage)] for stage, of_stage in enumerate(zip(*columns))]
-    return head, [*rows, ["a send", seconds(costs.transfer), *[""] * (len(columns) - 1)]]
+    return head, [*rows, ["a send", seconds(costs.slowest_transfer), *[""] * (len(columns) - 1)]]
 
 
 def _steps_table(steps: list[RecordedStep]) -> tuple[list[str], list[list[str]]]:

@@ -38,19 +38,30 @@ class Action(NamedTuple):
 
     def gives(self) -> tuple[Action, ...]:
         """What is done once it ran: a whole backward is both of its parts."""
-        return (self._replace(kind="I"), self._replace(kind="W")) if self.kind == "B" else (self,)
+        if self.kind == "B":
+            return Action(self.stage, "I", self.microbatch), Action(self.stage, "W", self.microbatch)
+        return (self,)
 
     def needs(self, stages: int) -> tuple[Action, ...]:
         """What must be done before, in terms of :meth:`gives`."""
-        if self.kind == "W":
-            return (self._replace(kind="I"),)
-        if self.kind == "F":
-            return (self._replace(stage=self.stage - 1),) if self.stage else ()
-        forward = self._replace(kind="F")
-        return (forward, Action(self.stage + 1, "I", self.microbatch)) if self.stage + 1 < stages else (forward,)
+        stage, kind, microbatch = self
+        if kind == "W":
+            return (Action(stage, "I", microbatch),)
+        if kind == "F":
+            return (Action(stage - 1, "F", microbatch),) if stage else ()
+        forward = Action(stage, "F", microbatch)
+        return (forward, Action(stage + 1, "I", microbatch)) if stage + 1 < stages else (forward,)
 
 
 Row = tuple[Action, ...]
+
+
+class Placed(NamedTuple):
+    """An action in the order of all ranks: its rank, and the places of what it needs in that order."""
+
+    rank: int
+    action: Action
+    needs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Schedule:
         """The stages that a rank holds, in the order of the network."""
         return sorted(stage for stage, holder in self.rank_of.items() if holder == rank)
 
-    @property
+    @cached_property
     def splits_backwards(self) -> bool:
         return any(action.kind == "W" for row in self.rows for action in row)
 
@@ -104,25 +115,49 @@ class Schedule:
             most = max(most, alive)
         return most
 
-    def walk(self) -> Iterator[tuple[int, Action]]:
+    @cached_property
+    def order(self) -> tuple[Placed, ...]:
         """All ranks' actions, each after what it needs, every rank's in its own order.
 
         Raises:
             ConfigurationError: Ranks would wait for each other.
         """
+        placed: list[Placed] = []
+        givers: dict[Action, int] = {}
+        for rank, action in self.walk():
+            placed.append(Placed(rank, action, tuple(givers[need] for need in action.needs(self.stages))))
+            givers.update(dict.fromkeys(action.gives(), len(placed) - 1))
+        return tuple(placed)
+
+    def walk(self) -> Iterator[tuple[int, Action]]:
+        """The same, as far as it can run.
+
+        Raises:
+            ConfigurationError: Ranks would wait for each other.
+        """
+        stages = self.stages
         done: set[Action] = set()
         waiting = [deque(row) for row in self.rows]
-        while any(waiting):
-            ran = len(done)
-            for rank, row in enumerate(waiting):
-                while row and done.issuperset(row[0].needs(self.stages)):
-                    done.update(row[0].gives())
-                    yield rank, row.popleft()
-            if len(done) == ran:
-                raise self._broken(
-                    "its ranks would wait for each other, " + "; ".join(_stuck(waiting, done, self.stages)),
-                    "let an action come after what it needs, also where that is on other ranks",
-                )
+        asleep: dict[Action, list[int]] = {}  # ranks, by what they wait for
+        awake = deque(range(len(waiting)))
+        while awake:
+            rank = awake.popleft()
+            row = waiting[rank]
+            while row:
+                missing = next((need for need in row[0].needs(stages) if need not in done), None)
+                if missing is not None:
+                    asleep.setdefault(missing, []).append(rank)
+                    break
+                action = row.popleft()
+                for given in action.gives():
+                    done.add(given)
+                    awake.extend(asleep.pop(given, ()))
+                yield rank, action
+        if any(waiting):
+            raise self._broken(
+                "its ranks would wait for each other, " + "; ".join(_stuck(waiting, done, stages)),
+                "let an action come after what it needs, also where that is on other ranks",
+            )
 
     def check(self) -> None:
         """Whether the runtime can run it and computes what one process would.

@@ -1,13 +1,15 @@
 """How long a schedule takes: its order run on a clock, from what each stage costs.
 
 Pure. A rank runs one action at a time, in its order, as soon as what the action needs has arrived. What goes to another
-rank is on its way for ``transfer``, and the sender goes on meanwhile; links aren't shared.
+rank is on its way for ``transfer``, and the sender goes on meanwhile; links aren't shared. A transfer goes on beside
+what the receiver computes before, or begins when the receiver asks for it (``receives_late``), as it does in this
+library's runtime, where an action's first operation is the receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_shard.errors import ConfigurationError
@@ -22,13 +24,18 @@ class Costs:
         forward: By stage.
         backward_input: The gradients of what the stage received.
         backward_weight: The gradients of its weights. A whole backward costs both.
-        transfer: Of a value or a gradient, between neighbouring stages on different ranks.
+        transfer: Of a value or a gradient, between neighbouring stages on different ranks; one number, or one for each
+            cut, the one after stage 0 first.
+        once: What single actions cost beside that, such as the last backward, which reduces gradients.
+        receives_late: A transfer begins when the receiver has come to the action that needs it, and is part of it.
     """
 
     forward: Sequence[float]
     backward_input: Sequence[float]
     backward_weight: Sequence[float]
-    transfer: float = 0.0
+    transfer: float | Sequence[float] = 0.0
+    once: Mapping[Action, float] = field(default_factory=dict)
+    receives_late: bool = False
 
     @classmethod
     def of_forwards(cls, forward: Sequence[float], transfer: float = 0.0) -> Costs:
@@ -36,8 +43,22 @@ class Costs:
         return cls(forward, forward, forward, transfer)
 
     def of(self, action: Action) -> float:
-        parts = {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}
-        return sum(parts[part.kind][action.stage] for part in action.gives())
+        stage, kind, _ = action
+        once = self.once.get(action, 0.0)
+        if kind == "F":
+            return once + self.forward[stage]
+        inputs = self.backward_input[stage] if kind in "BI" else 0.0
+        weights = self.backward_weight[stage] if kind in "BW" else 0.0
+        return once + inputs + weights
+
+    @property
+    def slowest_transfer(self) -> float:
+        """Over the cut that takes longest."""
+        return self.transfer if isinstance(self.transfer, (int, float)) else max(self.transfer, default=0.0)
+
+    def crossing(self, one: int, other: int) -> float:
+        """Of what goes from one of two neighbouring stages to the other."""
+        return self.transfer if isinstance(self.transfer, (int, float)) else self.transfer[min(one, other)]
 
 
 @dataclass(frozen=True)
@@ -103,17 +124,26 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 f"costs.{name} ({[*values]}) must be a finite number of at least 0 for each of the"
                 f" {schedule.stages} stages of {schedule.name}."
             )
-    done: dict[Action, float] = {}
+    if not isinstance(costs.transfer, (int, float)) and len(costs.transfer) != schedule.stages - 1:
+        raise ConfigurationError(
+            f"costs.transfer ({[*costs.transfer]}) must be one number, or one for each of the {schedule.stages - 1}"
+            f" cuts between the stages of {schedule.name}."
+        )
+    ends: list[float] = []
     free = [0.0] * len(schedule.rows)
     events = []
-    for rank, action in schedule.walk():
-        arrived = (
-            done[need] + (costs.transfer if schedule.rank_of[need.stage] != rank else 0.0)
-            for need in action.needs(schedule.stages)
-        )
-        start = max(free[rank], *arrived, 0.0)
+    for rank, action, needs in schedule.order:
+        start, receiving = free[rank], 0.0
+        for need in needs:
+            giver, given = schedule.order[need][:2]
+            on_its_way = 0.0 if giver == rank else costs.crossing(given.stage, action.stage)
+            if costs.receives_late:
+                start, receiving = max(start, ends[need]), max(receiving, on_its_way)
+            else:
+                start = max(start, ends[need] + on_its_way)
+        start += receiving
         free[rank] = end = start + costs.of(action)
-        done.update(dict.fromkeys(action.gives(), end))
+        ends.append(end)
         events.append(Event(rank, action, start, end))
     return Timeline(schedule, tuple(sorted(events, key=lambda event: event.start)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,6 +126,7 @@ def test_no_action_starts_earlier_where_one_costs_more(
     pipeline: tuple[Schedule, Costs], more: float, stage: int
 ) -> None:
     schedule, costs = pipeline
+    assert isinstance(costs.transfer, float)
     slower = [*costs.forward]
     slower[stage % schedule.stages] += more
     before = simulate(schedule, costs)
@@ -155,6 +158,56 @@ def test_a_much_faster_one_is_chosen_though_it_keeps_more() -> None:
     slow_link = [even("1F1B", 4, 8, transfer=2.0), even("GPipe", 4, 8, transfer=2.0)]
     assert slow_link[0].duration > 1.1 * slow_link[1].duration
     assert fastest(slow_link).schedule.name == "GPipe"
+
+
+def test_each_cut_may_have_a_transfer_of_its_own() -> None:
+    order = build("GPipe", 3, 3).first(1)
+    costs = Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, transfer=[0.25, 4.0])
+    assert simulate(order, costs).duration == 9 + 2 * 4.25
+    with pytest.raises(ConfigurationError, match="one for each of the 2 cuts"):
+        simulate(order, Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, transfer=[1.0]))
+
+
+def test_a_receive_that_begins_late_keeps_its_rank_waiting() -> None:
+    """Stage 1 computes microbatch 0 while microbatch 1 arrives, or takes it up only then."""
+    order = build("GPipe", 2, 2)
+    early = Costs([1.0, 2.0], [0.0] * 2, [0.0] * 2, transfer=1.0)
+    late = Costs([1.0, 2.0], [0.0] * 2, [0.0] * 2, transfer=1.0, receives_late=True)
+    starts = [[event.start for event in simulate(order, costs).of(1)[:2]] for costs in (early, late)]
+    assert starts == [[2, 4], [2, 5]]
+    assert simulate(order, late).idle(1) == simulate(order, late).duration - 4  # to receive isn't to compute
+
+
+@some
+@given(pipeline=pipelines())
+def test_to_receive_late_is_never_faster(pipeline: tuple[Schedule, Costs]) -> None:
+    schedule, costs = pipeline
+    late = replace(costs, receives_late=True)
+    assert simulate(schedule, late).duration >= simulate(schedule, costs).duration
+
+
+def test_what_a_single_action_costs_is_of_that_one_alone() -> None:
+    order = build("1F1B", 2, 2)
+    costs = Costs.of_forwards([1.0, 1.0])
+    more = replace(costs, once={Action(0, "B", 1): 5.0})
+    assert simulate(order, more).duration == simulate(order, costs).duration + 5
+
+
+def test_a_pipeline_of_many_stages_is_simulated_in_linear_time() -> None:
+    """Each action is looked at once, and once more for each that it waits for."""
+    order = build("1F1B", 64, 128)
+    looked = 0
+
+    class Counted(Action):
+        def needs(self, stages: int) -> tuple[Action, ...]:
+            nonlocal looked
+            looked += 1
+            return super().needs(stages)
+
+    counted = Schedule("counted", tuple(tuple(Counted(*action) for action in row) for row in order.rows))
+    actions = sum(map(len, order.rows))
+    assert sum(1 for _ in counted.walk()) == actions
+    assert looked <= 4 * actions
 
 
 @pytest.mark.parametrize("forward", [[1.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])

@@ -37,16 +37,23 @@ def batches_trained(trainer: pl.Trainer) -> int:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """In the saved state of a fit loop, take back the end of an epoch that was left in its middle.
+    """In the saved state of a fit loop, have what was saved after the fit go on where it was.
 
     Lightning counts an epoch as completed when ``max_steps`` or ``should_stop`` ends it, so that what is saved after
-    the fit would go on with the next epoch, in which as many batches as were done would be missing.
+    the fit would go on with the next epoch, in which as many batches as were done would be missing. So would those of
+    an epoch that was done to its end.
     """
     places = fit_loop.get("state_dict", {}).get("combined_loader") or []
     epochs, batches = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress", {})
-    if epochs is None or batches.get("is_last_batch") or not batches.get("current", {}).get("processed"):
+    if epochs is None or not batches.get("current", {}).get("processed"):
         return
     done = epochs["current"]["completed"]
+    if batches.get("is_last_batch"):
+        if all(count == done for count in epochs["current"].values()):
+            # the epoch is over, and the next one would begin behind the batches of this one, and end with it
+            batches["current"] = dict.fromkeys(batches["current"], 0)
+            batches["is_last_batch"] = False
+        return
     if any(isinstance(place, dict) and place.get("epoch") == done - 1 and place.get("position") for place in places):
         for counters in (epochs["current"], epochs["total"]):
             counters["processed"] -= 1

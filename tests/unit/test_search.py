@@ -1,0 +1,275 @@
+"""The search for a layout: complete, right against trying all, and honest about what it threw out."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.dryrun import search as searching
+from lightning_shard.dryrun.counting import count
+from lightning_shard.dryrun.counts import Counts
+from lightning_shard.dryrun.devices import Device, device
+from lightning_shard.dryrun.memory import Held, stage_memories
+from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.optimizer import OptimizerState, ask
+from lightning_shard.dryrun.search import Choice, Found, Space, between, layouts, search
+from lightning_shard.dryrun.time import Rates, Timing
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.placement import place
+from lightning_shard.plugin.assemble import Settings
+
+WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 4, 8
+SLOW = replace(device("h100"), per_machine=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 100)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Network()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.network(batch).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    settings = Settings("auto", None, tensor_parallel_plan=plan)
+    batch = torch.zeros(8, 32, dtype=torch.long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Model.of(Module, batch, settings, stages=BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def optimizer(model: Model) -> OptimizerState:
+    found, reason = ask(model)
+    assert found is not None, reason
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[Any, Counts]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def counting_once(counted: dict[Any, Counts], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has counted, others needn't."""
+
+    def once(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int) -> Counts:
+        key = model.module.__class__, tensor_parallel_size, expert_parallel_size, samples
+        if key not in counted:
+            counted[key] = count(
+                model,
+                tensor_parallel_size=tensor_parallel_size,
+                expert_parallel_size=expert_parallel_size,
+                samples=samples,
+            )
+        return counted[key]
+
+    monkeypatch.setattr(searching, "count", once)
+
+
+def space(memory: float = 1e12, **options: Any) -> Space:
+    return Space(DEVICES, BATCH, int(memory), most_samples=2, **options)
+
+
+def rates(profile: Device = SLOW) -> Rates:
+    return Rates(profile, "float32")
+
+
+@pytest.fixture
+def everything(model: Model, optimizer: OptimizerState, counting_once: None) -> Found:
+    return search(model, optimizer, space(), rates(), most=10**6, exhaustively=True)
+
+
+def sizes(choice: Choice) -> tuple[Any, ...]:
+    layout = choice.layout
+    return (
+        layout.pipeline_parallel_size,
+        layout.tensor_parallel_size,
+        layout.data_parallel_replicas,
+        choice.schedule,
+        choice.samples,
+        choice.microbatches,
+        choice.activation_checkpointing,
+    )
+
+
+def test_all_layouts_of_all_devices_are_considered() -> None:
+    found = set(layouts(8, 4))
+    by_hand = {
+        Layout(stages, data, replicas, tensor, 0, experts)
+        for stages in (1, 2, 4)
+        for tensor in (1, 2, 4, 8)
+        for data in (1, 2, 4, 8)
+        for replicas in (1, 2, 4, 8)
+        for experts in (1, 2, 4, 8)
+        if stages * tensor * data == 8 and data % replicas == 0 and data // replicas % experts == 0
+    }
+    assert found == by_hand
+    assert {layout.world_size for layout in found} == {8}
+
+
+def test_the_search_finds_what_trying_all_finds(model: Model, optimizer: OptimizerState, everything: Found) -> None:
+    """Each choice planned by itself: its whole order, and every stage of it."""
+    assert model.cost is not None
+    tried: dict[tuple[Any, ...], tuple[float, int]] = {}
+    for stages in (1, 2, 4):
+        blocks = [stage.blocks for stage in place(model.cost, stages, "auto" if stages > 1 else "even").stages]
+        for tensor in (1, 2, 4, 8):
+            if DEVICES % (stages * tensor):
+                continue
+            data = DEVICES // stages // tensor
+            for samples in (n for n in (1, 2) if BATCH // data % n == 0):
+                microbatches = BATCH // data // samples
+                if microbatches < stages:
+                    continue
+                counts = searching.count(model, tensor_parallel_size=tensor, samples=samples)
+                for replicas in (n for n in (1, 2, 4, 8) if data % n == 0):
+                    layout = Layout(stages, data, replicas, tensor)
+                    for schedule in ("1F1B", "Eager1F1B", "GPipe") if stages > 1 else (None,):
+                        for way in (None, "selective", True):
+                            order = build(schedule or "1F1B", stages, microbatches if schedule else 1)
+                            held = Held(way, accumulates=1 if schedule else microbatches)  # type: ignore[arg-type]
+                            timing = Timing.of(counts, layout, blocks, order, held, rates(), optimizer)
+                            memory = stage_memories(counts, layout, blocks, order, held, optimizer)
+                            peak = max(stage.peak.total for stage in memory)
+                            name = (stages, tensor, replicas, schedule, samples, microbatches, way)
+                            tried[name] = timing.simulated().step, peak
+    found = {sizes(choice): choice for choice in everything.choices}
+    assert found.keys() == tried.keys()
+    for name, (step, peak) in tried.items():
+        choice = found[name]
+        assert choice.step is not None
+        assert choice.step.step == pytest.approx(step)
+        assert choice.peak_bytes == peak
+    assert [c.step.step for c in everything.choices if c.step] == sorted(step for step, _ in tried.values())
+
+
+def test_the_quick_search_lists_the_same_and_simulates_few(
+    model: Model, optimizer: OptimizerState, everything: Found
+) -> None:
+    quick = search(model, optimizer, space(), rates(), most=5)
+    seconds = [choice.step.step for choice in quick.choices if choice.step]
+    assert seconds == [choice.step.step for choice in everything.choices[:5] if choice.step]
+    assert quick.simulated < everything.simulated / 2
+    assert quick.considered == everything.considered
+    assert len(quick.choices) + sum(quick.dropped.values()) == quick.considered
+    assert everything.dropped.keys() <= {searching.TOO_FEW, searching.CANT_BE_CUT}
+
+
+def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: OptimizerState, everything: Found) -> None:
+    peaks = sorted(choice.peak_bytes for choice in everything.choices)
+    small = peaks[len(peaks) // 3]
+    fitting = [choice for choice in everything.choices if choice.peak_bytes <= small]
+    found = search(model, optimizer, space(small), rates(), most=3)
+    assert [c.step for c in found.choices] == [c.step for c in fitting[:3]]
+    assert found.dropped[searching.DOESNT_FIT] > 0
+    none = search(model, optimizer, space(1000), rates())
+    assert none.choices == ()
+    assert none.dropped[searching.DOESNT_FIT] == len(everything.choices)
+
+
+def test_the_best_is_a_line_for_the_recipe() -> None:
+    several = Choice(Layout(8, 8, 2, 8), "1F1B", 1, 32, True)
+    assert several.overrides == (
+        "strategy.pipeline_parallel_size=8 strategy.tensor_parallel_size=8 strategy.data_parallel_size=8"
+        " strategy.data_parallel_replicas=2 strategy.schedule=1F1B strategy.microbatches=32"
+        " strategy.activation_checkpointing=true data.batch_size=32"
+    )
+    single = Choice(Layout(1, 4, 1, 2), None, 2, 8, "selective")
+    assert single.overrides == (
+        "strategy.pipeline_parallel_size=1 strategy.tensor_parallel_size=2 strategy.data_parallel_size=4"
+        " strategy.activation_checkpointing=selective data.batch_size=2 trainer.accumulate_grad_batches=8"
+    )
+
+
+def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
+    one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
+    assert searching._work(between(one, two, 4)) == searching._work(four)
+    assert between(one, two, 4).tokens == four.tokens
+
+
+def test_where_it_is_not_everything_is_counted(
+    model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
+    plain = searching.between
+
+    def wrong(one: Counts, two: Counts, samples: int) -> Counts:
+        return plain(one, two, 2 * samples)
+
+    monkeypatch.setattr(searching, "between", wrong)
+    found = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
+    assert found.choices == expected.choices
+
+
+def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
+    dropped: Counter[str] = Counter(search(model, optimizer, replace(space(), global_batch=2), rates()).dropped)
+    assert dropped[searching.DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
+    assert dropped[searching.TOO_FEW] > 0
+    assert dropped[searching.CANT_BE_CUT] > 0  # no experts
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"devices": 0}, r"devices \(0\) must be an integer of at least 1"),
+        ({"global_batch": 2.5}, r"global_batch \(2.5\) must be an integer"),
+        ({"held": Held(cpu_offload=True)}, r"cpu_offload=True can't be searched"),
+    ],
+)
+def test_what_cant_be_searched_is_refused(
+    model: Model, optimizer: OptimizerState, changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        search(model, optimizer, replace(space(), **changed), rates())
+
+
+def test_a_step_that_cant_be_counted_is_refused(model: Model, optimizer: OptimizerState) -> None:
+    class Broken(Module):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            raise RuntimeError("reads a file")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        broken = Model.of(Broken, model.batch, model.settings, stages=BLOCKS)
+    with pytest.raises(ConfigurationError, match=r"can't be counted on fake tensors .*reads a file"):
+        search(broken, optimizer, space(), rates())
