@@ -301,7 +301,6 @@ class HybridShardStrategy(CheckpointedStrategy):
             summarize_beside(callbacks)
         share_throughput(callbacks, self.layout)
         if known is None:
-            refuse_parameter_hooks(module)
             self._built = Built.of(module)
             if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
                 summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
@@ -317,7 +316,6 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self._schedules,
                 self.groups,
             )
-            self._built.refuse_gradients(dict(module.named_parameters()))
             module.__dict__[_ASSEMBLY] = known
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
@@ -399,6 +397,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             )
         if self._built is not None:
             self._built.replace(self.optimizers, parameters)
+            self._built.refuse_gradients(parameters)
         check_optimizers(self.optimizers, self._names)
         assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}

@@ -58,7 +58,7 @@ def fit(how: str, strategy: Any, **options: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("how, batches", [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2)])
+@pytest.mark.parametrize(("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2)])
 def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: int) -> None:
     """Each was lost silently: the freezing, the values, ``zero_grad``, and an accumulation that ends with ``None``."""
     plain = fit(how, "auto", accumulate_grad_batches=batches)
@@ -69,7 +69,7 @@ def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: 
 
 
 @pytest.mark.parametrize(
-    "how, error, says",
+    ("how", "error", "says"),
     [
         ("replace", StepError, "was replaced or removed"),
         ("list", StepError, "computes with net.weight as it was before"),

@@ -27,6 +27,7 @@ class Built:
 
     @classmethod
     def of(cls, module: nn.Module) -> Built:
+        refuse_parameter_hooks(module)
         # torch swaps the contents of DTensors that it moves, and refuses where a weak reference is
         named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         return cls({id(p): (weakref.ref(p), name) for name, p in named})
