@@ -107,7 +107,7 @@ class WholeParameters:
                     sharded.requires_grad_(plain.requires_grad)
                 held: Any = sharded
                 if held._local_tensor.data_ptr() != plain.data_ptr():  # by an assignment to its data
-                    held._local_tensor.copy_(plain.data)
+                    held._local_tensor.data.copy_(plain.data)
             self._gathered = False
 
     def hand_over_gradients(self) -> None:
@@ -138,7 +138,7 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _check_same(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if module._parameters.get(name) is not parameter:
         raise StepError(
-            f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or removed after the"
-            " module was laid out on ranks, and the optimizer trains the former one: change its values in place, as by"
-            " copy_, or replace it before the fit."
+            f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or"
+            " removed after the module was laid out on ranks, and the optimizer trains the former one: change its"
+            " values in place, as by copy_, or replace it before the fit."
         )
