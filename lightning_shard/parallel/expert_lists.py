@@ -74,6 +74,8 @@ def unfit_list(root: nn.Module, name: str, tied: set[str]) -> str | None:
             return f"has experts that aren't alike (0 and {place})"
     if len({dtype for _, dtype, _ in first.values()}) > 1:
         return "has experts with parameters of several dtypes"
+    if any(not shape for shape, _, _ in first.values()):
+        return "has experts with parameters without dimensions"
     buffers = [key for key, _ in module.named_buffers()]
     if buffers:
         return f"has experts with buffers ({buffers[0]})"
@@ -311,7 +313,8 @@ class _Owner:
             by_expert.append(results[: len(came)].split([row[place] for row in coming]))
         back = torch.cat([results[source] for source in range(len(coming)) for results in by_expert])
         (returned,) = Exchange.apply(group, taken, given, 1, back)
-        parts = returned.split([len(calls[turn][1]) for turn in order])
+        # no views of one tensor: the code around may change each in place
+        parts = returned.unsafe_split_with_sizes([len(calls[turn][1]) for turn in order])
         return [part for _, part in sorted(zip(order, parts), key=lambda pair: pair[0])]
 
     def _agree(

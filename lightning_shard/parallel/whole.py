@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_shard.errors import StepError
+
 _OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
@@ -41,10 +43,20 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
                     made[parameter].__dict__.update(parameter.__dict__)
                 _put(module, name, made[parameter])
     whole = _OF[root] = WholeParameters(mesh)
-    root.register_forward_pre_hook(lambda module, _: whole.gather(module), prepend=True)
+    root.register_forward_pre_hook(_gather, prepend=True)
     for module in root.modules():
         module.register_state_dict_pre_hook(lambda *_, **__: whole.free())
         module.register_load_state_dict_pre_hook(lambda *_: whole.free())
+
+
+def _gather(root: nn.Module, _: Any) -> None:
+    held = whole_of(root)
+    if held is None:
+        raise StepError(
+            f"A copy of {type(root).__name__} was called, that was made after its parameters were laid out on ranks:"
+            " copy it in __init__, or keep a state_dict."
+        )
+    held.gather(root)
 
 
 def whole_of(root: nn.Module) -> WholeParameters | None:
@@ -68,6 +80,7 @@ class WholeParameters:
         if not self._slots:  # not before: weights may be materialised, and moved, until the first call
             self._slots = list(self._find(root))
         for module, name, sharded, plain in self._slots:
+            _check_same(module, name, sharded)
             held: Any = sharded
             plain.data = held._local_tensor
             if plain.requires_grad != sharded.requires_grad:
@@ -85,10 +98,16 @@ class WholeParameters:
                     yield module, name, parameter, self._plain[parameter]
 
     def free(self) -> None:
-        """Put the DTensors in place."""
+        """Put the DTensors in place, with what a step has set on the plain parameters."""
         if self._gathered:
-            for module, name, sharded, _ in self._slots:
+            for module, name, sharded, plain in self._slots:
+                _check_same(module, name, plain)
                 _put(module, name, sharded)
+                if sharded.requires_grad != plain.requires_grad:
+                    sharded.requires_grad_(plain.requires_grad)
+                held: Any = sharded
+                if held._local_tensor.data_ptr() != plain.data_ptr():  # by an assignment to its data
+                    held._local_tensor.data.copy_(plain.data)
             self._gathered = False
 
     def hand_over_gradients(self) -> None:
@@ -114,3 +133,12 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         module._parameters[name] = parameter
     else:
         setattr(module, name, parameter)
+
+
+def _check_same(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if module._parameters.get(name) is not parameter:
+        raise StepError(
+            f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or"
+            " removed after the module was laid out on ranks, and the optimizer trains the former one: change its"
+            " values in place, as by copy_, or replace it before the fit."
+        )

@@ -91,6 +91,11 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def begins_accumulation(trainer: pl.Trainer) -> bool:
+    """Whether the current batch is the first one after an optimizer step."""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def take_over_sampling(trainer: pl.Trainer) -> bool:
     """Keep Lightning from injecting its sampler; returns whether one was wanted."""
     connector = trainer._accelerator_connector

@@ -60,6 +60,7 @@ from lightning_shard.plugin.saving.state import (
     check_optimizers,
     check_same_groups,
     groups_of,
+    refuse_parameter_hooks,
 )
 from lightning_shard.plugin.steps import randomness, tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
@@ -396,6 +397,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             )
         if self._built is not None:
             self._built.replace(self.optimizers, parameters)
+            self._built.refuse_gradients(parameters)
         check_optimizers(self.optimizers, self._names)
         assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
@@ -459,7 +461,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         look = self._first_look("training_step", args)
         trainer = self.lightning_module.trainer
         draw = randomness.derive(self._seed, "train", loops.batches_started(trainer))
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0 and self._accumulating:
+        if loops.begins_accumulation(trainer) and self._accumulating:
             forget_gradients(self.lightning_module)
         self._accumulating = loops.is_accumulating(trainer)
         if self._steps is not None:
@@ -469,10 +471,19 @@ class HybridShardStrategy(CheckpointedStrategy):
         [self._weight] = self._weights.of(args[:1] or [None])
         penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces or self._reduces_each)
         with look, self.precision_plugin.train_step_context(), penalties:
-            return self._whole_step("training_step", draw, args, kwargs)
+            result = self._whole_step("training_step", draw, args, kwargs)
+        if result is None and self.lightning_module.automatic_optimization:  # what its backward would have done
+            if not self._accumulating:
+                self.synchronize_gradients()
+            reshard(self.lightning_module)
+        return result
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Of a step that isn't pipelined; what the step returned stays as it is."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.lightning_module.automatic_optimization and loops.begins_accumulation(trainer):
+            forget_gradients(self.lightning_module)  # of backwards in the step: Lightning has called zero_grad
         return super().backward(weighted(closure_loss, self._weight.of_gradient), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -524,6 +535,8 @@ class HybridShardStrategy(CheckpointedStrategy):
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                 if self.layout.tensor_parallel_size > 1:
                     looks.enter_context(tensor_ranks.refusing_parts())
+                if method == "training_step":
+                    refuse_parameter_hooks(module)
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
-from lightning_shard.errors import ConfigurationError, StateMismatchError
+from lightning_shard.errors import ConfigurationError, StateMismatchError, StepError
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.plugin.saving.own_loading import load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
@@ -26,6 +27,7 @@ class Built:
 
     @classmethod
     def of(cls, module: nn.Module) -> Built:
+        refuse_parameter_hooks(module)
         # torch swaps the contents of DTensors that it moves, and refuses where a weak reference is
         named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         return cls({id(p): (weakref.ref(p), name) for name, p in named})
@@ -46,9 +48,38 @@ class Built:
                     if name is None or name in parameters
                 ]
 
+    def refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Have a backward fail that would give gradients to those that are still used: nothing would train by them."""
+        for reference, name in self._known.values():
+            before = reference()
+            if before is not None and before is not parameters.get(name) and before.requires_grad:
+                before.register_hook(partial(_refuse_gradient, name))
+
     def _name_of(self, parameter: Tensor) -> str | None:
         reference, name = self._known.get(id(parameter), (None, None))
         return name if reference is not None and reference() is parameter else None
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise StepError(
+        f"A step computes with {name} as it was before the module was laid out on ranks, such as from a list that was"
+        " made in __init__, so its gradient would be lost: take parameters from the module in the step, as by"
+        " self.parameters()."
+    )
+
+
+def refuse_parameter_hooks(module: nn.Module) -> None:
+    """Before a module is sharded, and before it trains.
+
+    Raises:
+        ConfigurationError: A parameter has hooks on its gradient, which aren't called where another holds its values.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim and parameter._backward_hooks:
+            raise ConfigurationError(
+                f"{name} has a hook on its gradient (register_hook), which wouldn't be called: parameters are gathered"
+                " anew in each step. Change gradients in on_before_optimizer_step, or on_after_backward."
+            )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]) -> None:

@@ -40,7 +40,7 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
     whole = {name: parameter for name, parameter in parameters if not _is_split(parameter, tensor_axis)}
     if not whole:
         return
-    own = torch.stack([_norm_and_sum(parameter.grad) for parameter in whole.values()]).to(tensor_axis.device_type)
+    own = torch.stack([_norm_and_sum(parameter) for parameter in whole.values()]).to(tensor_axis.device_type)
     joined = own.new_empty(tensor_axis.size() * len(own), 2)
     dist.all_gather_into_tensor(joined, own, group=tensor_axis.get_group())
     everyone = joined.view(tensor_axis.size(), *own.shape)
@@ -88,8 +88,9 @@ def _is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
     )
 
 
-def _norm_and_sum(gradient: Tensor | None) -> Tensor:
+def _norm_and_sum(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
     if gradient is None or not gradient.numel():
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64, device=parameter.device)
     local = local_tensor(gradient).double()
     return torch.stack([torch.linalg.vector_norm(local), local.sum()])

@@ -1,0 +1,87 @@
+"""One rank, whose parameters are held without FSDP2: what a step sets on them is kept, and what can't be is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.plugin.steps.tensor_ranks import _norm_and_sum
+from tests.parity import QUIET
+
+
+class Setting(L.LightningModule):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.net = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+        self.known = list(self.net.parameters()) if how == "list" else []
+        if how == "hook":
+            self.head.weight.register_hook(lambda gradient: gradient * 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if self.how == "freeze" and batch_idx == 1:
+            self.head.requires_grad_(False)
+        if self.how == "data" and batch_idx == 1:  # the first step is looked through, and refused
+            self.head.weight.data = self.head.weight.data * 0.9
+        if self.how == "replace" and batch_idx == 1:
+            self.head.weight = nn.Parameter(torch.ones(1, 4))
+        if self.how == "none" and batch_idx % 2:
+            return None
+        loss: Tensor = self.head(self.net(batch).tanh()).square().mean()
+        if self.how == "backward":
+            loss.backward(retain_graph=True)
+        return loss + sum(parameter.square().sum() for parameter in self.known)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.9)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(how: str, strategy: Any, **options: Any) -> dict[str, Tensor]:
+    module = Setting(how)
+    samples = torch.linspace(-1, 1, 24).view(6, 4)
+    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=1, **{**QUIET, **options})
+    trainer.fit(module, DataLoader(samples, batch_size=1))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2)])
+def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: int) -> None:
+    """Each was lost silently: the freezing, the values, ``zero_grad``, and an accumulation that ends with ``None``."""
+    plain = fit(how, "auto", accumulate_grad_batches=batches)
+    ours = fit(how, HybridShardStrategy(), accumulate_grad_batches=batches)
+    for name, value in plain.items():
+        whole: Any = ours[name]
+        torch.testing.assert_close(whole.full_tensor(), value)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ("replace", StepError, "was replaced or removed"),
+        ("list", StepError, "computes with net.weight as it was before"),
+        ("hook", ConfigurationError, "head.weight has a hook on its gradient"),
+    ],
+)
+def test_what_would_be_lost_is_refused(how: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as refusal:
+        fit(how, HybridShardStrategy())
+    assert says in str(refusal.value) or says.replace("weight", "bias") in str(refusal.value)
+
+
+def test_a_parameter_without_gradient_counts_on_its_own_device() -> None:
+    """On the host, numbers couldn't be stacked with those of a GPU's gradients."""
+    assert _norm_and_sum(nn.Parameter(torch.ones(2, device="meta"))).device.type == "meta"
