@@ -54,7 +54,7 @@ from lightning_shard.pipeline.placement import place, size_text, table
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings
-from lightning_shard.plugin.steps.schedules import RUN
+from lightning_shard.plugin.steps.schedules import ONE_EACH
 
 CANT_BE_CUT = "the module can't be cut so, or its step not be run then"
 DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
@@ -205,7 +205,7 @@ class Space:
         devices: How many there are; each layout uses all of them.
         global_batch: Samples of a step, of all data ranks together.
         device_memory: Bytes that tensors can have of a device's memory.
-        schedules: Of pipelines.
+        schedules: Of pipelines, with one stage on each rank.
         activation_checkpointing: Ways to try.
         most_samples: Of a microbatch.
         held: The other settings.
@@ -214,7 +214,7 @@ class Space:
     devices: int
     global_batch: int
     device_memory: int
-    schedules: Sequence[str] = RUN
+    schedules: Sequence[str] = ONE_EACH
     activation_checkpointing: Sequence[Recomputing] = (None, "selective", True)
     most_samples: int = 8
     held: Held = field(default_factory=Held)

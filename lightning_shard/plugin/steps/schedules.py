@@ -15,7 +15,8 @@ from lightning_shard.plugin.groups import Groups
 
 RUN = ("1F1B", "Eager1F1B", "GPipe", "Interleaved1F1B")
 """Of the schedules that have names, those that ``PipelinedStep`` runs."""
-_CHOSEN_AMONG = ("1F1B", "Eager1F1B", "GPipe")
+ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
+"""Those with one stage on each rank, among which ``"auto"`` chooses."""
 
 
 def candidates(setting: str, ranks: int, microbatches: int | None, placement: Policy = "auto") -> list[Schedule]:
@@ -28,7 +29,7 @@ def candidates(setting: str, ranks: int, microbatches: int | None, placement: Po
         ConfigurationError: There is no such schedule, it isn't for these numbers, or it can't be run yet.
     """
     if setting == "auto":
-        return [build(name, ranks, microbatches) for name in _CHOSEN_AMONG]
+        return [build(name, ranks, microbatches) for name in ONE_EACH]
     choices = f'{", ".join(map(repr, RUN))}, "auto", or the path of a .csv file'
     if setting in SCHEDULES and setting not in RUN:
         raise ConfigurationError(
