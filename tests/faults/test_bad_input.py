@@ -118,7 +118,7 @@ def gpt() -> L.LightningModule:
     [
         (
             {"schedule": "2F2B"},
-            "'2F2B' isn't one of '1F1B', 'Eager1F1B', 'GPipe', \"auto\", or the path of a .csv file",
+            "'2F2B' isn't one of '1F1B', 'Eager1F1B', 'GPipe', 'Interleaved1F1B', \"auto\", or the path of a .csv file",
         ),
         (
             {"schedule": "DualPipeV"},
