@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from lightning_shard.dryrun.counts import (
     AROUND,
@@ -33,8 +31,10 @@ from lightning_shard.dryrun.counts import (
 )
 from lightning_shard.dryrun.experts import DealtEvenly
 from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
+from lightning_shard.dryrun.kernels import AsOnDevices
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.ledger import Work as Entered
+from lightning_shard.dryrun.likes import Likes
 from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import is_cast, not_cast, with_forward
@@ -43,7 +43,7 @@ from lightning_shard.parallel.expert_lists import is_list
 from lightning_shard.parallel.recompute import leave_out_caches, recompute
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline import tree
-from lightning_shard.plugin.assemble import part_of
+from lightning_shard.plugin.example import part_of
 
 Way = Literal["plain", "recomputed", "selective"]
 WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
@@ -289,7 +289,7 @@ class _Watched:
         self._calls: dict[str, int] = {}
         self._running: list[str | int] = []
         self._begun = 0
-        self._likes = _Likes() if stands_in else None
+        self._likes = Likes() if stands_in else None
         self._outputs: dict[str | int, int] = {}
 
     def run(self, batch: Any, way: Way) -> _Outcome:
@@ -308,7 +308,7 @@ class _Watched:
                     stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
             given = tree.map_leaves(_without_data, batch)
             if self.model.device_type != "cpu":
-                stack.enter_context(_AsOnDevices())
+                stack.enter_context(AsOnDevices())
             stack.enter_context(ledger)
             ledger.begin(("forward", AROUND if self.places else LOSS))
             with self.model.autocast():
@@ -385,166 +385,3 @@ def _of(outcome: _Outcome, place: int) -> tuple[int, ...]:
     forward, backward = (outcome.work.get((way, place), Entered()) for way in ("forward", "backward"))
     kept = outcome.kept.get(("forward", place), 0)
     return forward.flops, forward.moved, backward.flops, sum(forward.sent.values()), sum(backward.sent.values()), kept
-
-
-# -- blocks that are alike
-
-
-_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "idx")
-"""Attributes that number layers: blocks are alike that differ in these."""
-
-
-@dataclass
-class _Like:
-    places: list[int] = field(default_factory=list)
-    made: Any = None
-
-
-class _Likes:
-    """Which blocks were seen to be alike, and what they return."""
-
-    def __init__(self) -> None:
-        self.stands_for: dict[int, int] = {}
-        self._seen: dict[Hashable, _Like] = {}
-        self._kinds: dict[int, Hashable] = {}
-
-    def pairs(self) -> list[tuple[int, int]]:
-        return [(like.places[0], like.places[1]) for like in self._seen.values() if len(like.places) > 2]
-
-    def of(self, block: nn.Module, forward: Callable[..., Any], place: Callable[[], Any]) -> Callable[..., Any]:
-        kind = _kind(block)
-
-        def likely(*args: Any, **kwargs: Any) -> Any:
-            key = (kind, _signature((args, kwargs)))
-            like = self._seen.setdefault(key, _Like())
-            here = place()
-            if like.made is not None and len(like.places) >= 2 and isinstance(here, int):
-                like.places.append(here)
-                self.stands_for[here] = like.places[1]
-                return _stand_in(like.made, (args, kwargs))
-            output = forward(*args, **kwargs)
-            if isinstance(here, int):
-                like.places.append(here)
-                like.made = _recipe(output, (args, kwargs))
-            return output
-
-        return likely
-
-
-def _kind(block: nn.Module) -> Hashable:
-    """What decides what a block costs, apart from what it is called on."""
-    found: list[Hashable] = []
-    for name, part in block.named_modules():
-        plain = (int, float, str, bool, type(None), torch.dtype)
-        settings = tuple(
-            sorted((key, repr(v)) for key, v in vars(part).items() if type(v) in plain and key not in _NUMBERS)
-        )
-        held = tuple(
-            (key, tuple(t.shape), t.dtype, t.requires_grad)
-            for key, t in [*part._parameters.items(), *part._buffers.items()]
-            if t is not None
-        )
-        found.append((name, type(part), settings, held))
-    return tuple(found)
-
-
-def _signature(values: Any) -> Hashable:
-    def of(leaf: Any) -> Hashable:
-        if isinstance(leaf, Tensor):
-            return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.stride()
-        return repr(leaf) if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf).__qualname__
-
-    return tuple((path, of(leaf)) for path, leaf in tree.walk(values))
-
-
-def _recipe(output: Any, given: Any) -> Any:
-    """How to make the like of an output: shapes, or which input it is; ``None`` where that can't be said."""
-    inputs = {id(leaf): place for place, leaf in enumerate(tree.tensors(given))}
-
-    def of(leaf: Any) -> Any:
-        if id(leaf) in inputs:
-            return inputs[id(leaf)]
-        if isinstance(leaf, DTensor):
-            raise TypeError
-        if isinstance(leaf, Tensor):
-            return _Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        return _As(leaf)
-
-    try:
-        return _Recipe(tree.map_leaves(lambda leaf: _Leaf(of(leaf)), output))
-    except TypeError:
-        return None
-
-
-@dataclass(frozen=True)
-class _As:
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Made:
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class _Leaf(tree.Leaf):
-    how: Any
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    output: Any
-
-
-def _stand_in(recipe: _Recipe, given: Any) -> Any:
-    inputs = tree.tensors(given)
-    hows = [leaf.how for _, leaf in tree.walk(recipe.output)]
-    made = [how for how in hows if isinstance(how, _Made)]
-    floating = [t for t in inputs if t.is_floating_point()]
-    outputs = iter(_StandIn.apply(made, *floating) if made else ())
-
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf.how, _Made):
-            return next(outputs)
-        return leaf.how.value if isinstance(leaf.how, _As) else inputs[leaf.how]
-
-    return tree.map_leaves(of, recipe.output)
-
-
-class _StandIn(torch.autograd.Function):
-    """Keeps its inputs, as a block does, and gives tensors without values."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Sequence[_Made], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*inputs)
-        outputs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu") for m in made]
-        ctx.mark_non_differentiable(*(output for output, m in zip(outputs, made) if not m.requires_grad))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:])
-        return None, *(torch.empty_like(t) if needs else None for t, needs in needed)
-
-
-class _AsOnDevices(TorchFunctionMode):
-    """On fake tensors of the CPU, the operations by which a GPU would compute, where they keep something else.
-
-    There dropout keeps a mask of bytes, and attention with dropout the state of the random generator.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
-            kwargs.pop("dropout_p", None)
-            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
-        elif func is functional.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p else input

@@ -24,20 +24,20 @@ from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, r
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
-from lightning_shard.pipeline.cost import ModelCost, Part, measure, watch
+from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.stages import Stages
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie, find_ties, over_ranks
+from lightning_shard.plugin.example import calls_on_example, example_of, leaving_no_trace, part_of
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.schedules import choose, that_fit
 
 _PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
-_EXAMPLE_TOKENS = 16
 _LIBRARIES = ("torch.", "transformers.")
 
 
@@ -262,7 +262,7 @@ def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Bl
     """The blocks; ``None`` where a single stage can do without them."""
     if stages == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
-    return find_blocks(module, settings.pipeline_blocks, partial(_calls, module))
+    return find_blocks(module, settings.pipeline_blocks, partial(calls_on_example, module))
 
 
 def _deal(
@@ -292,27 +292,6 @@ def _to_run_again(device: torch.device, module: nn.Module) -> Iterator[Callable[
         yield put_back
     finally:
         memory.forget()
-
-
-@contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """The network runs inside, and leaves no trace: a cache made in the run would hold fake tensors."""
-    memory = Memory(module)
-    try:
-        yield
-    finally:
-        memory.put_back()
-        memory.forget()
-
-
-def _calls(module: pl.LightningModule) -> Sequence[str]:
-    """The names of all modules in the order in which a run of the example calls them; none without an example."""
-    run = _example(module, None)
-    if run is None:
-        return ()
-    with _put_back(module):
-        seen = watch({name: part for name, part in module.named_modules() if name}, run)
-    return seen.calls if seen is not None else ()
 
 
 def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Settings) -> set[str]:
@@ -382,11 +361,11 @@ def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple
     Args:
         runs: Whether to see it in a run of the network, where there is an example; else it is estimated.
     """
-    run = _example(module, blocks) if runs else None
+    run = example_of(module, blocks) if runs else None
     seen = None
     if run is not None:
         watched = {name: part_of(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}
-        with _put_back(module):
+        with leaving_no_trace(module):
             seen = watch(watched, run, module.get_submodule(blocks.network))
     if seen is not None:
         blocks = blocks.ordered(seen.calls)
@@ -403,44 +382,6 @@ def devices_of(layout: Layout, kind: str) -> list[str]:
     """A name for each stage's devices: ranks, since only each process knows its own device's number."""
     spans = layout.stages()
     return [f"{kind} {span[0]}" + (f"–{span[-1]}" if len(span) > 1 else "") for span in spans]
-
-
-def _example(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
-    """A call of the network to count operations in: on the module's or model's own example, or on token numbers.
-
-    Args:
-        blocks: ``None`` where it isn't known yet what is cut.
-    """
-    example = module.example_input_array
-    if example is not None:
-        inputs = example if isinstance(example, (tuple, dict)) else (example,)
-        return lambda: module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-    for network in [module.get_submodule(blocks.network)] if blocks else module.children():
-        if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
-            return partial(_call_on_dummies, network)
-    if blocks:
-        takes_tokens = any(isinstance(part_of(module, name), nn.Embedding) for name in blocks.before)
-        return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
-    for network in module.children():
-        if any(isinstance(part, nn.Embedding) for part in network.children()):
-            return partial(_call_on_tokens, network)
-    return None
-
-
-def _call_on_dummies(network: Any) -> Any:
-    return network(**network.dummy_inputs)
-
-
-def _call_on_tokens(network: nn.Module) -> Any:
-    return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
-
-
-def part_of(module: nn.Module, name: str) -> Part:
-    """The module or parameter of this name."""
-    parent, _, key = name.rpartition(".")
-    part = getattr(module.get_submodule(parent), key)
-    assert isinstance(part, (nn.Module, nn.Parameter))
-    return part
 
 
 def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:

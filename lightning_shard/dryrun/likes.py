@@ -1,0 +1,152 @@
+"""Blocks that are alike, and what stands for those that needn't be run once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.pipeline import tree
+
+_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "idx")
+"""Attributes that number layers: blocks are alike that differ in these."""
+
+
+@dataclass
+class _Like:
+    places: list[int] = field(default_factory=list)
+    made: Any = None
+
+
+class Likes:
+    """Which blocks were seen to be alike, and what they return."""
+
+    def __init__(self) -> None:
+        self.stands_for: dict[int, int] = {}
+        self._seen: dict[Hashable, _Like] = {}
+        self._kinds: dict[int, Hashable] = {}
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(like.places[0], like.places[1]) for like in self._seen.values() if len(like.places) > 2]
+
+    def of(self, block: nn.Module, forward: Callable[..., Any], place: Callable[[], Any]) -> Callable[..., Any]:
+        kind = _kind(block)
+
+        def likely(*args: Any, **kwargs: Any) -> Any:
+            key = (kind, _signature((args, kwargs)))
+            like = self._seen.setdefault(key, _Like())
+            here = place()
+            if like.made is not None and len(like.places) >= 2 and isinstance(here, int):
+                like.places.append(here)
+                self.stands_for[here] = like.places[1]
+                return _stand_in(like.made, (args, kwargs))
+            output = forward(*args, **kwargs)
+            if isinstance(here, int):
+                like.places.append(here)
+                like.made = _recipe(output, (args, kwargs))
+            return output
+
+        return likely
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """What decides what a block costs, apart from what it is called on."""
+    found: list[Hashable] = []
+    for name, part in block.named_modules():
+        plain = (int, float, str, bool, type(None), torch.dtype)
+        settings = tuple(
+            sorted((key, repr(v)) for key, v in vars(part).items() if type(v) in plain and key not in _NUMBERS)
+        )
+        held = tuple(
+            (key, tuple(t.shape), t.dtype, t.requires_grad)
+            for key, t in [*part._parameters.items(), *part._buffers.items()]
+            if t is not None
+        )
+        found.append((name, type(part), settings, held))
+    return tuple(found)
+
+
+def _signature(values: Any) -> Hashable:
+    def of(leaf: Any) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.stride()
+        return repr(leaf) if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf).__qualname__
+
+    return tuple((path, of(leaf)) for path, leaf in tree.walk(values))
+
+
+def _recipe(output: Any, given: Any) -> Any:
+    """How to make the like of an output: shapes, or which input it is; ``None`` where that can't be said."""
+    inputs = {id(leaf): place for place, leaf in enumerate(tree.tensors(given))}
+
+    def of(leaf: Any) -> Any:
+        if id(leaf) in inputs:
+            return inputs[id(leaf)]
+        if isinstance(leaf, DTensor):
+            raise TypeError
+        if isinstance(leaf, Tensor):
+            return _Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        return _As(leaf)
+
+    try:
+        return _Recipe(tree.map_leaves(lambda leaf: _Leaf(of(leaf)), output))
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class _As:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Made:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class _Leaf(tree.Leaf):
+    how: Any
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    output: Any
+
+
+def _stand_in(recipe: _Recipe, given: Any) -> Any:
+    inputs = tree.tensors(given)
+    hows = [leaf.how for _, leaf in tree.walk(recipe.output)]
+    made = [how for how in hows if isinstance(how, _Made)]
+    floating = [t for t in inputs if t.is_floating_point()]
+    outputs = iter(_StandIn.apply(made, *floating) if made else ())
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf.how, _Made):
+            return next(outputs)
+        return leaf.how.value if isinstance(leaf.how, _As) else inputs[leaf.how]
+
+    return tree.map_leaves(of, recipe.output)
+
+
+class _StandIn(torch.autograd.Function):
+    """Keeps its inputs, as a block does, and gives tensors without values."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Sequence[_Made], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        outputs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu") for m in made]
+        ctx.mark_non_differentiable(*(output for output, m in zip(outputs, made) if not m.requires_grad))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:])
+        return None, *(torch.empty_like(t) if needs else None for t, needs in needed)
