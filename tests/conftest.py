@@ -4,13 +4,18 @@ faults that were tried, of which docs/reliability.md is made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import random
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
 from lightning_shard.testing import preload
 
@@ -29,6 +34,29 @@ hypothesis.settings.load_profile("untimed")
 
 LEDGER = "RELIABILITY_LEDGER"
 """The variable that names a folder to keep the ledger in; without it nothing is kept."""
+
+
+def _free_port() -> int:
+    """Below those that connections are given on Linux, any of which may take one between this look and its use."""
+    # not of the seeded generator, which all workers of a session have alike
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("none of 100 ports is free")
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_its_own() -> Iterator[None]:
+    """A port for the test and for the programs that it starts; nothing of a run is left for the tests after it.
+
+    Lightning writes a run's port and rank to the environment and keeps its process group: a script that a later test
+    starts would take itself for one of that run's ranks, or listen where this process still does.
+    """
+    with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +14,6 @@ from lightning_shard import checkpoint
 from tests.servers import KEY, SECRET, serve
 
 TRAIN = CONFIG.parent / "recipes" / "train.py"
-
-
-def _port() -> int:
-    """A free port below those that connections to the server are given, any of which may take one until it's used."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise OSError("no port is free")
 
 
 def test_a_run_saves_to_s3_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +45,7 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(tmp_path: Path, monkeypatch: p
                 check=False,
                 stdin=subprocess.DEVNULL,
                 timeout=200,
-                env={**os.environ, "MASTER_PORT": str(_port())},
+                env=os.environ,
             )
             assert run.returncode == 0, run.stderr
             said += run.stdout + run.stderr
