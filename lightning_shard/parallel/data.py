@@ -124,7 +124,7 @@ def _nothing_is_sharded(root: nn.Module, mesh: DeviceMesh, sharding: Sharding) -
     """Nor is there anything else that FSDP2 does: cast weights once a step, add gradients in 32 bits, offload."""
     if mesh.size() > 1 or mesh.ndim > 1 or sharding.offloads or sharding.gathered_dtype is not None:
         return False
-    return all(p.dtype in (torch.float32, torch.float64) and not isinstance(p, DTensor) for p in root.parameters())
+    return all(p.dtype in (torch.float32, torch.float64) for p in root.parameters())
 
 
 def is_cast(unit: nn.Module, besides: Collection[nn.Parameter] = ()) -> bool:

@@ -1,9 +1,10 @@
-"""Parameters that nothing is sharded over: one data rank, one tensor rank, no experts.
+"""Parameters that aren't sharded over data ranks: there is one, and no experts are dealt.
 
 FSDP2 would copy them for every gather, beside the ones that it keeps, and run hooks for each unit. Here the module
 holds, as everywhere between steps, DTensors (a checkpoint, a callback's averages and an optimizer ask what a rank holds
-of a whole), and while steps run in their place plain parameters over the same memory. What is gathered and freed by
-:mod:`lightning_shard.parallel.data` elsewhere is an exchange of references then.
+of a whole), and while steps run in their place plain parameters over the same memory; where a tensor-parallel plan has
+split them, DTensors over it. What is gathered and freed by :mod:`lightning_shard.parallel.data` elsewhere is an
+exchange of references then, and as there a parameter has no gradient before the last backward.
 
 Private: ``DTensor._local_tensor`` (torch 2.11 to 2.13), for each parameter in each step; ``to_local()`` is an operation
 of autograd, and takes ten times as long.
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,16 +29,17 @@ _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
 
 
 def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Make ``root``'s parameters DTensors of one rank, in place; a call of ``root`` runs on plain ones.
+    """Make ``root``'s parameters DTensors of one rank, in place; a call of ``root`` runs on others over their memory.
 
     Args:
-        root: The model, on any device or on meta. Parameters without dimensions or elements are left as they are.
+        root: The model, on any device or on meta. Parameters without dimensions or elements, and DTensors, are left as
+            they are.
         mesh: Of this rank alone, with one axis.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.ndim and parameter.numel():
+            if parameter is not None and parameter.ndim and parameter.numel() and not isinstance(parameter, DTensor):
                 if parameter not in made:
                     own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
                     made[parameter] = nn.Parameter(own, parameter.requires_grad)
@@ -65,66 +68,82 @@ def whole_of(root: nn.Module) -> WholeParameters | None:
 
 
 class WholeParameters:
-    """The plain parameters that run in place of a module's DTensors."""
+    """The parameters that run in place of a module's own: plain ones where these are on ``mesh``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._plain: dict[nn.Parameter, nn.Parameter] = {}
+        self._running: dict[nn.Parameter, nn.Parameter] = {}
         self._slots: list[_Slot] = []
         self._gathered = False
 
     def gather(self, root: nn.Module) -> None:
-        """Put the plain parameters in place; what trains, and what memory they are over, may have changed."""
+        """Put those that run in place; what trains, and what memory they are over, may have changed."""
         if self._gathered:
             return
         if not self._slots:  # not before: weights may be materialised, and moved, until the first call
             self._slots = list(self._find(root))
-        for module, name, sharded, plain in self._slots:
-            _check_same(module, name, sharded)
-            held: Any = sharded
-            plain.data = held._local_tensor
-            if plain.requires_grad != sharded.requires_grad:
-                plain.requires_grad_(sharded.requires_grad)
-            _put(module, name, plain)
+        for module, name, held, running in self._slots:
+            _check_same(module, name, held)
+            if isinstance(running, DTensor):
+                running._local_tensor = _local(held)
+            else:
+                running.data = _local(held)
+            if running.requires_grad != held.requires_grad:
+                running.requires_grad_(held.requires_grad)
+            _put(module, name, running)
         self._gathered = True
 
     def _find(self, root: nn.Module) -> Iterator[_Slot]:
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
-                    if parameter not in self._plain:
-                        held: Any = parameter
-                        self._plain[parameter] = nn.Parameter(held._local_tensor.detach(), parameter.requires_grad)
-                    yield module, name, parameter, self._plain[parameter]
+                    if parameter not in self._running:
+                        same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
+                        self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
+                    yield module, name, parameter, self._running[parameter]
 
     def free(self) -> None:
-        """Put the DTensors in place, with what a step has set on the plain parameters."""
+        """Put the module's own in place, with what a step has set on those that ran."""
         if self._gathered:
-            for module, name, sharded, plain in self._slots:
-                _check_same(module, name, plain)
-                _put(module, name, sharded)
-                if sharded.requires_grad != plain.requires_grad:
-                    sharded.requires_grad_(plain.requires_grad)
-                held: Any = sharded
-                if held._local_tensor.data_ptr() != plain.data_ptr():  # by an assignment to its data
-                    held._local_tensor.data.copy_(plain.data)
+            for module, name, held, running in self._slots:
+                _check_same(module, name, running)
+                _put(module, name, held)
+                if held.requires_grad != running.requires_grad:
+                    held.requires_grad_(running.requires_grad)
+                if _local(held).data_ptr() != _local(running).data_ptr():  # by an assignment to its data
+                    _local(held).data.copy_(_local(running).data)
             self._gathered = False
 
+    @torch.no_grad()
     def hand_over_gradients(self) -> None:
-        """Give the DTensors the gradients that backwards left on the plain parameters."""
-        for sharded, plain in self._plain.items():
-            if plain.grad is None:
+        """Give the module's own the gradients that backwards left on those that ran."""
+        for held, running in self._running.items():
+            if running.grad is None:
                 continue
-            gradient: Any = DTensor.from_local(plain.grad, self._mesh, _PLACEMENT, run_check=False)
-            plain.grad = None
-            sharded.grad = gradient if sharded.grad is None else sharded.grad + gradient
-            hooks: Any = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
+            gradient = self._laid_out(running.grad, held)
+            running.grad = None
+            held.grad = gradient if held.grad is None else held.grad + gradient
+            hooks: Any = getattr(held, "_post_accumulate_grad_hooks", None) or {}
             for hook in hooks.values():
-                hook(sharded)
+                hook(held)
+
+    def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """As the parameter is; split ones may have got it whole, or in summands, on each tensor rank."""
+        assert isinstance(like, DTensor)
+        if not isinstance(gradient, DTensor):
+            return DTensor.from_local(gradient, self._mesh, _PLACEMENT, run_check=False)
+        if gradient.placements == like.placements:
+            return gradient
+        return gradient.redistribute(placements=like.placements)
 
     def forget_gradients(self) -> None:
-        for plain in self._plain.values():
-            plain.grad = None
+        for running in self._running.values():
+            running.grad = None
+
+
+def _local(parameter: Tensor) -> Tensor:
+    held: Any = parameter
+    return held._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
