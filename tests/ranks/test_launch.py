@@ -55,11 +55,18 @@ def loss_of_one_process() -> str:
     return f"loss {trainer.callback_metrics['train_loss']:.5f}"
 
 
+BY_NAME, PIPELINE = ("by name", "1 pipeline × 2 data × 1 tensor"), ("pipeline", "2 pipeline × 1 data × 1 tensor")
+
+
 @pytest.mark.parametrize(
-    ("strategy", "layout"),
-    [("by name", "1 pipeline × 2 data × 1 tensor"), ("pipeline", "2 pipeline × 1 data × 1 tensor")],
+    ("launcher", "strategy", "layout"),
+    [
+        ("lightning", *BY_NAME),
+        ("torchrun", *PIPELINE),
+        pytest.param("lightning", *PIPELINE, marks=pytest.mark.long),
+        pytest.param("torchrun", *BY_NAME, marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_script_on_two_processes(launcher: str, strategy: str, layout: str, script: str) -> None:
     command = [script, strategy]
     if launcher == "torchrun":

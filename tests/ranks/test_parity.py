@@ -37,14 +37,20 @@ def with_every_schedule(network: str, layout: str) -> dict[str, Seen]:
     return {schedule: train(network, sizes, schedule=schedule) for schedule in schedules}
 
 
-EVERYWHERE, EVERYONE = ("gpt", "llama"), ("tp2", "pp2", "pp2×tp2")
+EVERYWHERE, EVERYONE, THREE_AXES = ("gpt", "llama"), ("tp2", "pp2"), "pp2×dp2×tp2"
 """These networks are on every layout, and all networks on these layouts; the rest of the table is long."""
+
+
+def is_long(layout: str, network: str) -> bool:
+    if layout == THREE_AXES:  # eight processes
+        return network != "llama"
+    return network not in EVERYWHERE and layout not in EVERYONE and (layout, network) != ("pp2×tp2", "gpt2")
 
 
 @pytest.mark.parametrize(
     ("layout", "network"),
     [
-        pytest.param(layout, network, marks=[] if network in EVERYWHERE or layout in EVERYONE else pytest.mark.long)
+        pytest.param(layout, network, marks=pytest.mark.long if is_long(layout, network) else [])
         for layout in LAYOUTS
         for network in NETWORKS
     ],
@@ -82,7 +88,10 @@ def from_meta() -> dict[str, dict[str, Tensor]]:
     return whole_from_meta("tp2", EVERYWHERE)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=pytest.mark.long if n == THREE_AXES else []) for n in LAYOUTS if n != "tp2"],
+)
 def test_a_seed_gives_the_same_weights_from_meta_on_every_layout(
     layout: str, from_meta: dict[str, dict[str, Tensor]]
 ) -> None:
