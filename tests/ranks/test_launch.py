@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +43,22 @@ def script(tmp_path: Path) -> str:
 def run(*command: str) -> str:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=150)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the ranks that it has started, too
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said + errors
+    return said
 
 
 def loss_of_one_process() -> str:
