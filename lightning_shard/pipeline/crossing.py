@@ -139,6 +139,7 @@ class Crossing:
         needed_later: Which of the values sent that need gradients have got one; known from the first backward on.
         told_needed: Whether the stage before was told so.
         is_settled: Whether it holds for all later microbatches of the signature.
+        has_checked_products: Whether a backward has shown that it can be run in two parts.
     """
 
     incoming: Delivery
@@ -148,6 +149,7 @@ class Crossing:
     needed_later: list[bool] | None = None
     told_needed: bool = False
     is_settled: bool = False
+    has_checked_products: bool = False
 
     def is_traced(self) -> bool:
         """Whether operations must be counted; the hidden state crosses without that."""

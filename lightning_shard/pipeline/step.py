@@ -16,6 +16,7 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.calls import Calls, Remember
 from lightning_shard.pipeline.channel import Channel, signature
 from lightning_shard.pipeline.crossing import Crossing, Key, Passage, Slot, StageEnd
+from lightning_shard.pipeline.products import Product, backward_but_products, backward_of_products
 from lightning_shard.pipeline.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.search import (
@@ -43,6 +44,14 @@ class _InFlight:
     received: Mapping[Key, Tensor]
     sent: Mapping[Key, Tensor]
     loss: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """What is left of a microbatch's backward on one stage, after its first part."""
+
+    received: Mapping[Key, Tensor]
+    products: Sequence[Product]
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class PipelinedStep:
         self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
         self._remember = remember
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
+        self.has_split_backward = False  # in any batch
         self.watch: Watch = UNWATCHED
         self._call_by_call: set[Hashable] = set()
 
@@ -87,7 +97,7 @@ class PipelinedStep:
         *,
         loss_of: Callable[[int, Any], Tensor],
         before_backward: Callable[[Stage, int, bool], None],
-        backward: Callable[[Tensor], None],
+        after_weights: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Forwards and backwards in the schedule's order.
 
@@ -97,17 +107,18 @@ class PipelinedStep:
             actions: This rank's order.
             loss_of: The loss of a microbatch in what the step returned, scaled to be summed over microbatches; on the
                 last stage only.
-            before_backward: Told before each backward which stage's and microbatch's it is, and whether it's the last
-                one here.
-            backward: Runs the loss's backward.
+            before_backward: Told before each backward, and each part of one, which stage's and microbatch's it is, and
+                whether it's the last one here.
+            after_weights: Told when a backward's second part is over.
 
         Returns:
             What the step returned for each microbatch, where the last stage is; else an empty list.
         """
         in_flight: dict[tuple[int, int], _InFlight] = {}
+        owed: dict[tuple[int, int], _Owed] = {}
         self.has_skipped_backward = False
         results: dict[int, Any] = {}
-        last_backward = next(action for action in reversed(actions) if action.kind == "B")
+        last_backward = next(action for action in reversed(actions) if action.kind in "BW")
         arriving: dict[Action, Arriving] = {}
 
         def crossing_of(action: Action) -> Crossing | None:
@@ -123,10 +134,18 @@ class PipelinedStep:
                     loss = loss_of(i, ran.result)
                     results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
                 in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
-            else:
-                with record_function(f"B{i}"):
-                    before_backward(end.stage, i, action == last_backward)
-                    self._backward(end, in_flight.pop((action.stage, i)), backward, arriving.pop(action, None))
+                continue
+            with record_function(f"{action.kind}{i}"):
+                before_backward(end.stage, i, action == last_backward)
+                if action.kind == "W":
+                    self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
+                    after_weights()
+                    continue
+                microbatch, arrives = in_flight.pop((action.stage, i)), arriving.pop(action, None)
+                products = self._backward(end, microbatch, arrives, splits=action.kind == "I")
+                if action.kind == "I":
+                    owed[action.stage, i] = _Owed(microbatch.received, products)
+                del microbatch  # with its graph
         self.watch.ends()
         self.flush()
         return [results[i] for i in sorted(results)]
@@ -303,18 +322,40 @@ class PipelinedStep:
         return _Ran(crossing, passage, result)
 
     def _backward(
-        self, end: _Ends, microbatch: _InFlight, backward: Callable[[Tensor], None], arriving: Arriving | None
-    ) -> None:
+        self, end: _Ends, microbatch: _InFlight, arriving: Arriving | None, *, splits: bool
+    ) -> Sequence[Product]:
+        """A whole one, or its first part: then what is left for the second."""
+        products: Sequence[Product] = ()
         with end.stage.backward(microbatch.received):
             if microbatch.loss is not None:
-                backward(microbatch.loss)
+                outputs: list[Tensor] = [microbatch.loss]
+                gradients: list[Tensor | None] = [None]
             else:
-                self._backward_of_sent(end.channel, microbatch, arriving)
+                outputs, gradients = self._needed(end.channel, microbatch, arriving)
+            if outputs and splits:
+                crossing = microbatch.crossing
+                received = microbatch.received.values()
+                products = backward_but_products(outputs, gradients, received, checks=not crossing.has_checked_products)
+                crossing.has_checked_products = True
+            elif outputs:
+                torch.autograd.backward(outputs, gradients)
         if not end.stage.is_first:
             _send_gradients(end.channel, microbatch)
+        return products
 
-    def _backward_of_sent(self, channel: Channel, microbatch: _InFlight, arriving: Arriving | None) -> None:
-        """What has no gradient on the later stages has none here: parameters that only it needs keep ``None``."""
+    def _backward_of_weights(self, stage: Stage, owed: _Owed) -> None:
+        self.watch.computes()
+        self.has_split_backward |= bool(owed.products)
+        with stage.backward(owed.received):
+            backward_of_products(owed.products)
+
+    def _needed(
+        self, channel: Channel, microbatch: _InFlight, arriving: Arriving | None
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What was sent, and the gradients that came back.
+
+        What has no gradient on the later stages has none here: parameters that only it needs keep ``None``.
+        """
         crossing = microbatch.crossing
         outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
         if crossing.needed_later is None and outputs:
@@ -330,12 +371,13 @@ class PipelinedStep:
             if is_needed or bool(gradient.any())
         ]
         self.has_skipped_backward |= not needed
-        if needed:
-            torch.autograd.backward([output for output, _ in needed], [gradient for _, gradient in needed])
+        return [output for output, _ in needed], [gradient for _, gradient in needed]
 
 
 def _expect(action: Action, end: _Ends, crossing: Crossing, arriving: dict[Action, Arriving]) -> bool:
     """Post what an action receives; whether it is known yet what that is."""
+    if action.kind == "W":
+        return True  # nothing
     if action.kind == "F":
         if not end.stage.is_first:
             arriving[action] = end.channel.expect(crossing.incoming.slots)

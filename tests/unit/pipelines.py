@@ -293,7 +293,6 @@ def _run(
                 schedule.first(len(batch)).rows[rank],
                 loss_of=lambda _, loss: loss / len(parts),
                 before_backward=lambda *_: None,
-                backward=lambda loss: loss.backward(),
             )
             _agree(kept, channels, rank, len(schedule.rows), len(batch))
     return losses
