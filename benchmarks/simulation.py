@@ -41,10 +41,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.lib.report import RESULTS, machine
 from lightning_shard import HybridShardStrategy
 from lightning_shard.pipeline.channel import Channel
-from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.simulate import Costs, simulate
 from lightning_shard.pipeline.step import PipelinedStep
-from lightning_shard.plugin.steps.schedules import RUN
 from lightning_shard.testing import run_ranks
 
 STEPS, WARMUP, WIDTH, TARGET = 6, 2, 256, 0.1
@@ -199,7 +198,7 @@ def _all(steps: Sequence[dict[str, Any]], what: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("sleep", "compute"), default=["sleep", "compute"])
-    parser.add_argument("--schedules", nargs="+", choices=RUN, default=list(RUN))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--steps", type=int, default=STEPS, help=f"after {WARMUP} that don't count (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -380,6 +380,11 @@ class Planner:
                 ' plans are made for one stage on each: plan with schedule="1F1B", whose parameters, gradients and'
                 " optimizer state take as much."
             )
+        if order.splits_backwards:
+            raise ConfigurationError(
+                f"schedule={run.schedule!r} has backwards in two parts (I and W), and plans are made for whole ones:"
+                ' plan with schedule="1F1B", or give the file whole backwards (B).'
+            )
         counts = self.counts(layout, run.microbatches)
         placement = self.placed(layout, run)
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]

@@ -247,18 +247,19 @@ def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
-def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True) -> None:
+def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is_last: bool | None = None) -> None:
     """Prepare for the next backward.
 
     Args:
         root: The model.
         reduces: Whether it reduces gradients over the ranks; the last one before an optimizer step must.
         reshards: Whether it frees gathered parameters; ``False`` where another microbatch's backward needs them.
+        is_last: Whether it is the last one of the forwards so far. Default: if it frees parameters.
     """
     for unit in sharded_units(root):
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_reshard_after_backward(reshards, recurse=False)
-        unit.set_is_last_backward(reshards)
+        unit.set_is_last_backward(reshards if is_last is None else is_last)
 
 
 @contextmanager
@@ -325,15 +326,29 @@ def end_backward(root: nn.Module, *, reduces: bool) -> None:
         held.free()
 
 
-def reduce_gradients(root: nn.Module) -> None:
-    """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none."""
+def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
+    """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none.
+
+    Args:
+        root: The model.
+        reshards: Whether to free the gathered parameters of what has such gradients.
+    """
     if (held := whole_of(root)) is not None:
         held.hand_over_gradients()
     for group in _private_groups(root):
         if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
-            group.reduce_grads, group.reshard_after_backward = True, True
+            group.reduce_grads, group.reshard_after_backward = True, reshards
             group.post_backward()
             group.finalize_backward()
+
+
+def hold_gradients(root: nn.Module) -> None:
+    """Hold gradients that came after the end of a unit's backward in 32 bits, as one that doesn't reduce does itself."""
+    for group in _private_groups(root):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def forget_gradients(root: nn.Module) -> None:

@@ -71,7 +71,7 @@ class Product:
         Args:
             taken: The memory of leaves' gradients, which later microbatches add to in place.
         """
-        assert self.was_seen and self.gradient is not None
+        assert self.gradient is not None
         if type(local := local_tensor(self.gradient)) is not Tensor or local.untyped_storage().data_ptr() in taken:
             self.gradient = self.gradient.clone()
         self._versions = self.x._version, self.gradient._version
@@ -124,7 +124,7 @@ class _Plan:
         while overlapping := [node for node, each in products.items() if not at_once.keys().isdisjoint(each.way)]:
             for node in overlapping:
                 run_at_once(products.pop(node).way)
-        return cls(products, [node for node in at_once if all(following is None for following, _ in node.next_functions)])
+        return cls(products, [node for node in at_once if not any(following for following, _ in node.next_functions)])
 
 
 def backward_but_products(

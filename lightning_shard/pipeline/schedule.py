@@ -97,6 +97,14 @@ class Schedule:
     def splits_backwards(self) -> bool:
         return any(action.kind == "W" for row in self.rows for action in row)
 
+    def with_whole_backwards(self) -> Schedule:
+        """The same order, where the first part of a backward is all of it."""
+
+        def whole(row: Row) -> Row:
+            return tuple(a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W")
+
+        return Schedule(self.name, tuple(map(whole, self.rows)))
+
     def first(self, microbatches: int) -> Schedule:
         """The same order for fewer microbatches, as an epoch's last batch may have: the others are left out.
 

@@ -97,7 +97,7 @@ class PipelinedStep:
         *,
         loss_of: Callable[[int, Any], Tensor],
         before_backward: Callable[[Stage, int, bool], None],
-        after_weights: Callable[[], None] = lambda: None,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Forwards and backwards in the schedule's order.
 
@@ -107,9 +107,9 @@ class PipelinedStep:
             actions: This rank's order.
             loss_of: The loss of a microbatch in what the step returned, scaled to be summed over microbatches; on the
                 last stage only.
-            before_backward: Told before each backward, and each part of one, which stage's and microbatch's it is, and
+            before_backward: Told before each backward, or its first part, which stage's and microbatch's it is, and
                 whether it's the last one here.
-            after_weights: Told when a backward's second part is over.
+            after_backward: Told when one is over, with its second part.
 
         Returns:
             What the step returned for each microbatch, where the last stage is; else an empty list.
@@ -118,7 +118,7 @@ class PipelinedStep:
         owed: dict[tuple[int, int], _Owed] = {}
         self.has_skipped_backward = False
         results: dict[int, Any] = {}
-        last_backward = next(action for action in reversed(actions) if action.kind in "BW")
+        last_backward = next(action for action in reversed(actions) if action.kind in "BI")
         arriving: dict[Action, Arriving] = {}
 
         def crossing_of(action: Action) -> Crossing | None:
@@ -136,16 +136,17 @@ class PipelinedStep:
                 in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
                 continue
             with record_function(f"{action.kind}{i}"):
-                before_backward(end.stage, i, action == last_backward)
                 if action.kind == "W":
                     self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
-                    after_weights()
-                    continue
-                microbatch, arrives = in_flight.pop((action.stage, i)), arriving.pop(action, None)
-                products = self._backward(end, microbatch, arrives, splits=action.kind == "I")
-                if action.kind == "I":
-                    owed[action.stage, i] = _Owed(microbatch.received, products)
-                del microbatch  # with its graph
+                else:
+                    before_backward(end.stage, i, action == last_backward)
+                    microbatch = in_flight.pop((action.stage, i))
+                    products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
+                    if action.kind == "I":
+                        owed[action.stage, i] = _Owed(microbatch.received, products)
+                    del microbatch  # with its graph
+                if action.kind != "I":
+                    after_backward()
         self.watch.ends()
         self.flush()
         return [results[i] for i in sorted(results)]

@@ -72,7 +72,7 @@ from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
-from lightning_shard.plugin.steps.schedules import candidates, choose
+from lightning_shard.plugin.steps.schedules import candidates, choose, that_runs
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.throughput import share_throughput
@@ -336,7 +336,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.groups,
                 self.layout,
                 self.root_device,
-                known.schedule,
+                that_runs(known.schedule, self._settings.of_blocks),
                 known.ties,
                 self._weights,
                 reduces_each=self._reduces_each,

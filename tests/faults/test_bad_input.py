@@ -118,11 +118,12 @@ def gpt() -> L.LightningModule:
     [
         (
             {"schedule": "2F2B"},
-            "'2F2B' isn't one of '1F1B', 'Eager1F1B', 'GPipe', 'Interleaved1F1B', \"auto\", or the path of a .csv file",
+            "'2F2B' isn't one of 'GPipe', '1F1B', 'Eager1F1B', 'Interleaved1F1B', 'InterleavedZeroBubble',"
+            " 'ZBVZeroBubble', 'DualPipeV', \"auto\", or the path of a .csv file",
         ),
         (
-            {"schedule": "DualPipeV"},
-            "'DualPipeV' can't be run in this version.*use one of '1F1B', 'Eager1F1B', 'GPipe'",
+            {"pipeline_parallel_size": 2, "microbatches": 3, "schedule": "DualPipeV"},
+            r"microbatches \(3\) must be at least 2 × pipeline_parallel_size \(2\) for schedule='DualPipeV'",
         ),
         ({"schedule": "none.csv"}, "'none.csv' can't be read.*give the path of a CSV file"),
         (

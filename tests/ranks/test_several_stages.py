@@ -81,6 +81,9 @@ def every_way() -> dict[str, Any]:
     return {
         "interleaved": fit(PIPELINE, schedule="Interleaved1F1B", placement=[1, 1, 1, 1]),
         "v": fit(PIPELINE, schedule=str(IN_A_V)),
+        "in two parts": fit(PIPELINE, schedule="InterleavedZeroBubble", placement=[2, 2]),
+        "zero bubbles": fit(PIPELINE, schedule="ZBVZeroBubble"),
+        "dual": fit(PIPELINE, schedule="DualPipeV"),
         "predicted": predict(PIPELINE, schedule="Interleaved1F1B"),
     }
 
@@ -97,7 +100,7 @@ def test_training_and_predictions_are_those_of_one_process() -> None:
     """With accumulation, validation within it, clipping, a tied embedding, hooks, counters, a metric and logs."""
     plain, counted, mean = fit()
     per_rank = run_ranks(every_way, 2, elastic=True)
-    for way in ("interleaved", "v"):
+    for way in ("interleaved", "v", "in two parts", "zero bubbles", "dual"):
         check(combine([ran[way][0] for ran in per_rank], PIPELINE), plain)
         for ran in per_rank:
             microbatches = ran[way][1][0] // counted[0]

@@ -21,6 +21,7 @@ from lightning_shard.parallel.data import (
     end_backward,
     expect_backward,
     gathering_ahead,
+    hold_gradients,
     reduce_gradients,
     reshard,
 )
@@ -47,6 +48,7 @@ from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.schedules import tell_of_whole_backwards
 
 Draw = Callable[[Arguments], int]
 
@@ -75,6 +77,7 @@ class PipelinedSteps:
         self._device = device
         self._microbatches = schedule.microbatches
         self._schedule = schedule
+        self._splits = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
         self._whole_batch: int | None = None
@@ -127,8 +130,17 @@ class PipelinedSteps:
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seed(stage, draw, i)
+            if self._splits:  # FSDP2 takes the end of a first part for the backward's
+                expect_backward(module, reduces=False, reshards=False, is_last=is_last)
+                return
             reduces = self._reduces_each or (is_last and not accumulating)
             expect_backward(module, reduces=reduces, reshards=is_last or self._reshards_each)
+
+        def after_backward() -> None:
+            if self._splits and self._reduces_each:
+                reduce_gradients(module, reshards=False)
+            elif self._splits:
+                hold_gradients(module)
 
         with self._apart.batch():
             with (
@@ -144,12 +156,16 @@ class PipelinedSteps:
                     self._order(len(parts)),
                     loss_of=scaled,
                     before_backward=before_backward,
-                    backward=torch.Tensor.backward,
+                    after_backward=after_backward,
                 )
                 end_backward(module, reduces=not accumulating)
-                if self._step.has_skipped_backward and not accumulating:  # what a last backward would have done
-                    reduce_gradients(module)
+                if self._splits or (self._step.has_skipped_backward and not accumulating):
+                    # what a last backward would have done
+                    if not accumulating:
+                        reduce_gradients(module)
                     reshard(module)
+            if self._splits and not self._has_trained:
+                tell_of_whole_backwards(self._schedule, self._step)
             self._has_trained = True
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))

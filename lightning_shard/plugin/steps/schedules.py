@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -11,10 +12,9 @@ from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.placement import Placement, Policy
 from lightning_shard.pipeline.schedule import Schedule, to_csv
 from lightning_shard.pipeline.simulate import Costs, fastest, simulate
+from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.plugin.groups import Groups
 
-RUN = ("1F1B", "Eager1F1B", "GPipe", "Interleaved1F1B")
-"""Of the schedules that have names, those that ``PipelinedStep`` runs."""
 ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
 """Those with one stage on each rank, among which ``"auto"`` chooses."""
 
@@ -26,25 +26,14 @@ def candidates(setting: str, ranks: int, microbatches: int | None, placement: Po
         placement: Where it holds a number for each stage, these say how many stages a rank has.
 
     Raises:
-        ConfigurationError: There is no such schedule, it isn't for these numbers, or it can't be run yet.
+        ConfigurationError: There is no such schedule, or it isn't for these numbers.
     """
     if setting == "auto":
         return [build(name, ranks, microbatches) for name in ONE_EACH]
-    choices = f'{", ".join(map(repr, RUN))}, "auto", or the path of a .csv file'
-    if setting in SCHEDULES and setting not in RUN:
-        raise ConfigurationError(
-            f"schedule={setting!r} can't be run in this version (it needs backwards in two parts): use one of"
-            f" {choices}."
-        )
     if setting not in SCHEDULES and not setting.endswith(".csv"):
+        choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
         raise ConfigurationError(f"schedule={setting!r} isn't one of {choices}.")
-    schedule = build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))
-    if schedule.splits_backwards:
-        raise ConfigurationError(
-            f"schedule={setting!r} has backwards in two parts (I and W), which can't be run in this version: give it"
-            " whole backwards (B)."
-        )
-    return [schedule]
+    return [build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))]
 
 
 def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
@@ -53,6 +42,37 @@ def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
         return None
     stages, rest = divmod(len(placement), ranks)
     return None if rest or not stages else stages
+
+
+def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
+    """With whole backwards, where settings leave nothing that a second part could do; says so.
+
+    Args:
+        settings: Of blocks, by name.
+    """
+    keeps_all = {
+        "activation_checkpointing": settings.get("activation_checkpointing") in (True, 1, "selective"),
+        "compile_blocks": bool(settings.get("compile_blocks")),
+        "reshard_after_forward": settings.get("reshard_after_forward") is True,
+    }
+    against = [name for name, holds in keeps_all.items() if holds]
+    if not schedule.splits_backwards or not against:
+        return schedule
+    rank_zero_info(
+        f"schedule={schedule.name!r} runs with whole backwards, in the order of their first parts: with"
+        f" {' and '.join(against)} nothing of a block's backward can come later"
+    )
+    return schedule.with_whole_backwards()
+
+
+def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
+    """After a first batch: if nothing could come later in it."""
+    if not step.has_split_backward and schedule.microbatches > 1:
+        rank_zero_info(
+            f"schedule={schedule.name!r}: of the stages here, no weight's gradient comes later than the rest of its"
+            " backward. Those of matrix products can (nn.Linear), but where the product's input is computed again"
+            " (checkpointed), or the weight has hooks or is used in other ways too"
+        )
 
 
 def that_fit(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
