@@ -34,8 +34,6 @@ from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
 
 PRODUCTS, MEMORY, DATA, IDLE, OPTIMIZER = "products", "memory", "data", "idle", "optimizer"
 REPLICAS, PIPELINE = "replicas", "pipeline"
-IN_TWO_PARTS = 1.2
-"""How much longer a backward takes in two parts: measured on CPUs, see docs/design.md."""
 
 Seconds = Mapping[str, float]
 """By what they are spent on."""
@@ -423,17 +421,15 @@ class Timing:
         Args:
             reduces: Whether its last backward is the last before an optimizer step.
         """
-        splits = self.schedule.splits_backwards
         backward = [(stage.backward_s - stage.weights, stage.weights) for stage in self.stages]
-        longer = IN_TWO_PARTS if splits else 1.0
         once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
         if reduces:
             for row, own in zip(self.schedule.rows, self._own):
                 once[row[-1]] = sum(self.stages[stage].last for stage in own)
         return Costs(
             [stage.forward_s for stage in self.stages],
-            [longer * inputs for inputs, _ in backward],
-            [longer * weights for _, weights in backward],
+            [inputs for inputs, _ in backward],
+            [weights for _, weights in backward],
             self.transfers,
             once,
             receives_late=True,
@@ -520,14 +516,13 @@ class Timing:
     def _spent(self, step: float) -> dict[str, float]:
         """The busiest rank's step, by what."""
         runs = self._turns.microbatches * self._turns.batches
-        longer = IN_TWO_PARTS if self.schedule.splits_backwards else 1.0
         ranks = []
         for own in self._own:
             times = [self.stages[stage] for stage in own]
             found = _total(
                 [
                     *({what: runs * of for what, of in stage.forward.items()} for stage in times),
-                    *({what: longer * runs * of for what, of in stage.backward.items()} for stage in times),
+                    *({what: runs * of for what, of in stage.backward.items()} for stage in times),
                     {DATA: sum(self._turns.batches * stage.first + stage.last for stage in times)},
                     {OPTIMIZER: sum(stage.optimizer for stage in times)},
                 ]

@@ -343,7 +343,7 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
 
 
 def hold_gradients(root: nn.Module) -> None:
-    """Hold gradients that came after the end of a unit's backward in 32 bits, as the end of one does that doesn't reduce."""
+    """Hold gradients in 32 bits that came after the end of a unit's backward, as that does which doesn't reduce."""
     for group in _private_groups(root):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):

@@ -94,9 +94,10 @@ class HybridShardStrategy(CheckpointedStrategy):
             replicated over this many groups of them.
         microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
         schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
-            ``"GPipe"``, ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
-            counts), ``"auto"`` (the fastest of those with one, by a simulation of the stages' counted costs), or the
-            path of a CSV file as torch's schedules write it.
+            ``"GPipe"``; ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
+            counts); ``"InterleavedZeroBubble"`` (the same, or one on each), ``"ZBVZeroBubble"`` and ``"DualPipeV"``
+            (two on each), whose backwards are in two parts; the path of a CSV file as torch's schedules write it; or
+            ``"auto"``, the fastest of the first three by a simulation of the stages' counted costs.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
             and modules in the order in which they run, and as often. Default: found.

@@ -125,6 +125,7 @@ def saved_and_resumed(folder: str) -> dict[str, Seen]:
         "trained": first,
         "one of several": saved("1F1B", f"{folder}/3", f"{several}/{name}"),
         "several of one": saved("Interleaved1F1B", f"{folder}/4", f"{one}/{name}"),
+        "in two parts of one": saved("ZBVZeroBubble", f"{folder}/5", f"{one}/{name}"),
     }
 
 

@@ -36,7 +36,7 @@ from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.randomness import derive, seed_own
 
 CPU = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 60.0
 Result = TypeVar("Result")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -152,3 +153,56 @@ def test_two_parts_are_a_whole(seed: int, late: int) -> None:
 def test_random_graphs_have_products_that_wait() -> None:
     waited = [run(Graphs(seed), splits=True)[3] for seed in range(20)]
     assert sum(count > 0 for count in waited) > 5
+
+
+# -- single cases
+
+
+def first_part(output: Tensor, *, checks: bool = False) -> list[Product]:
+    return backward_but_products([output], [torch.ones_like(output)], [], checks=checks)
+
+
+def test_only_weights_of_products_wait_and_all_else_is_freed() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh())
+    hidden: list[Any] = []
+    net[1].register_forward_hook(lambda module, args, output: hidden.append(weakref.ref(args[0])))
+    left = first_part(net(torch.randn(3, 4, requires_grad=True)))
+    assert {name for name, p in net.named_parameters() if p.grad is None} == {"0.weight", "2.weight"}
+    assert hidden[0]() is None
+    backward_of_products(left)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_what_is_checkpointed_is_computed_again_once() -> None:
+    linear, runs = nn.Linear(4, 4), []
+
+    def run(x: Tensor) -> Tensor:
+        runs.append(1)
+        return linear(linear(x).tanh())
+
+    assert not first_part(checkpoint(run, torch.randn(3, 4, requires_grad=True), use_reentrant=False))
+    assert len(runs) == 2
+
+
+def test_a_product_whose_factor_changes_meanwhile_is_refused() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True).exp()
+    kept = x * 2
+    left = first_part(linear(kept).tanh())
+    kept.detach().add_(1)
+    with pytest.raises(StepError, match=r"a tensor of shape \(3, 4\).*changed in place between the two parts.*1F1B"):
+        backward_of_products(left)
+
+
+def test_a_hook_that_would_not_see_the_weights_gradient_is_found() -> None:
+    def doubling(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+        return tuple(None if gradient is None else 2 * gradient for gradient in of_inputs)
+
+    for register, is_seen in (("register_full_backward_hook", True), ("register_backward_hook", False)):
+        linear = nn.Linear(4, 4)
+        getattr(linear, register)(doubling)
+        output = linear(torch.randn(3, 4, requires_grad=True)).tanh()
+        if is_seen:
+            assert not first_part(output, checks=True)
+            continue
+        with pytest.raises(StepError, match=r"isn't that of a plain matrix product.*register_backward_hook"):
+            first_part(output, checks=True)

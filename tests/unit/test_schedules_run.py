@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import Placement, StagePlacement
-from lightning_shard.pipeline.schedule import Schedule, to_csv
+from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.simulate import Costs, simulate
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.plugin.steps import schedules
-from lightning_shard.plugin.steps.schedules import candidates, choose
+from lightning_shard.plugin.steps.schedules import candidates, choose, that_runs
 from tests.unit.pipelines import assert_alike, on_stages
 
 OWN = Path(__file__).parents[1] / "ranks" / "ahead.csv"
@@ -77,14 +77,18 @@ def test_a_schedule_that_was_named_is_taken_without_a_word(told: list[str]) -> N
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_schedules_that_cant_be_run_yet_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}' can't be run in this version.*'1F1B', 'Eager1F1B'"):
-        candidates(name, 2, None)
-    path = tmp_path / "theirs.csv"
-    for order in (to_csv(build(name, 2)), "0F0,0B0\n1F0,1I0,1W0\n"):
-        path.write_text(order)
-        with pytest.raises(ConfigurationError, match=r"backwards in two parts \(I and W\), which can't be run"):
-            candidates(str(path), 2, None)
+def test_backwards_are_whole_where_settings_leave_nothing_for_a_second_part(name: str, told: list[str]) -> None:
+    [schedule] = candidates(name, 2, None)
+    assert that_runs(schedule, {"activation_checkpointing": 2, "reshard_after_forward": False}) is schedule
+    assert not told
+    for settings in ({"activation_checkpointing": True}, {"compile_blocks": "eager", "reshard_after_forward": True}):
+        whole = that_runs(schedule, settings)
+        whole.check()
+        assert not whole.splits_backwards
+        assert whole.rank_of == schedule.rank_of
+        assert f"schedule={name!r} runs with whole backwards" in told[-1]
+        assert " and ".join(settings) in told[-1]
+    assert len(told) == 2
 
 
 def test_a_file_that_differs_on_another_rank_is_refused() -> None:
@@ -110,6 +114,40 @@ def parts() -> list[Tensor]:
 @pytest.mark.parametrize("schedule", ["Eager1F1B", str(OWN)])
 def test_an_order_trains_as_one_process(schedule: str) -> None:
     assert_alike(net, loss, parts(), 2, schedule=schedule)
+
+
+def test_a_file_with_backwards_in_two_parts_and_whole_ones_trains_as_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.csv"
+    path.write_text("0F0,0F1,0I0,0F2,0F3,0I1,0W1,0B2,0W0,0I3,0W3\n1F0,1I0,1F1,1F2,1B1,1W0,1I2,1F3,1I3,1W3,1W2\n")
+    assert_alike(net, loss, parts(), 2, schedule=str(path))
+
+
+@pytest.mark.parametrize("raises_in", ["I", "W"])
+def test_an_error_in_either_part_ends_the_step_on_all_stages(raises_in: str) -> None:
+    runs: list[int] = []
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            runs.append(1)
+            if len(runs) > 1:  # the first microbatch's backward is a whole one
+                raise RuntimeError("out of memory")
+            return gradients[0]
+
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if raises_in == "I":
+                return super().forward(Failing.apply(x))
+            return nn.functional.linear(x, Failing.apply(self.weight), self.bias)
+
+    options: dict[str, Any] = {"schedule": "InterleavedZeroBubble", "stages_per_rank": 1}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        on_stages(lambda: nn.Sequential(nn.Linear(4, 4), Fails(4, 4)), loss, parts(), 2, **options)
+    assert len(runs) == 2
 
 
 class Taking(torch.autograd.Function):

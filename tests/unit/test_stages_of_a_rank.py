@@ -46,11 +46,24 @@ class Stem(Net):
 
 ALL = {**NETWORKS, "Tied": Tied, "Stem": Stem}
 FEW = ("UNet", "Collecting", "Conditioned", "EncoderAndDecoder", "Tied", "Stem")
+IN_TWO_PARTS = {"InterleavedZeroBubble": ("UNet", "Stem"), "ZBVZeroBubble": ("Tied",), "DualPipeV": ("UNet",)}
 
 
 @pytest.mark.parametrize("schedule", [INTERLEAVED, V], ids=["interleaved", "V"])
 @pytest.mark.parametrize("network", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in ALL])
 def test_a_network_on_four_stages_of_two_ranks_is_the_network_alone(network: str, schedule: str) -> None:
+    assert_alike(seeded(ALL[network]), loss, batches(), 2, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("network", "schedule"),
+    [
+        pytest.param(network, schedule, marks=() if network in few else pytest.mark.long)
+        for schedule, few in IN_TWO_PARTS.items()
+        for network in ALL
+    ],
+)
+def test_with_backwards_in_two_parts_too(network: str, schedule: str) -> None:
     assert_alike(seeded(ALL[network]), loss, batches(), 2, schedule=schedule)
 
 
