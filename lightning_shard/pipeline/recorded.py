@@ -134,7 +134,8 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
     """What a simulation of the same schedule takes: the median of each stage's actions, and of sends.
 
     A send's time is from the end of what is sent to the start of what has waited for it; where nothing waited, it
-    isn't known, and nothing. A whole backward is told as gradients of inputs: its parts can't be told apart.
+    isn't known, and nothing. Whole backwards are told as gradients of inputs, since their parts can't be told apart; of
+    a stage that also has backwards in two parts, only these count.
     """
     seen: dict[tuple[str, int], list[float]] = {}
     sends: list[float] = []
@@ -151,17 +152,14 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
                 free = event.end
 
     def of(*kinds: str) -> list[float]:
-        stages = range(timelines[0].schedule.stages)
-        return [sum(statistics.median(seen[kind, s]) for kind in kinds if (kind, s) in seen) for s in stages]
-
-    both = any(kind == "W" for kind, _ in seen)
-    if both and any(kind == "B" for kind, _ in seen):
-        raise ConfigurationError(
-            f"{timelines[0].schedule.name} has whole backwards and parts of backwards: their costs can't be told apart"
-            " from this recording."
+        """Of the first of these kinds that a stage has."""
+        found = (
+            next((seen[k, s] for k in kinds if (k, s) in seen), [0.0]) for s in range(timelines[0].schedule.stages)
         )
+        return [*map(statistics.median, found)]
+
     transfer = statistics.median(sends) if sends else 0.0
-    return Costs(of("F"), of("I") if both else of("B"), of("W"), transfer)
+    return Costs(of("F"), of("I", "B"), of("W"), transfer)
 
 
 # -- as a file --------------------------------------------------------------------------------------------------------
