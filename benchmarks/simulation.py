@@ -47,6 +47,8 @@ from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.testing import run_ranks
 
 STEPS, WARMUP, WIDTH, TARGET = 6, 2, 256, 0.1
+WHOLE = ["1F1B", "Eager1F1B", "GPipe", "Interleaved1F1B"]
+"""Of the schedules with names, those with whole backwards: the time of a backward's parts isn't set by sleeping."""
 SLEEPS_S = {2: (0.08, 0.12), 4: (0.10, 0.06, 0.08, 0.12)}
 """A forward of each block; a backward takes twice that."""
 
@@ -198,7 +200,9 @@ def _all(steps: Sequence[dict[str, Any]], what: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("sleep", "compute"), default=["sleep", "compute"])
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=["1F1B", "Eager1F1B", "GPipe", "Interleaved1F1B"]
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"after {WARMUP} that don't count (%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_shard.testing import run_ranks
+from tests.mixtures import assert_alike
 from tests.parity import LAYOUTS, Seen, combine, train, world
 from tests.ranks.test_memory_settings import HALF, assert_close
 from tests.ranks.test_several_stages import CLIPPED, check
@@ -42,6 +43,12 @@ def run(network: str, way: str, sizes: Mapping[str, int] | None = None) -> Seen:
 
 def every_way(network: str, ways: list[str], sizes: Mapping[str, int]) -> dict[str, Seen]:
     return {way: run(network, way, sizes) for way in ways}
+
+
+@pytest.mark.long
+def test_with_dealt_experts_too() -> None:
+    sizes: dict[str, Any] = {**LAYOUTS["pp2×dp2"], "expert_parallel_size": 2, **ONE_EACH}
+    assert_alike(sizes, ["mixtral", "own", "own, all tokens to one expert", "list, called where chosen"])
 
 
 @pytest.mark.long

@@ -77,7 +77,7 @@ class PipelinedSteps:
         self._device = device
         self._microbatches = schedule.microbatches
         self._schedule = schedule
-        self._splits = schedule.splits_backwards
+        self._splits = self._is_to_tell = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
         self._whole_batch: int | None = None
@@ -164,8 +164,9 @@ class PipelinedSteps:
                     if not accumulating:
                         reduce_gradients(module)
                     reshard(module)
-            if self._splits and not self._has_trained:
+            if self._is_to_tell and self._has_trained:  # in a first batch, the first backwards are whole
                 tell_of_whole_backwards(self._schedule, self._step)
+                self._is_to_tell = False
             self._has_trained = True
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))

@@ -66,8 +66,8 @@ def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
 
 
 def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
-    """After a first batch: if nothing could come later in it."""
-    if not step.has_split_backward and schedule.microbatches > 1:
+    """If nothing could come later so far."""
+    if not step.has_split_backward:
         rank_zero_info(
             f"schedule={schedule.name!r}: of the stages here, no weight's gradient comes later than the rest of its"
             " backward. Those of matrix products can (nn.Linear), but where the product's input is computed again"
