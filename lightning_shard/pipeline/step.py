@@ -48,7 +48,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class _Owed:
-    """What is left of a microbatch's backward on one stage, after its first part."""
+    """What is left of a microbatch's backward on one stage, after its first part; of what was received, parameters."""
 
     received: Mapping[Key, Tensor]
     products: Sequence[Product]
@@ -143,7 +143,8 @@ class PipelinedStep:
                     microbatch = in_flight.pop((action.stage, i))
                     products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
                     if action.kind == "I":
-                        owed[action.stage, i] = _Owed(microbatch.received, products)
+                        parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
+                        owed[action.stage, i] = _Owed(parameters, products)
                     del microbatch  # with its graph
                 if action.kind != "I":
                     after_backward()
@@ -401,6 +402,10 @@ def _send_gradients(channel: Channel, microbatch: _InFlight) -> None:
     if not crossing.told_needed and received:
         channel.send_needed([tensor.grad is not None for tensor in received])
         crossing.told_needed = True
+    for tensor in received:
+        if tensor.grad is not None:
+            # of ``x + weight[None]`` autograd gives both one memory, and a later backward adds to the weight's in place
+            tensor.grad = tensor.grad.clone()
     channel.send_gradients(received)
 
 

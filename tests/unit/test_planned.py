@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -16,6 +17,8 @@ from lightning_shard.cli import main
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.planning import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
+from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.schedule import to_csv
 from recipes.gpt import LanguageModel
 from tests.mixtures import Mixture
 
@@ -116,6 +119,13 @@ class TestMonotone:
         stage = plan(gpt, TOKENS, layout={"data_parallel_size": 2}, cpu_offload=True).stages[0]
         assert stage.peak.bytes["parameters"] == stage.peak.bytes["optimizer"] == 0
         assert stage.host["optimizer"] > stage.host["parameters"] > 0
+
+
+def test_backwards_in_two_parts_arent_planned(tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(to_csv(build("InterleavedZeroBubble", 2, 4, 1)))
+    with pytest.raises(ConfigurationError, match=r"backwards in two parts \(I and W\), and plans are made for whole"):
+        planned(pipeline_parallel_size=2, schedule=str(path), microbatches=4)
 
 
 class TestCounting:

@@ -122,6 +122,28 @@ def test_a_file_with_backwards_in_two_parts_and_whole_ones_trains_as_one_process
     assert_alike(net, loss, parts(), 2, schedule=str(path))
 
 
+class Positions(nn.Module):
+    """Its gradient is what the stage before gets: autograd gives both the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(2, 4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x + self.position.view(1, 2, 4)).tanh()
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "InterleavedZeroBubble"])
+def test_gradients_on_their_way_stay_what_they_were_sent_as(schedule: str) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Positions() for _ in range(4)))
+
+    assert_alike(net, loss, [part[None] for part in parts()], 2, schedule=schedule)
+
+
 @pytest.mark.parametrize("raises_in", ["I", "W"])
 def test_an_error_in_either_part_ends_the_step_on_all_stages(raises_in: str) -> None:
     runs: list[int] = []
