@@ -10,7 +10,8 @@ functions that change what they saved. A weight that is also used in another way
 more than a few operations or of several tensors, or whose ``x`` isn't kept but computed again (activation
 checkpointing), gets its gradient in the first part.
 
-Relies on what torch documents of a graph's nodes: their names, ``next_functions`` and ``_saved_*``, by torch 2.13.
+Relies on what torch documents of a graph's nodes, ``next_functions``, ``_saved_*`` and ``_raw_saved_*``, and on their
+names, as of torch 2.13: where a torch names them otherwise, nothing waits.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Product:
     was_seen: bool = False
     _versions: tuple[int, int] = (0, 0)
 
+    def __post_init__(self) -> None:
+        self._versions = self.x._version, 0
+
     @property
     def leaf(self) -> Node:
         return self.way[-1]
@@ -64,6 +68,8 @@ class Product:
     def see(self, gradients: Sequence[Tensor | None]) -> None:
         [self.gradient] = gradients
         self.was_seen = True
+        if self.gradient is not None:
+            self._versions = self._versions[0], self.gradient._version
 
     def keep(self, taken: set[int]) -> None:
         """Once the first part is over.
@@ -72,9 +78,9 @@ class Product:
             taken: The memory of leaves' gradients, which later microbatches add to in place.
         """
         assert self.gradient is not None
+        self.check_unchanged()
         if type(local := local_tensor(self.gradient)) is not Tensor or local.untyped_storage().data_ptr() in taken:
-            self.gradient = self.gradient.clone()
-        self._versions = self.x._version, self.gradient._version
+            self.see([self.gradient.clone()])
 
     def of_weight(self) -> Tensor:
         """The gradient, laid out in memory as the weight is."""
@@ -87,9 +93,9 @@ class Product:
         assert self.gradient is not None
         if (self.x._version, self.gradient._version) != self._versions:
             raise StepError(
-                f"What a matrix product has multiplied by its weight, a tensor of shape {tuple(self.x.shape)}, or its"
-                " gradient was changed in place between the two parts of a backward: don't change it, or use a schedule"
-                ' with whole backwards, such as schedule="1F1B".'
+                f"What a matrix product has multiplied by its weight, a tensor of shape {tuple(self.x.shape)}, or the"
+                " product's gradient was changed in place before the second part of a backward: don't change it, or use"
+                ' a schedule with whole backwards, such as schedule="1F1B".'
             )
 
 

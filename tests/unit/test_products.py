@@ -189,10 +189,29 @@ def test_a_product_whose_factor_changes_meanwhile_is_refused() -> None:
     kept = x * 2
     left = first_part(linear(kept).tanh())
     kept.detach().add_(1)
-    with pytest.raises(StepError, match=r"a tensor of shape \(3, 4\).*changed in place between the two parts.*1F1B"):
+    with pytest.raises(StepError, match=r"a tensor of shape \(3, 4\).*changed in place before the second part.*1F1B"):
         backward_of_products(left)
 
 
+def beside_a_hook_that_writes(*, first: bool) -> tuple[nn.Linear, Tensor]:
+    """A product and another branch, which is computed first or last; autograd gives both one gradient."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    branches = [x * 2, linear(x)] if first else [linear(x), x * 2]
+    branches[not first].register_hook(lambda gradient: gradient.mul_(2))
+    return linear, branches[0] + branches[1]
+
+
+def test_a_gradient_that_a_hook_changes_in_place_is_used_as_it_was_or_refused() -> None:
+    (plain, expected), (linear, output) = (beside_a_hook_that_writes(first=False) for _ in range(2))
+    expected.backward(torch.ones(3, 4))
+    backward_of_products(first_part(output))
+    torch.testing.assert_close(linear.weight.grad, plain.weight.grad)
+    with pytest.raises(StepError, match="changed in place before the second part"):
+        first_part(beside_a_hook_that_writes(first=True)[1])  # the product's turn was before the hook's
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 def test_a_hook_that_would_not_see_the_weights_gradient_is_found() -> None:
     def doubling(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
         return tuple(None if gradient is None else 2 * gradient for gradient in of_inputs)
