@@ -36,8 +36,9 @@ from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHA
 from lightning_shard.checkpoint.format.header import header_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
 from lightning_shard.checkpoint.loading.ranges import Read, plan_reads
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Outline, Piece, Written, plan_file
-from lightning_shard.checkpoint.saving.merge import Account, Merged
+from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
 from lightning_shard.checkpoint.tensors import Frame, Located, Place, Spread, locate, place_of
@@ -286,7 +287,7 @@ def _make_manifest(options: argparse.Namespace, layout: Layout, timed: Timed) ->
         accounts = list(accounts_of(layout, options.layers, options.width))
         manifest = timed(
             MERGE,
-            lambda: Merged(accounts).manifest(attempt=ATTEMPT, layout=None, writer="planning", digests=True),  # noqa: B023
+            lambda: Merged([joined(accounts)]).manifest(attempt=ATTEMPT, layout=None, writer="planning", digests=True),  # noqa: B023
         )
         data = timed(WRITE, manifest.to_bytes)
         del manifest

@@ -73,6 +73,7 @@ from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensors
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
@@ -82,7 +83,7 @@ from lightning_shard.checkpoint.saving.commit import (
     new_attempt,
 )
 from lightning_shard.checkpoint.saving.files import Piece, file_metadata, write_json, write_pieces
-from lightning_shard.checkpoint.saving.merge import Account, Merged, files_by_host
+from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.save import WRITER, abandon
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.store import Store, as_path, open_store
@@ -221,10 +222,10 @@ class DcpWriter(_AtPath, StorageWriter):
                 own.state_file = write_json(self._store, names[-1], values, digests=self.digests, durable=self.fsync)
                 if self.fsync:
                     self._store.sync(names[-1:])
-            merged = Merged(list(accounts.values()))
+            merged = Merged([joined(list(accounts.values()))])
             manifest = merged.manifest(attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests)
             manifest.world_size = len(results)
-            check_files(self._store, files_by_host(accounts.values()), own.host, self._began_s)
+            check_files(self._store, merged.files_by_host, own.host, self._began_s)
             committing = True
             commit(self._store, manifest, self._earlier, durable=self.fsync)
         except BaseException as error:

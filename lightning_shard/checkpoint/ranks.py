@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,6 +110,11 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> Failure:
         return cls(rank, type(error).__name__, str(error) or type(error).__name__)
 
+    @classmethod
+    def first(cls, reports: Iterable[Any]) -> Failure | None:
+        """That of the first rank among those that failed, if any did."""
+        return next((report for report in reports if isinstance(report, Failure)), None)
+
     def raise_here(self, rank: int) -> None:
         """Raise it on a rank that didn't fail itself: as the same error of ours, so that every rank can catch it."""
         kind = getattr(errors, self.kind, None)
@@ -135,23 +140,27 @@ def exchange(
     Raises:
         RanksLost: They could not talk to the end.
     """
-    own: BaseException | None = None
-    report: Any = None
+    own, report = attempt(ranks, work)
+    return conclude(ranks, own, ranks.gather(report), decide)
+
+
+def attempt(ranks: Ranks, work: Callable[[], Result]) -> tuple[BaseException | None, Result | Failure]:
+    """This rank's own error, and what its work gave, or the error as it travels."""
     try:
-        report = work()
+        return None, work()
     except BaseException as error:
-        own = error
-        report = Failure.of(ranks.rank, error)
-    reports = ranks.gather(report)
+        return error, Failure.of(ranks.rank, error)
+
+
+def conclude(
+    ranks: Ranks, own: BaseException | None, reports: list[Any], decide: Callable[[list[Result]], Outcome]
+) -> tuple[BaseException | None, Outcome | Failure]:
+    """The end of an exchange: the first rank decides on the reports, which it alone has, and all are told."""
     outcome: Any = None
     if ranks.first:
-        outcome = next((report for report in reports if isinstance(report, Failure)), None)
+        outcome = Failure.first(reports)
         if outcome is None:
-            try:
-                outcome = decide(reports)
-            except BaseException as error:
-                own = error
-                outcome = Failure.of(ranks.rank, error)
+            own, outcome = attempt(ranks, lambda: decide(reports))
     return own, ranks.broadcast(outcome)
 
 

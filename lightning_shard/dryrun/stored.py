@@ -14,7 +14,7 @@ import torch
 
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
 from lightning_shard.checkpoint.format.header import header_of
-from lightning_shard.checkpoint.format.text import chunk_text, place_text, tensor_line
+from lightning_shard.checkpoint.format.text import chunk_text, place_text, tensor_head, tensor_line
 from lightning_shard.checkpoint.saving.files import Outline, plan_file
 from lightning_shard.checkpoint.saving.part import Outlined, my_cuts
 from lightning_shard.checkpoint.shards import Split, local_boxes, shard_strided_last
@@ -135,7 +135,7 @@ def _row_bytes(tensor: Outlined, offsets: Sequence[int], sizes: Sequence[int], l
     chunk = chunk_text(
         layout.world_size, 10**9, 10**9, place_text([max(offsets, default=0)] * len(sizes), sizes), digests
     )
-    head = len(tensor_line("F32", tensor.spread.shape, ())) + len(tensor.name) + 5
+    head = len(tensor_line(tensor_head("F32", tensor.spread.shape), ())) + len(tensor.name) + 5
     return len(chunk) + 1 + head // layout.stage_size
 
 

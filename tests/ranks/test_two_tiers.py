@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint import tiers
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.saving.merge import Account
+from lightning_shard.checkpoint.saving.accounts import Account
 from lightning_shard.checkpoint.saving.save import write_part
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.s3 import S3Store

@@ -15,6 +15,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.saving import commit, merge
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.store import open_store
 from lightning_shard.checkpoint.tools.diff import differing
@@ -196,11 +197,11 @@ def reshard(source, target, cuts):
             part = whole.narrow(dim, start, min(cuts, whole.shape[dim] - start))
             offsets = (0,) * dim + (start,)
             pieces.append(Piece(name, tuple(whole.shape), Box(offsets, tuple(part.shape)), part))
-    account = merge.Account(0, (0,))
+    account = Account(0, (0,))
     store = open_store(target)
     name = "model/rank-00000-0123456789ab.safetensors"
     account.add("model", write_pieces(store, name, pieces, {}, digests=True, durable=False))
-    manifest = merge.Merged([account]).manifest(attempt="0123456789ab", layout=None, writer="", digests=True)
+    manifest = merge.Merged([joined([account])]).manifest(attempt="0123456789ab", layout=None, writer="", digests=True)
     commit.commit(store, manifest, Earlier(), durable=False)
 
 

@@ -18,6 +18,7 @@ from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
 from lightning_shard.checkpoint.saving import files, merge
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import (
@@ -227,7 +228,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             local = by_fsdp(tensor, where, mesh_shape, coordinate)
             places = _boxes(tuple(tensor.shape), splits, tuple(local.shape))
             located.append(Located(name, local, Spread(tuple(tensor.shape), places, mesh, where)))
-        account = merge.Account(rank, frame.ranks)
+        account = Account(rank, frame.ranks)
         pieces = [
             Piece(t.name, t.spread.shape, cut.box, cut.of(t))
             for cut in my_cuts(list(enumerate(map(outlined, located))), frame)
@@ -237,7 +238,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
             account.add("model", write_pieces(store, path, pieces, {}, digests=True, durable=False))
         accounts.append(account)
-    manifest = merge.Merged(accounts).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
+    manifest = merge.Merged([joined(accounts)]).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
     return store, Manifest.from_bytes(manifest.to_bytes())
 
 

@@ -9,8 +9,9 @@ from lightning_shard.checkpoint import content
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.format.header import DTYPES
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
-from lightning_shard.checkpoint.saving.merge import Account, Merged
+from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
 
@@ -37,12 +38,12 @@ def test_different_tensors_of_one_name_are_refused(tmp_path, other):
     """Pipeline stages that number their layers from 0 would lose half of the model."""
     accounts = [account(tmp_path, 0, (0,), [rows("w", A)]), account(tmp_path, 1, (1,), [rows("w", other)])]
     with pytest.raises(CheckpointError, match=r"'w' is on the ranks \[0\] and on the ranks \[1\].*one of the two"):
-        Merged(accounts).unsettled()
+        Merged([joined(accounts)]).unsettled()
 
 
 def test_equal_tensors_of_one_name_are_one(tmp_path):
     accounts = [account(tmp_path, 0, (0,), [rows("w", A)]), account(tmp_path, 1, (1,), [rows("w", A.clone())])]
-    merged = Merged(accounts)
+    merged = Merged([joined(accounts)])
     assert merged.unsettled() == []
     assert [chunk.file for chunk in merged.manifest(**HEAD).model["w"].chunks] == [0]
 
@@ -55,7 +56,7 @@ def test_tensors_that_are_cut_elsewhere_are_compared_by_their_sums(tmp_path, equ
         other[9, 3] += 1
     pieces = {0: [rows("w", A, 0, 5)], 1: [rows("w", A, 5)], 2: [rows("w", other, 0, 2)], 3: [rows("w", other, 2)]}
     accounts = [account(tmp_path, r, (r // 2 * 2, r // 2 * 2 + 1), p, digests=digests) for r, p in pieces.items()]
-    merged = Merged(accounts)
+    merged = Merged([joined(accounts)])
     assert merged.unsettled() == [("model", "w")]
     sums = [{("model", "w"): content_sum(part)} for part in pieces.values()]
     if equal:
@@ -76,9 +77,9 @@ def test_a_name_may_be_tied_on_one_stage_and_plain_on_another_if_it_is_equal(tmp
     accounts = [account(tmp_path, rank, (rank,), *stages[stage]) for rank, stage in enumerate(order)]
     if not equal:
         with pytest.raises(CheckpointError, match=r"differs in content"):
-            Merged(accounts).unsettled()
+            Merged([joined(accounts)]).unsettled()
         return
-    merged = Merged(accounts)
+    merged = Merged([joined(accounts)])
     assert merged.unsettled() == []
     model = merged.manifest(**HEAD).model
     assert sorted(model) == ["a", "b", "c"]
@@ -127,11 +128,11 @@ def test_ranks_of_a_mesh_are_compared_with_one_of_them_and_not_each_with_each():
 
     ranks = 60
     accounts = [Account(rank, Mesh(range(ranks))) for rank in range(ranks)]
-    Merged(accounts)
+    Merged([joined(accounts)])
     assert compared <= 6 * ranks
     accounts[7].fingerprint = (1, "other")
     with pytest.raises(CheckpointError, match=r"Rank 0 .* was to hold the same tensors as rank 7 "):
-        Merged(accounts)
+        Merged([joined(accounts)])
     del accounts[7]
     with pytest.raises(CheckpointError, match="shares its tensors with rank 7, which isn't saving"):
-        Merged(accounts)
+        Merged([joined(accounts)])

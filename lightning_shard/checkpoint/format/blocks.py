@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import xxhash
@@ -17,6 +18,14 @@ Digest = str
 
 def digest(data: Any) -> Digest:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_parts(parts: Iterable[Any]) -> Digest:
+    """Of what the parts are one after another."""
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def check_digest(found: str, expected: str, name: str, begin: int, end: int, file: str) -> None:

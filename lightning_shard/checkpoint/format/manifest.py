@@ -24,8 +24,9 @@ from lightning_shard.checkpoint.format.text import (
     ChunkText,
     Lines,
     TensorText,
-    block_of_lines,
+    array_of_lines,
     dump,
+    object_of_lines,
     own_digest_fits,
     parse,
     signed,
@@ -162,18 +163,18 @@ class Manifest:
             "layout": self.layout,
             "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": self.block_bytes} if self.block_bytes else None,
         }
-        blocks = [f"{dump(key)}:{dump(value)}".encode() for key, value in head.items()]
-        blocks[0] = b"{" + blocks[0]
-        blocks.append(block_of_lines("files", [dump(_file_to_json(file)).encode() for file in self.files], b"[]"))
-        blocks.append(f'"state_file":{dump(self.state_file)}'.encode())
-        for name in ("model", "optimizer", "trainer"):
-            section = self.raw_sections.get(name, {})
-            line_of = section.line if isinstance(section, Lines) else lambda key, raw=section: dump(raw[key]).encode()
-            blocks.append(block_of_lines(name, [dump(key).encode() + b":" + line_of(key) for key in section], b"{}"))
-        ranks = self.raw_sections.get("ranks", {})
-        of_ranks = [f"{dump(str(rank))}:{dump(ranks[rank])}".encode() for rank in ranks]
-        blocks.append(block_of_lines("ranks", of_ranks, b"{}"))
-        return signed(b",\n".join(blocks))
+        parts = [b"{"]
+        for key, value in head.items():
+            parts.append(f"{dump(key)}:{dump(value)},\n".encode())
+        parts += array_of_lines("files", (dump(_file_to_json(file)).encode() for file in self.files))
+        parts.append(f',\n"state_file":{dump(self.state_file)}'.encode())
+        for name in TENSOR_SECTIONS:
+            parts.append(b",\n")
+            parts += object_of_lines(name, _lines(self.raw_sections.get(name, {})))
+        parts.append(b",\n")
+        of_ranks = self.raw_sections.get("ranks", {})
+        parts += object_of_lines("ranks", ((str(rank), _on_one_line(of_ranks[rank])) for rank in of_ranks))
+        return signed(*parts)
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = MANIFEST_NAME, *, foreign: bool = False) -> Manifest:
@@ -306,6 +307,16 @@ def _dtype_and_shape(head: bytes) -> tuple[str, tuple[int, ...]]:
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
         raise ValueError(f"its shape is no list of up to {MAX_DIMS} sizes")
     return dtype, tuple(integer(size, "a size in its shape") for size in shape)
+
+
+def _lines(section: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """A section's tensors by name, each as text."""
+    for name in section:
+        yield name, section.line(name) if isinstance(section, Lines) else dump(section[name]).encode()
+
+
+def _on_one_line(section: Mapping[str, Any]) -> bytes:
+    return b"{%b}" % b",".join(dump(name).encode() + b":" + line for name, line in _lines(section))
 
 
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,22 +7,27 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.blocks import digest, digest_of_parts
 from lightning_shard.checkpoint.format.strict_json import loads
 
 OWN_DIGEST = "manifest_digest"
 HEAD_FIELDS = ("format", "format_version", "writer", "attempt", "world_size", "layout", "digest")
 TENSOR_SECTIONS = ("model", "optimizer", "trainer")
+_END = f',\n"{OWN_DIGEST}":'.encode()
 
 
-def signed(body: bytes) -> bytes:
-    """A manifest's bytes: a JSON object without its closing brace, then the digest of all that."""
-    return body + f',\n"{OWN_DIGEST}":"{digest(body)}"}}\n'.encode()
+def signed(*body: bytes) -> bytes:
+    """A manifest's bytes: a JSON object without its closing brace, in parts, then the digest of all that."""
+    return b"".join([*body, _end(digest_of_parts(body))])
 
 
 def own_digest_fits(data: bytes) -> bool:
-    body, mark, _ = data.rpartition(f',\n"{OWN_DIGEST}":'.encode())
-    return bool(mark) and data == signed(body)
+    end = data.rfind(_END)
+    return end >= 0 and data[end:] == _end(digest(memoryview(data)[:end]))
+
+
+def _end(own_digest: str) -> bytes:
+    return b'%b"%b"}\n' % (_END, own_digest.encode())
 
 
 class TensorText(NamedTuple):
@@ -186,8 +191,13 @@ def _named(lines: list[bytes]) -> dict[str, bytes]:
     return found
 
 
-def tensor_line(dtype: str, shape: Sequence[int], chunks: Iterable[str]) -> bytes:
-    return f'{{"dtype":"{dtype}","shape":{dump(shape)},"chunks":[{",".join(chunks)}]}}'.encode()
+def tensor_head(dtype: str, shape: Sequence[int]) -> str:
+    return f'{{"dtype":"{dtype}","shape":{dump(shape)}'
+
+
+def tensor_line(head: str, chunks: Iterable[bytes]) -> bytes:
+    """Of a tensor's head, and the texts of its chunks or of several joined by commas."""
+    return b"%b%b%b]}" % (head.encode(), _CHUNKS, b",".join(chunks))
 
 
 def chunk_text(file: int, begin: int, end: int, place: str, digests: str) -> str:
@@ -206,6 +216,19 @@ def dump(value: Any) -> str:
     return _ENCODER.encode(value)
 
 
-def block_of_lines(name: str, items: Sequence[bytes], brackets: bytes) -> bytes:
-    inner = (b"\n" + b",\n".join(items) + b"\n") if items else b""
-    return b'"%b":%b%b%b' % (name.encode(), brackets[:1], inner, brackets[1:])
+def array_of_lines(name: str, items: Iterable[bytes]) -> Iterator[bytes]:
+    """In parts: a large manifest's text is copied once."""
+    return _block(name, ((b"", item) for item in items), b"[]")
+
+
+def object_of_lines(name: str, items: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:
+    return _block(name, ((dump(key).encode() + b":", value) for key, value in items), b"{}")
+
+
+def _block(name: str, items: Iterable[tuple[bytes, bytes]], brackets: bytes) -> Iterator[bytes]:
+    before = b'"%b":%b\n' % (name.encode(), brackets[:1])
+    for item in items:
+        yield before
+        yield from item
+        before = b",\n"
+    yield before[:-1] + brackets[1:] if before != b",\n" else b"\n" + brackets[1:]

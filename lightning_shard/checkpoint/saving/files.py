@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
-from lightning_shard.checkpoint.format.text import place_text
+from lightning_shard.checkpoint.format.text import chunk_text, place_text, tensor_head
 from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
 from lightning_shard.checkpoint.store import Buffer, Store
 
@@ -29,11 +28,6 @@ for it without moving others out of the way, which larger writes to a nearly ful
 STAGING_BYTES = 4 * 2**20
 SMALL_BYTES = 2**15
 """Tensors up to this are copied together and written at once: a call for each would take longer than its bytes."""
-TABLES_KEPT = 64
-"""Of other ranks' files, by the first rank. More ranks than that parse faster than they write."""
-
-BOXES_KEPT = 1024
-"""Of these tables: a rank cuts the tensors of all layers, and their moments, alike."""
 
 
 class Outline(NamedTuple):
@@ -69,7 +63,6 @@ class FilePlan:
         header: The header's JSON of tensors.
         places: For the header's metadata, which box of its tensor each piece is.
         data_bytes: Of all pieces.
-        table: What the manifest is told of each piece, as JSON: see :class:`Written`.
     """
 
     order: tuple[int, ...]
@@ -77,32 +70,23 @@ class FilePlan:
     header: str
     places: dict[str, str]
     data_bytes: int
-    table: bytes
+    table: Table
 
 
-class Row(NamedTuple):
-    """A row of a file's table: a tensor, and a box of it.
+class Table(NamedTuple):
+    """What the manifest is told of a file's pieces, column by column, in its own words.
 
-    ``begin`` and ``end`` are counted from where the file's data begins; ``place`` is the box in the manifest's words.
+    Attributes:
+        names: Of the tensors.
+        heads: The tensors' dtypes and global shapes, see :func:`~..format.text.tensor_head`.
+        places: The boxes of them, see :func:`~..format.text.place_text`.
+        spans: Where their bytes begin and end, counted from where the file's data begins.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: str
-
-
-class WrittenChunk(NamedTuple):
-    """A chunk of a tensor in a file, with its bytes counted from the file's start."""
-
-    row: Row
-    begin: int
-    end: int
-    digests: str
+    names: list[str]
+    heads: list[str]
+    places: list[str]
+    spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -110,33 +94,22 @@ class Written:
     """One written file and the chunks in it, as they travel: a table that is ready-made, and what each save finds anew.
 
     Attributes:
-        table: JSON, per chunk the tensor's name, dtype and shape, and the chunk's bytes (counted from where the data
-            begins), offsets and sizes.
         digests: Of each chunk's blocks, joined.
     """
 
     file: FileEntry
-    table: bytes
+    table: Table
     digests: list[str]
 
-    def chunks(self) -> Iterator[WrittenChunk]:
+    def chunks(self, number: int) -> Iterator[tuple[str, str, str, str]]:
+        """Of each chunk the tensor's name and head, the place, and the chunk's text in a manifest.
+
+        Args:
+            number: The file's there.
+        """
         base = self.file.header_bytes
-        for row, digests in zip(_rows(self.table), self.digests, strict=True):
-            yield WrittenChunk(row, base + row.begin, base + row.end, digests)
-
-
-@lru_cache(maxsize=TABLES_KEPT)
-def _rows(table: bytes) -> list[Row]:
-    return [
-        Row(name, dtype, tuple(shape), begin, end, *_box(tuple(offsets), tuple(sizes)))
-        for name, dtype, shape, begin, end, offsets, sizes in json.loads(table)
-    ]
-
-
-@lru_cache(maxsize=BOXES_KEPT)
-def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """A box with the manifest's words for it; the same objects again where a rank cuts many tensors alike."""
-    return offsets, sizes, place_text(offsets, sizes)
+        for name, head, place, (begin, end), digests in zip(*self.table, self.digests, strict=True):
+            yield name, head, place, chunk_text(number, base + begin, base + end, place, digests)
 
 
 def plan_file(outlines: Sequence[Outline]) -> FilePlan:
@@ -157,12 +130,19 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
         if piece.box.sizes != piece.shape
     }
     header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
-    table = [
-        (piece.name, dtype, piece.shape, begin, end, piece.box.offsets, piece.box.sizes)
-        for piece, dtype, (begin, end) in zip(ordered, dtypes, spans)
-    ]
+    known: dict[str, str] = {}  # equal texts become one object, which travels once
+
+    def once(text: str) -> str:
+        return known.setdefault(text, text)
+
+    table = Table(
+        [piece.name for piece in ordered],
+        [once(tensor_head(dtype, piece.shape)) for piece, dtype in zip(ordered, dtypes)],
+        [once(place_text(piece.box.offsets, piece.box.sizes)) for piece in ordered],
+        spans,
+    )
     data_bytes = spans[-1][1] if spans else 0
-    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, json.dumps(table).encode())
+    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, table)
 
 
 def _position(piece: Outline) -> tuple[Any, ...]:

@@ -17,8 +17,10 @@ from torch import Tensor
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.folder import Earlier, remove_files
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.leaders import exchange_by_groups
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
+from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
@@ -28,7 +30,7 @@ from lightning_shard.checkpoint.saving.commit import (
     new_attempt,
 )
 from lightning_shard.checkpoint.saving.files import file_metadata, write_file, write_json
-from lightning_shard.checkpoint.saving.merge import Account, Merged, Name, Sums, files_by_host
+from lightning_shard.checkpoint.saving.merge import Merged, Name, Sums
 from lightning_shard.checkpoint.saving.part import RankPart, plan_part
 from lightning_shard.checkpoint.store import Store, open_store
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
@@ -165,17 +167,17 @@ class _Saving:
         self._store: Store | None = None
         self._part: RankPart | None = None
         self._layout: Any = None
+        self._host = ""
         self._rank_bytes = 0
         # the first rank's
         self._earlier = Earlier()
-        self._accounts: list[Account] = []
         self._merged: Merged | None = None
         self._fault: BaseException | None = None
 
     def run(self) -> SaveReport:
         # Where the ranks can't talk to the end, or this one is interrupted, the first may yet commit: then all files
         # stay, and a later save clears what no manifest names.
-        own, outcome = exchange(self._ranks, self._write, self._conclude)
+        own, outcome = exchange_by_groups(self._ranks, self._write, Account.file_count, joined, self._conclude)
         if isinstance(outcome, _Compare):
             own, outcome = exchange(self._ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
@@ -194,12 +196,12 @@ class _Saving:
             self._earlier = look_before_saving(self._store)
         self._part = self._plan()
         account = write_part(self._part, self._store, order)
+        self._host = account.host
         self._rank_bytes = sum(file.bytes for file in account.files())
         return account
 
-    def _conclude(self, accounts: list[Account]) -> _Committed | _Compare | Failure:
-        self._accounts = accounts
-        self._merged = Merged(accounts)
+    def _conclude(self, parts: list[Joined]) -> _Committed | _Compare | Failure:
+        self._merged = Merged(parts)
         unsettled = self._merged.unsettled()
         return _Compare(unsettled) if unsettled else self._commit()
 
@@ -224,7 +226,7 @@ class _Saving:
         assert self._merged is not None
         attempt, digests = self._part.attempt, self._order.digests
         manifest = self._merged.manifest(attempt=attempt, layout=self._layout, writer=WRITER, digests=digests)
-        check_files(self._store, files_by_host(self._accounts), self._accounts[0].host, self._began_s)
+        check_files(self._store, self._merged.files_by_host, self._host, self._began_s)
         try:
             commit(self._store, manifest, self._earlier, durable=self._order.fsync)
         except BaseException as error:

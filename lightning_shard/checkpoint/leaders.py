@@ -1,0 +1,105 @@
+"""Reports on their way to the first rank: in each group of ranks the leader gathers them, and joins them to one.
+
+So what the first rank has to look through grows with the groups. Up to :data:`GROUP_RANKS` ranks are one group, which
+the first rank leads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_shard.checkpoint.ranks import Failure, Ranks, attempt, conclude
+
+GROUP_RANKS = 64
+"""About the square root of the largest worlds: so a leader has about as many ranks as the first rank has leaders."""
+Report = TypeVar("Report")
+Joined = TypeVar("Joined")
+Outcome = TypeVar("Outcome")
+
+
+def exchange_by_groups(
+    ranks: Ranks,
+    work: Callable[[], Report],
+    count: Callable[[Report], int],
+    join: Callable[[Sequence[Report], int], Joined],
+    decide: Callable[[list[Joined]], Outcome],
+) -> tuple[BaseException | None, Outcome | Failure]:
+    """As :func:`~lightning_shard.checkpoint.ranks.exchange`, whose results each group's leader joins to one.
+
+    Args:
+        count: Of something that is numbered through all results in the ranks' order, how much one has.
+        join: Given a group's results, and how much those before them have.
+
+    Raises:
+        RanksLost: They could not talk to the end.
+    """
+    own, report = attempt(ranks, work)
+    leaders = _Leaders(ranks)
+    reports = leaders.gather(report)
+    failure = Failure.first(reports)
+    before = leaders.sum_before(failure or sum(map(count, reports)))
+    result: Any = before
+    if leaders.leads and not isinstance(before, Failure):
+        fault, result = attempt(ranks, partial(join, reports, before))
+        own = own or fault
+    return conclude(ranks, own, leaders.bring(result), decide)
+
+
+class _Leaders:
+    """The ranks in groups, each led by its first one. All ranks call each method: they are counted."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # between single ranks only gloo sends at no cost: nccl sets up a communicator, on the device, for each pair
+        several = len(ranks.members) > GROUP_RANKS and "cpu:gloo" in dist.get_backend_config(ranks.group)
+        size = GROUP_RANKS if several else len(ranks.members)
+        self._leaders = ranks.members[::size]
+        start = ranks.members.index(ranks.rank) // size * size
+        self._group = ranks.members[start : start + size]
+        self.leads = ranks.rank in self._leaders
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of a leader's ranks, in order, on the leader; elsewhere nothing."""
+        if len(self._leaders) == 1:
+            return self._ranks.gather(value)
+        return self._to_first_of(self._group, value)
+
+    def bring(self, value: Any) -> list[Any]:
+        """The leaders' values, in order, on the first rank; elsewhere nothing."""
+        if len(self._leaders) == 1:
+            return [value] if self.leads else []
+        return self._to_first_of(self._leaders, value)
+
+    def sum_before(self, value: int | Failure) -> int | Failure:
+        """On a leader what those before it have together, or what failed first; elsewhere 0."""
+        values = self.bring(value)
+        failure = Failure.first(values)
+        sums = [failure] * len(values) if failure else [0, *itertools.accumulate(values)][:-1]
+        if len(self._leaders) > 1:
+            with self._ranks.talking():
+                if self.leads and not self._ranks.first:
+                    return self._receive(self._leaders[0])
+                for leader, before in zip(self._leaders[1:], sums[1:]):
+                    self._send(before, leader)
+        return sums[0] if sums else 0
+
+    def _to_first_of(self, some: Sequence[int], value: Any) -> list[Any]:
+        with self._ranks.talking():
+            if self._ranks.rank == some[0]:
+                return [value, *map(self._receive, some[1:])]
+            if self._ranks.rank in some:
+                self._send(value, some[0])
+        return []
+
+    def _send(self, value: Any, to: int) -> None:
+        dist.send_object_list([value], dst=to, group=self._ranks.group)
+
+    def _receive(self, source: int) -> Any:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, src=source, group=self._ranks.group)
+        return box[0]

@@ -1,0 +1,175 @@
+"""What ranks tell of what they have written. No I/O.
+
+Each rank gives an account of its files (:class:`Account`). Of each group of ranks one joins these (:func:`joined`): it
+makes the text that the manifest has of each tensor's chunks. So the work on chunks is shared by many ranks, and that of
+the first grows with the tensors and the groups.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_shard.checkpoint.format.manifest import FileEntry
+from lightning_shard.checkpoint.saving.files import Written
+
+
+@dataclass
+class Account:
+    """What one rank has written: per section (``model``, ``optimizer``, ``trainer``, ``rank``) its files."""
+
+    rank: int
+    mesh_ranks: tuple[int, ...]
+    """The ranks that hold the same tensors as this one."""
+    fingerprint: tuple[int, str] = (0, "")
+    """The number of tensors and a hash of their names, dtypes and shapes."""
+    written: dict[str, list[Written]] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    state_file: FileEntry | None = None
+    host: str = field(default_factory=socket.gethostname)
+    replicated: bytes = b""
+    """Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line."""
+    contents: bytes = b""
+    """A fingerprint of each."""
+
+    def add(self, section: str, written: Written) -> None:
+        self.written.setdefault(section, []).append(written)
+
+    def files(self) -> Iterator[FileEntry]:
+        """In the manifest's order."""
+        if self.state_file is not None:
+            yield self.state_file
+        for written in self.written.values():
+            yield from (one.file for one in written)
+
+    def file_count(self) -> int:
+        return sum(1 for _ in self.files())
+
+
+class Party(NamedTuple):
+    """Ranks that tell the same of the tensors that they hold; see :class:`Account`."""
+
+    ranks: list[int]
+    mesh: int
+    """The number of their ``mesh_ranks`` among those of :class:`Joined`."""
+    fingerprint: tuple[int, str]
+    replicated: bytes
+    contents: bytes
+
+
+class Held(NamedTuple):
+    """A tensor, as the ranks of a group hold it that are of one mesh. If they disagree on it, there are several.
+
+    Attributes:
+        title: The section: ``model``, ``optimizer``, ``trainer``, ``rank 0`` …
+        mesh: The number of their ``mesh_ranks``.
+        head: Its dtype and shape, as the manifest has them.
+        rank: The first of them that has written of it.
+        places: The number of its chunks' boxes among :attr:`Joined.places`.
+        chunks: Their texts, joined by commas.
+    """
+
+    title: str
+    name: str
+    mesh: int
+    head: str
+    rank: int
+    places: int
+    chunks: bytes
+
+
+class Alias(NamedTuple):
+    section: str
+    name: str
+    target: str
+    """The tensor that it is another name of."""
+    mesh: int
+    rank: int
+
+
+Places = tuple[str, ...]
+"""The boxes of a tensor's chunks, each in the manifest's words."""
+
+
+@dataclass
+class Joined:
+    """The accounts of a group of ranks, in which what many of them tell alike is there once.
+
+    Attributes:
+        state_file: Its index in the manifest.
+        hosts: What the ranks of each machine have written.
+    """
+
+    ranks: list[int]
+    meshes: list[tuple[int, ...]]
+    parties: list[Party]
+    files: list[FileEntry]
+    hosts: dict[str, list[FileEntry]]
+    state_file: int | None
+    tensors: list[Held]
+    places: list[Places]
+    aliases: list[Alias]
+
+
+def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
+    """Join the accounts of some ranks, in the ranks' order.
+
+    Args:
+        files_before: How many files the manifest has of the ranks before these.
+    """
+    meshes: dict[tuple[int, ...], int] = {}
+    parties: dict[tuple[int, tuple[int, str], bytes, bytes], list[int]] = {}
+    hosts: dict[str, list[FileEntry]] = {}
+    files: list[FileEntry] = []
+    state_file = None
+    aliases: dict[tuple[str, str, str, int], int] = {}
+    tensors: dict[tuple[str, str, int, str], _Chunks] = {}
+    for account in accounts:
+        mesh = meshes.setdefault(account.mesh_ranks, len(meshes))
+        told = mesh, account.fingerprint, account.replicated, account.contents
+        parties.setdefault(told, []).append(account.rank)
+        if account.state_file is not None:
+            state_file = files_before + len(files)
+        hosts.setdefault(account.host, []).extend(account.files())
+        number = files_before + len(files) + (account.state_file is not None)
+        files += account.files()
+        for section, of_section in account.written.items():
+            title = f"rank {account.rank}" if section == "rank" else section
+            for written in of_section:
+                for name, head, place, text in written.chunks(number):
+                    own = tensors.get((title, name, mesh, head))
+                    if own is None:
+                        own = tensors[title, name, mesh, head] = _Chunks(account.rank)
+                    own.places.append(place)
+                    own.texts.append(text)
+                number += 1
+        for section, of_section in account.aliases.items():
+            for name, target in of_section.items():
+                aliases.setdefault((section, name, target, mesh), account.rank)
+    places: dict[Places, int] = {}
+    held = [
+        Held(*key, own.rank, places.setdefault(tuple(own.places), len(places)), ",".join(own.texts).encode())
+        for key, own in tensors.items()
+    ]
+    return Joined(
+        ranks=[account.rank for account in accounts],
+        meshes=list(meshes),
+        parties=[Party(ranks, *told) for told, ranks in parties.items()],
+        files=files,
+        hosts=hosts,
+        state_file=state_file,
+        tensors=held,
+        places=list(places),
+        aliases=[Alias(*alias, rank) for alias, rank in aliases.items()],
+    )
+
+
+class _Chunks:
+    """Those of a tensor that were found so far."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.places: list[str] = []
+        self.texts: list[str] = []
