@@ -101,7 +101,7 @@ def measure(layout: Layout, layers: int, width: int) -> tuple[dict[str, float], 
     def timed(what: str, function: Callable[[], Any]) -> Any:
         start = time.process_time()
         result = function()
-        seconds[what] = max(seconds.get(what, 0), time.process_time() - start)  # of the slowest leader
+        seconds[what] = seconds.get(what, 0) + time.process_time() - start
         return result
 
     stage = layout.pipeline // 2
@@ -122,6 +122,7 @@ def measure(layout: Layout, layers: int, width: int) -> tuple[dict[str, float], 
         part = timed(JOIN, partial(_join, sent[start : start + GROUP_RANKS], files_before))
         files_before += len(part.files)
         sent_on.append(pickle.dumps(part))
+    seconds[JOIN] /= len(sent_on)
     _clear()
     for what in (FIRST_MERGE, MERGE):
         merged = timed(what, lambda: Merged([pickle.loads(data) for data in sent_on]))

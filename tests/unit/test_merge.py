@@ -1,6 +1,7 @@
 """All ranks' accounts to one manifest: tensors of one name on several meshes must be equal, whatever else differs."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.saving.merge import Merged
+from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
 
@@ -30,6 +32,27 @@ def account(folder, rank, mesh_ranks, pieces, aliases=None, digests=True):
     return made
 
 
+def merged(accounts):
+    """Joined by one rank or by several: the same comes of it."""
+    ends = []
+    for size in (len(accounts), 2, 1):
+        before, parts = 0, []
+        for start in range(0, len(accounts), size):
+            group = accounts[start : start + size]
+            parts.append(pickle.loads(pickle.dumps(joined(group, before))))
+            before += sum(account.file_count() for account in group)
+        try:
+            found = Merged(parts)
+            ends.append(found.manifest(**HEAD).to_bytes())
+        except CheckpointError as error:
+            found = error
+            ends.append(str(error))
+    assert len(set(ends)) == 1
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
 A = torch.arange(40.0).view(10, 4)
 
 
@@ -38,14 +61,14 @@ def test_different_tensors_of_one_name_are_refused(tmp_path, other):
     """Pipeline stages that number their layers from 0 would lose half of the model."""
     accounts = [account(tmp_path, 0, (0,), [rows("w", A)]), account(tmp_path, 1, (1,), [rows("w", other)])]
     with pytest.raises(CheckpointError, match=r"'w' is on the ranks \[0\] and on the ranks \[1\].*one of the two"):
-        Merged([joined(accounts)]).unsettled()
+        merged(accounts).unsettled()
 
 
 def test_equal_tensors_of_one_name_are_one(tmp_path):
     accounts = [account(tmp_path, 0, (0,), [rows("w", A)]), account(tmp_path, 1, (1,), [rows("w", A.clone())])]
-    merged = Merged([joined(accounts)])
-    assert merged.unsettled() == []
-    assert [chunk.file for chunk in merged.manifest(**HEAD).model["w"].chunks] == [0]
+    found = merged(accounts)
+    assert found.unsettled() == []
+    assert [chunk.file for chunk in found.manifest(**HEAD).model["w"].chunks] == [0]
 
 
 @pytest.mark.parametrize("digests", [True, False])
@@ -56,14 +79,14 @@ def test_tensors_that_are_cut_elsewhere_are_compared_by_their_sums(tmp_path, equ
         other[9, 3] += 1
     pieces = {0: [rows("w", A, 0, 5)], 1: [rows("w", A, 5)], 2: [rows("w", other, 0, 2)], 3: [rows("w", other, 2)]}
     accounts = [account(tmp_path, r, (r // 2 * 2, r // 2 * 2 + 1), p, digests=digests) for r, p in pieces.items()]
-    merged = Merged([joined(accounts)])
-    assert merged.unsettled() == [("model", "w")]
+    found = merged(accounts)
+    assert found.unsettled() == [("model", "w")]
     sums = [{("model", "w"): content_sum(part)} for part in pieces.values()]
     if equal:
-        merged.settle(sums)
+        found.settle(sums)
     else:
         with pytest.raises(CheckpointError, match=r"'w' is on the ranks \[0, 1\] and on the ranks \[2, 3\]"):
-            merged.settle(sums)
+            found.settle(sums)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -77,11 +100,11 @@ def test_a_name_may_be_tied_on_one_stage_and_plain_on_another_if_it_is_equal(tmp
     accounts = [account(tmp_path, rank, (rank,), *stages[stage]) for rank, stage in enumerate(order)]
     if not equal:
         with pytest.raises(CheckpointError, match=r"differs in content"):
-            Merged([joined(accounts)]).unsettled()
+            merged(accounts).unsettled()
         return
-    merged = Merged([joined(accounts)])
-    assert merged.unsettled() == []
-    model = merged.manifest(**HEAD).model
+    found = merged(accounts)
+    assert found.unsettled() == []
+    model = found.manifest(**HEAD).model
     assert sorted(model) == ["a", "b", "c"]
     assert model["c"].shape == A.shape
     assert (model.alias_of("a"), model.alias_of("b"), model.alias_of("c")) == (None, None, "a")
@@ -126,13 +149,35 @@ def test_ranks_of_a_mesh_are_compared_with_one_of_them_and_not_each_with_each():
         def __ne__(self, other):
             return not self == other
 
+    def merge():
+        return Merged([joined(accounts[start : start + 20]) for start in range(0, len(accounts), 20)])
+
     ranks = 60
     accounts = [Account(rank, Mesh(range(ranks))) for rank in range(ranks)]
-    Merged([joined(accounts)])
+    merge()
     assert compared <= 6 * ranks
     accounts[7].fingerprint = (1, "other")
     with pytest.raises(CheckpointError, match=r"Rank 0 .* was to hold the same tensors as rank 7 "):
-        Merged([joined(accounts)])
+        merge()
     del accounts[7]
     with pytest.raises(CheckpointError, match="shares its tensors with rank 7, which isn't saving"):
-        Merged([joined(accounts)])
+        merge()
+
+
+def test_ranks_of_a_mesh_that_hold_a_tensor_in_other_shapes_are_refused(tmp_path):
+    accounts = [account(tmp_path, rank, (0, 1), [rows("w", tensor)]) for rank, tensor in enumerate([A, A[:5]])]
+    with pytest.raises(CheckpointError, match=r"'w' is F32 \(5, 4\) on rank 1, and F32 \(10, 4\) on a rank before it"):
+        merged(accounts)
+
+
+def test_ranks_that_hold_a_plain_tensor_otherwise_are_named(tmp_path):
+    accounts = [account(tmp_path, 0, (0, 1, 2), [rows("w", A)]), *(Account(rank, (0, 1, 2)) for rank in (1, 2))]
+    for one in accounts:
+        one.replicated, one.contents = b"v\nw", b"0" * 2 * FINGERPRINT_BYTES
+    merged(accounts)
+    accounts[2].contents = b"0" * FINGERPRINT_BYTES + b"1" * FINGERPRINT_BYTES
+    with pytest.raises(CheckpointError, match="'w' isn't sharded, and differs between rank 0 and rank 2"):
+        merged(accounts)
+    accounts[2].replicated = b"w"
+    with pytest.raises(CheckpointError, match="Rank 2 and rank 0 hold the same tensors, but not the same of them"):
+        merged(accounts)
