@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint import leaders
-from lightning_shard.checkpoint.saving import save
+from lightning_shard.checkpoint.saving import background, save
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 from lightning_shard.testing import run_ranks
 
@@ -28,10 +28,9 @@ def state_of_a_stage(mesh):
     }
 
 
-def save_to(path, state, mesh, **options):
-    rank = dist.get_rank()
-    options = {"trainer_state": {"step": 3, "of": torch.ones(2)}, "rank_state": {"seed": torch.tensor(rank)}} | options
-    return checkpoint.save(state, path, mesh=mesh["data"], layout={"ranks": 4}, **options)
+def save_to(path, state, mesh, save=checkpoint.save):
+    of_trainer, of_rank = {"step": 3, "of": torch.ones(2)}, {"seed": torch.tensor(dist.get_rank())}
+    save(state, path, mesh=mesh["data"], layout={"ranks": 4}, trainer_state=of_trainer, rank_state=of_rank)
 
 
 def raises_on(rank):
@@ -49,6 +48,15 @@ def try_sizes(root):
         for size in (64, 3, 2, 1):
             with mock.patch.object(leaders, "GROUP_RANKS", size):
                 save_to(root / f"{size}.ckpt", state, mesh)
+    with (
+        mock.patch.object(background, "new_attempt", return_value="0123456789ab"),
+        mock.patch.object(leaders, "GROUP_RANKS", 1),
+        mock.patch.object(save, "joined", wraps=save.joined) as joining,
+        checkpoint.AsyncSaver() as saver,
+    ):
+        save_to(root / "background.ckpt", state, mesh, save=saver.save)
+        saver.wait()
+    assert joining.call_count == 1  # on every rank: each is the leader of its group
     dist.barrier()
     errors = []
     with mock.patch.object(leaders, "GROUP_RANKS", 2):
@@ -69,7 +77,7 @@ def try_sizes(root):
 def test_several_leaders_make_the_manifest_that_one_makes_and_their_errors_are_all_ranks(tmp_path):
     first, *others = run_ranks(try_sizes, 4, tmp_path)
     manifests = {path.name: (path / "manifest.json").read_bytes() for path in tmp_path.iterdir()}
-    assert set(manifests) == {"64.ckpt", "3.ckpt", "2.ckpt", "1.ckpt"}
+    assert set(manifests) == {"64.ckpt", "3.ckpt", "2.ckpt", "1.ckpt", "background.ckpt"}
     assert len(set(manifests.values())) == 1
     # what the faults left at the path is the checkpoint that was there, and nothing beside it
     kept, tried = checkpoint.read(tmp_path / "64.ckpt"), checkpoint.read(tmp_path / "2.ckpt")

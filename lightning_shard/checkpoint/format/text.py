@@ -226,9 +226,10 @@ def object_of_lines(name: str, items: Iterable[tuple[str, bytes]]) -> Iterator[b
 
 
 def _block(name: str, items: Iterable[tuple[bytes, bytes]], brackets: bytes) -> Iterator[bytes]:
-    before = b'"%b":%b\n' % (name.encode(), brackets[:1])
+    yield b'"%b":%b' % (name.encode(), brackets[:1])
+    line_end = b"\n"
     for item in items:
-        yield before
+        yield line_end
         yield from item
-        before = b",\n"
-    yield before[:-1] + brackets[1:] if before != b",\n" else b"\n" + brackets[1:]
+        line_end = b",\n"
+    yield brackets[1:] if line_end == b"\n" else b"\n" + brackets[1:]

@@ -45,6 +45,7 @@ class Site:
         gather_over_stages: Every stage's value; collective over the pipeline.
         places: Each parameter's place in the whole module.
         timeout: Of collective operations.
+        host: All ranks, over gloo: nccl alone would have the first rank join what all wrote.
     """
 
     mesh: DeviceMesh
@@ -53,6 +54,7 @@ class Site:
     gather_over_stages: Callable[[Any], list[Any]]
     places: Mapping[str, int]
     timeout: timedelta | None = None
+    host: Any = None
 
 
 class ShardedCheckpointIO(CheckpointIO):
@@ -171,7 +173,7 @@ class ShardedCheckpointIO(CheckpointIO):
                 self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
             self._saver.save(tensors, first, afterwards=carry, **arguments)
         else:
-            ckpt.save(tensors, first, **arguments)
+            ckpt.save(tensors, first, group=site.host if site else None, **arguments)
             if carry is not None:
                 carry(Ranks.of())
 

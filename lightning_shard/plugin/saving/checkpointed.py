@@ -272,6 +272,7 @@ class CheckpointedStrategy(ConnectedStrategy):
                 gather_over_stages=self.groups.gather_over_stages,
                 places=self._assembly.places,
                 timeout=self._timeout,
+                host=self.groups.host,
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )
