@@ -145,8 +145,8 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
                     own.places.append(place)
                     own.texts.append(text)
                 number += 1
-        for section, of_section in account.aliases.items():
-            for name, target in of_section.items():
+        for section, targets in account.aliases.items():
+            for name, target in targets.items():
                 aliases.setdefault((section, name, target, mesh), account.rank)
     places: dict[Places, int] = {}
     held = [
