@@ -10,7 +10,7 @@ from lightning_shard.checkpoint import content
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.saving.accounts import Account, joined
+from lightning_shard.checkpoint.saving.accounts import Account, file_count, joined
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
@@ -40,7 +40,7 @@ def merged(accounts):
         for start in range(0, len(accounts), size):
             group = accounts[start : start + size]
             parts.append(pickle.loads(pickle.dumps(joined(group, before))))
-            before += sum(account.file_count() for account in group)
+            before += sum(map(file_count, group))
         try:
             found = Merged(parts)
             ends.append(found.manifest(**HEAD).to_bytes())

@@ -44,8 +44,9 @@ class Account:
         for written in self.written.values():
             yield from (one.file for one in written)
 
-    def file_count(self) -> int:
-        return sum(1 for _ in self.files())
+
+def file_count(account: Account) -> int:
+    return sum(1 for _ in account.files())
 
 
 class Party(NamedTuple):

@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.leaders import exchange_by_groups
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
-from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
+from lightning_shard.checkpoint.saving.accounts import Account, Joined, file_count, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
@@ -177,7 +177,7 @@ class _Saving:
     def run(self) -> SaveReport:
         # Where the ranks can't talk to the end, or this one is interrupted, the first may yet commit: then all files
         # stay, and a later save clears what no manifest names.
-        own, outcome = exchange_by_groups(self._ranks, self._write, Account.file_count, joined, self._conclude)
+        own, outcome = exchange_by_groups(self._ranks, self._write, file_count, joined, self._conclude)
         if isinstance(outcome, _Compare):
             own, outcome = exchange(self._ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
