@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,20 +14,37 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.crossing import Slot
 
+_LISTS = (list, dict, set, deque)
+_SIMPLE = (Tensor, bool, int, float, str, tuple)
+"""What code of a user's keeps under names of its own; libraries keep other things under such."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, such as its hooks."""
+
 
 @dataclass(frozen=True)
 class Before:
-    """What a block could change, as it was before its call."""
+    """What a block could change, as it was before its call.
+
+    Attributes:
+        lists: Lists, dicts and sets that it could add to: where they are, themselves, and what was in them.
+    """
 
     arguments: list[tuple[Any, int]]
-    containers: list[tuple[Any, int]]
+    lists: list[tuple[str, Any, list[Any]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
 
     @classmethod
     def of(cls, block: nn.Module, arguments: Any) -> Before:
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
-        sizes = [(each, len(each)) for each in _containers(arguments)]
-        return cls(noted, sizes, [(path, module, dict(_attributes(module))) for path, module in block.named_modules()])
+        given = [("a list or dict that it is given", each, _entries(each)) for each in _containers(arguments)]
+        own = [
+            (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
+            for path, module in block.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, _LISTS) and key not in _OF_TORCH
+        ]
+        attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
+        return cls(noted, [*given, *own], attributes)
 
     def slot(self, leaf: Any) -> Any:
         """An output's; it may be an argument, handed on."""
@@ -37,13 +55,14 @@ class Before:
         """The tensors among the arguments that were written to, by their place.
 
         Raises:
-            StepError: A list or dict among them has other entries.
+            StepError: A list or dict, of them or of the block's own, has other entries.
         """
-        if any(len(each) != size for each, size in self.containers):
-            raise StepError(
-                f"{name} changes a list or dict that it is given, which the other pipeline stages don't see: return"
-                " what it adds."
-            )
+        for what, each, entries in self.lists:
+            if not _are_same(entries, _entries(each)):
+                raise StepError(
+                    f"{name} changes {what}, which the other pipeline stages don't see: return what it adds, or set an"
+                    " attribute to it anew, which they do."
+                )
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
 
@@ -59,8 +78,18 @@ class Before:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
     for key, value in chain(vars(module).items(), module._buffers.items()):
-        if not key.startswith("_") and key != "training":
+        if key not in _OF_TORCH and (not key.startswith("_") or isinstance(value, _SIMPLE)):
             yield key, (value, _version(value))
+
+
+def _entries(container: Any) -> list[Any]:
+    """What is in it; sharding exchanges parameters, also in lists of them."""
+    entries = [*container, *container.values()] if isinstance(container, dict) else list(container)
+    return [entry for entry in entries if not isinstance(entry, nn.Parameter)]
+
+
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(old is new for old, new in zip(before, now))
 
 
 def _version(value: Any) -> int:

@@ -491,6 +491,29 @@ def with_losses_of_blocks(root: nn.Module, x: Tensor) -> Tensor:
     return loss(root, x) + sum(block.aux for block in root.net.blocks)
 
 
+class Hiding(Block):
+    """Keeps it under a private name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self._aux = result.square().mean()
+        return result
+
+
+class Hides(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hiding() for _ in range(4))
+
+
+def with_hidden_losses(root: nn.Module, x: Tensor) -> Tensor:
+    return loss(root, x) + sum(block._aux for block in root.net.blocks)
+
+
 class Sums(Keeps):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -558,7 +581,11 @@ class Clamps(Net):
 
 @pytest.mark.parametrize(
     ("network", "step"),
-    [(Keeps, with_losses_of_blocks), (Sums, loss), (Aliases, loss), (Hooked, loss), (Clamps, loss), (Counts, loss)],
+    [
+        (Keeps, with_losses_of_blocks),
+        (Hides, with_hidden_losses),
+        *((network, loss) for network in (Sums, Aliases, Hooked, Clamps, Counts)),
+    ],
 )
 def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
     assert_alike(seeded(network), step, batches(), 3)
@@ -777,6 +804,25 @@ class Twice(Net):
         return super().forward(x) + super().forward(x)
 
 
+class Listing(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.losses.append(result.square().mean())
+        return result
+
+
+class Lists(Net):
+    """What blocks put into lists of their own was missing from the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listing() for _ in range(4))
+
+
 class ValuesDecide(Conditioned):
     """What crosses depends on a batch's values."""
 
@@ -791,6 +837,7 @@ class ValuesDecide(Conditioned):
     [
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
         (Appends, "changes a list or dict that it is given"),
+        (Lists, r"net\.blocks\.0 changes its list losses"),
         (CapturedFunction, "isn't known there"),
         (Differentiates, r"takes gradients itself \(grad\)"),
         (Scripted, r"turned finite values into NaN.*scripted function"),
