@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.units import groups_of, groups_under, look_before_gathering, sharded_units
 from lightning_shard.parallel.whole import hold_whole, whole_of
 from lightning_shard.sharding import local_tensor
 
@@ -243,10 +244,6 @@ def parallelizes_itself(root: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
-def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in root.modules() if isinstance(module, FSDPModule))
-
-
 def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is_last: bool | None = None) -> None:
     """Prepare for the next backward.
 
@@ -292,6 +289,7 @@ def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
     Not before the first call of ``root``, which sets FSDP2 up.
     """
     units = list(sharded_units(root))
+    look_before_gathering(root)
     handles = [unit.unshard(async_op=True) for unit in (units if all_units else units[:1])]
     yield
     for handle in handles:
@@ -335,7 +333,7 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
     """
     if (held := whole_of(root)) is not None:
         held.hand_over_gradients()
-    for group in _private_groups(root):
+    for group in groups_under(root):
         if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
             group.reduce_grads, group.reshard_after_backward = True, reshards
             group.post_backward()
@@ -344,7 +342,7 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
 
 def hold_gradients(root: nn.Module) -> None:
     """Hold gradients in 32 bits that came after the end of a unit's backward, as that does which doesn't reduce."""
-    for group in _private_groups(root):
+    for group in groups_under(root):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 parameter.accumulate_unsharded_grad_if_needed()
@@ -355,7 +353,7 @@ def forget_gradients(root: nn.Module) -> None:
     """Drop gradients that were not reduced, as of an accumulation that was broken off: ``zero_grad`` doesn't."""
     if (held := whole_of(root)) is not None:
         held.forget_gradients()
-    for group in _private_groups(root):
+    for group in groups_under(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -364,28 +362,12 @@ def forget_gradients(root: nn.Module) -> None:
 
 def gather_along(unit: FSDPModule) -> None:
     """Take part where other ranks gather a unit to call it, and leave it as the call does."""
-    groups = list(_private_groups_of(unit))
+    groups = list(groups_of(unit))
     if any(group.is_unsharded for group in groups):
         return  # they have it too
     unit.unshard()
     if any(group._reshard_after_forward for group in groups):
         unit.reshard()
-
-
-def _private_groups(root: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups, whose unreduced gradients and states have no public access (torch 2.11 to 2.13).
-
-    torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) end their last backward as
-    :func:`reduce_gradients` does. Before torch 2.13 a unit had at most one group.
-    """
-    for unit in sharded_units(root):
-        yield from _private_groups_of(unit)
-
-
-def _private_groups_of(unit: FSDPModule) -> Iterator[Any]:
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 def _has_unreduced_gradient(parameter: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_shard.errors import StepError
 
 _OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
+_OF_PART: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
 
@@ -48,8 +49,9 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
     whole = _OF[root] = WholeParameters(mesh)
     root.register_forward_pre_hook(_gather, prepend=True)
     for module in root.modules():
-        module.register_state_dict_pre_hook(lambda *_, **__: whole.free())
-        module.register_load_state_dict_pre_hook(lambda *_: whole.free())
+        _OF_PART[module] = whole  # copies have the hooks too
+        module.register_state_dict_pre_hook(_free)
+        module.register_load_state_dict_pre_hook(_free)
 
 
 def _gather(root: nn.Module, _: Any) -> None:
@@ -60,6 +62,11 @@ def _gather(root: nn.Module, _: Any) -> None:
             " copy it in __init__, or keep a state_dict."
         )
     held.gather(root)
+
+
+def _free(module: nn.Module, *_: Any, **__: Any) -> None:
+    if (whole := _OF_PART.get(module)) is not None:
+        whole.free()
 
 
 def whole_of(root: nn.Module) -> WholeParameters | None:
@@ -74,11 +81,14 @@ class WholeParameters:
         self._mesh = mesh
         self._running: dict[nn.Parameter, nn.Parameter] = {}
         self._slots: list[_Slot] = []
-        self._gathered = False
+        self.is_gathered = False
+        self.refuses_changes = False
+        """Where a step's code runs several times, for parts of a batch, and would change a parameter each time."""
+        self._versions: list[int] = []
 
     def gather(self, root: nn.Module) -> None:
         """Put those that run in place; what trains, and what memory they are over, may have changed."""
-        if self._gathered:
+        if self.is_gathered:
             return
         if not self._slots:  # not before: weights may be materialised, and moved, until the first call
             self._slots = list(self._find(root))
@@ -91,7 +101,8 @@ class WholeParameters:
             if running.requires_grad != held.requires_grad:
                 running.requires_grad_(held.requires_grad)
             _put(module, name, running)
-        self._gathered = True
+        self._versions = self._seen_versions()
+        self.is_gathered = True
 
     def _find(self, root: nn.Module) -> Iterator[_Slot]:
         for module in root.modules():
@@ -104,7 +115,7 @@ class WholeParameters:
 
     def free(self) -> None:
         """Put the module's own in place, with what a step has set on those that ran."""
-        if self._gathered:
+        if self.is_gathered:
             for module, name, held, running in self._slots:
                 _check_same(module, name, running)
                 _put(module, name, held)
@@ -112,7 +123,17 @@ class WholeParameters:
                     held.requires_grad_(running.requires_grad)
                 if _local(held).data_ptr() != _local(running).data_ptr():  # by an assignment to its data
                     _local(held).data.copy_(_local(running).data)
-            self._gathered = False
+            self.is_gathered = False
+            for (module, name, _, running), before, now in zip(self._slots, self._versions, self._seen_versions()):
+                if before != now:
+                    raise StepError(
+                        f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(running.shape)}, was"
+                        " changed in place in a step, which runs once for each microbatch: make the change in"
+                        " on_train_batch_start or on_train_batch_end, or keep it as a buffer."
+                    )
+
+    def _seen_versions(self) -> list[int]:
+        return [running._version for _, _, _, running in self._slots] if self.refuses_changes else []
 
     @torch.no_grad()
     def hand_over_gradients(self) -> None:

@@ -16,14 +16,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, LayoutError, PlacementError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
+from lightning_shard.parallel.between import gather_for_calls
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled import compile_block
 from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
+from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
+from lightning_shard.parallel.units import keep_what_is_set
+from lightning_shard.parallel.whole import whole_of
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement, place
@@ -119,6 +123,7 @@ def assemble(
     Raises:
         ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
     """
+    behave_as_tensors()
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places)
@@ -172,7 +177,13 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    if part.stages is not None:
+    keep_what_is_set(module)
+    whole = whole_of(module)
+    if whole is not None:
+        whole.refuses_changes = part.stages is not None
+    if part.stages is None:
+        gather_for_calls(module, [module.get_submodule(name) for name in units])
+    else:
         _join(module, part.stages, layout.pipeline_rank, part.ties)
     return Assembly(
         layout,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,11 +15,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.checkpoint.format.encode import encode
-from lightning_shard.errors import ConfigurationError, UnsupportedStateError
+from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 
 
@@ -115,6 +118,26 @@ def warning_of_numbers_kept(module: pl.LightningModule, method: str, microbatche
 
 def _numbers(module: pl.LightningModule) -> dict[str, float]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
+def refuse_synced_generation(module: nn.Module) -> None:
+    """Have transformers' ``generate(synced_gpus=True)`` fail on stages, for all networks of a module.
+
+    Before each call of the network it asks all ranks whether they are done, and not all stages come there alike.
+    """
+    for network in module.modules():
+        if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
+            network.generate = MethodType(_generate, network)  # type: ignore[assignment]  # copies have their own
+
+
+def _generate(network: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+    if synced_gpus:
+        raise StepError(
+            "generate(synced_gpus=True) asks all ranks whether they are done, and with several pipeline stages these"
+            " don't come there alike: leave it out, since stages are kept in step anyway, or use"
+            " pipeline_parallel_size=1."
+        )
+    return type(network).generate(network, *args, **kwargs)
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layout) -> None:

@@ -6,6 +6,8 @@
 * ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
   deals it by global rank; ours replaces it, and there is no other switch before the data is asked for.
 * ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
+* ``*_loop.on_run_end``: what is gathered is freed before the hooks that it calls, and no hook of the strategy's comes
+  before those.
 * ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see. What it returns of
   a prediction is ``predict_loop._predictions``, by loader; the loaders are in ``_combined_loader``.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
@@ -121,6 +123,16 @@ def evaluating(trainer: pl.Trainer) -> Any:
     if trainer.testing:
         return trainer.test_loop
     return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else trainer.validate_loop
+
+
+def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
+    """Have ``act`` called whenever a loop has run its last step, before the hooks of its end."""
+
+    def on_run_end() -> Any:
+        act()
+        return type(loop).on_run_end(loop)
+
+    loop.on_run_end = on_run_end
 
 
 def record_no_module_names(trainer: pl.Trainer) -> None:

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
@@ -29,12 +30,13 @@ from lightning_shard.parallel.data import (
     reduce_gradients,
     reshard,
     scalar_parameters,
-    sharded_units,
 )
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
+from lightning_shard.parallel.units import sharded_units
+from lightning_shard.parallel.whole import whole_of
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
@@ -49,6 +51,7 @@ from lightning_shard.plugin.limits import (
     refuse,
     refuse_hyperparameters,
     refuse_optimizers,
+    refuse_synced_generation,
     warning_of_numbers_kept,
 )
 from lightning_shard.plugin.running.failure import note_missing_state
@@ -69,8 +72,9 @@ from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weight
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.norms import WholeNorms
+from lightning_shard.plugin.steps.overridden import has_hooks
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.redirect import call_through, note_sharded, refuse_sharded
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import candidates, choose, that_runs
 from lightning_shard.plugin.steps.walks import Walks
@@ -79,6 +83,8 @@ from lightning_shard.plugin.throughput import share_throughput
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
+"""Hooks between a step and its backward, for which parameters stay gathered unless these may work on them."""
 
 
 class HybridShardStrategy(CheckpointedStrategy):
@@ -199,6 +205,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._scalars: list[nn.Parameter] = []
         self._reduces = True
         self._trains: list[list[bool]] = []
+        self._sees_parameters = False
         self._accumulating = False
         self._checked: set[str] = set()
         self._samples: bool | None = None
@@ -273,6 +280,7 @@ class HybridShardStrategy(CheckpointedStrategy):
     def _report(self, exception: BaseException) -> None:
         if self._assembly is not None and self._assembly.stages is not None and not self._assembly.stages.is_last:
             note_missing_state(exception)
+        note_sharded(exception)
         super()._report(exception)
 
     def teardown(self) -> None:
@@ -330,6 +338,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
         if known.stages is not None:
             reshard(module)
+            refuse_synced_generation(module)
             self._walks = Walks(known.stages.incomplete)
             self._steps = PipelinedSteps(
                 module,
@@ -439,6 +448,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._generators = None
         if self._walks is not None:
             self._walks.guard()
+        self._sees_parameters = has_hooks(self.lightning_module.trainer, self.lightning_module, _BEFORE_BACKWARD)
 
     def on_train_end(self) -> None:
         if self._walks is not None:
@@ -477,11 +487,18 @@ class HybridShardStrategy(CheckpointedStrategy):
             if not self._accumulating:
                 self.synchronize_gradients()
             reshard(self.lightning_module)
+        elif self._sees_parameters and self.lightning_module.automatic_optimization:
+            reshard(self.lightning_module)
         return result
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Of a step that isn't pipelined; what the step returned stays as it is."""
         assert self.lightning_module is not None
+        whole = whole_of(self.lightning_module)
+        if whole is not None or isinstance(self.lightning_module, FSDPModule):
+            refuse_sharded(closure_loss)
+        if whole is not None and self._sees_parameters and self.lightning_module.automatic_optimization:
+            whole.gather(self.lightning_module)  # blocks may run again; elsewhere FSDP2 gathers for the backward
         trainer = self.lightning_module.trainer
         if self.lightning_module.automatic_optimization and loops.begins_accumulation(trainer):
             forget_gradients(self.lightning_module)  # of backwards in the step: Lightning has called zero_grad
@@ -576,13 +593,14 @@ class HybridShardStrategy(CheckpointedStrategy):
     def _begin_evaluation(self, method: str) -> None:
         """Have stages take batches before their turn, where nobody can tell; on all of a pipeline or on none."""
         self._ahead = None
-        if self._steps is None:
-            return
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        self._steps.begin_evaluation()
         loop = loops.evaluating(trainer)
+        loops.before_end_hooks(loop, self._free_gathered)
+        if self._steps is None:
+            return
+        self._steps.begin_evaluation()
         ahead = None
         if not any(self.groups.gather_over_stages(runs_in_order(trainer, module, method))):
             ahead = BatchesAhead.put_in(loop, method, self._prepare)
@@ -602,7 +620,11 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._free_gathered()
 
     def _free_gathered(self) -> None:
-        """Only a backward frees what stays gathered, and an evaluation has none."""
+        """Only a backward frees what stays gathered, and an evaluation has none.
+
+        Before the hooks of its end, which may put back weights that those of its beginning have put aside, and after
+        them, who may have called the module.
+        """
         assert self.lightning_module is not None
         reshard(self.lightning_module)
 

@@ -88,7 +88,8 @@ ON_LAYOUTS = {
 )
 def test_each_setting_computes_what_one_process_computes(name: str, network: str, names: list[str]) -> None:
     sizes = ON_LAYOUTS[name]
-    per_rank = run_ranks(with_settings, world(sizes), sizes, network, names, elastic=True, timeout_s=300)
+    limit_s = 30 * len(names) * world(sizes)
+    per_rank = run_ranks(with_settings, world(sizes), sizes, network, names, elastic=True, timeout_s=limit_s)
     plain = {key: run(network, key) for key in ("32-true", "accumulating", *HALF) if key in names or key == "32-true"}
     for setting in names:
         ours = combine([runs[setting] for runs in per_rank], sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from torch import nn
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.plugin.limits import warning_of_numbers_kept
+from lightning_shard.errors import StepError
+from lightning_shard.plugin.limits import refuse_synced_generation, warning_of_numbers_kept
 from lightning_shard.testing import RanksFailed, run_ranks
 
 
@@ -24,6 +26,21 @@ def test_counters_that_a_pipelined_step_keeps_are_warned_of() -> None:
     with warnings.catch_warnings(), warning_of_numbers_kept(module, "training_step", 4):
         warnings.simplefilter("error")
         module.name, module.another = "b", 3
+
+
+class Generating(nn.Module):
+    def generate(self, tokens: int, *, synced_gpus: bool | None = None, more: int = 0) -> int:
+        return tokens + more
+
+
+def test_synced_generation_on_stages_is_refused() -> None:
+    """Stages would wait for each other forever."""
+    module = nn.Sequential(Generating())
+    refuse_synced_generation(module)
+    [network] = copy.deepcopy(module)
+    assert network.generate(1, more=1) == network.generate(1, synced_gpus=False, more=1) == 2
+    with pytest.raises(StepError, match="leave it out"):
+        network.generate(1, synced_gpus=True)
 
 
 class Kept(L.LightningModule):

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.hooks import DataHooks, ModelHooks
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
-_OF_LIBRARIES = ("lightning.", "lightning_shard.")
+from lightning_shard.plugin.steps.overridden import has_hooks, is_overridden
+
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 Arguments = tuple[Any, ...]
@@ -26,24 +27,10 @@ Arguments = tuple[Any, ...]
 
 def runs_in_order(trainer: pl.Trainer, module: pl.LightningModule, method: str) -> bool:
     """Whether code of a user's runs between two steps, and may change what a step finds."""
-    of_batches = [f"on_{method.removesuffix('_step')}_batch_{end}" for end in ("start", "end")]
-    if any(_is_overridden(module, name, ModelHooks) for name in of_batches):
-        return True
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if any(_is_users(callback, name) for callback in callbacks for name in of_batches):
+    if has_hooks(trainer, module, [f"on_{method.removesuffix('_step')}_batch_{end}" for end in ("start", "end")]):
         return True
     holders = [holder for holder in (module, getattr(trainer, "datamodule", None)) if holder is not None]
-    return any(_is_overridden(holder, name, DataHooks) for holder in holders for name in _TRANSFERS)
-
-
-def _is_overridden(holder: Any, name: str, base: Any) -> bool:
-    return name in vars(holder) or getattr(type(holder), name) is not getattr(base, name)
-
-
-def _is_users(callback: pl.Callback, name: str) -> bool:
-    """Lightning's progress bars, writers of predictions and so on look on."""
-    code = str(getattr(getattr(type(callback), name), "__module__", ""))
-    return name in vars(callback) or not code.startswith(_OF_LIBRARIES)
+    return any(is_overridden(holder, name, DataHooks) for holder in holders for name in _TRANSFERS)
 
 
 class BatchesAhead:

@@ -6,11 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
 """What torch (2.11 to 2.13) says where a plain tensor meets a parameter that is still sharded."""
+
+
+def note_sharded(exception: BaseException) -> None:
+    """Tell a user's code that has come upon a sharded parameter what it is."""
+    note = (
+        "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
+        " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
+        " tensor, or take p.full_tensor()."
+    )
+    is_about_it = type(exception) is RuntimeError and _NOT_GATHERED in str(exception)
+    if is_about_it and note not in getattr(exception, "__notes__", ()):
+        exception.add_note(note)
+
+
+def refuse_sharded(loss: Any) -> None:
+    """
+    Raises:
+        StepError: A loss was computed from a parameter that isn't gathered, and the rest from gathered ones.
+    """
+    if isinstance(loss, DTensor):
+        raise StepError(
+            "The loss is computed from a parameter as it is between steps, a DTensor of which each rank has a part, as"
+            " from a list that was made in configure_optimizers, so its gradients would go astray: take parameters"
+            " from the module in the step, as by self.parameters()."
+        )
 
 
 def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:

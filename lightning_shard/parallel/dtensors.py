@@ -1,0 +1,71 @@
+"""What users do with parameters between steps, as with any tensor, and torch's DTensors (2.11 to 2.13) don't take.
+
+- ``p.data = values`` changes nothing, since a DTensor's values are those of the local tensor inside: averages that are
+  swapped in would be lost without a word. Here it is over the memory of what was assigned, as any tensor is then.
+- ``float(p.norm())``, ``p.sum().item()``, ``bool((p > 0).all())`` are of this rank's part, and another number on each
+  rank. Here they are of the whole.
+- ``p.copy_(values)`` and ``load_state_dict`` take no plain tensors. Here these have all values, the same on all ranks,
+  and each rank takes its part; and a plain tensor takes a whole DTensor's.
+
+The last two are collective calls over the parameter's ranks, where it isn't laid out alike: all have to make them.
+
+Private: ``DTensor._local_tensor``, and the handlers of ``DTensor._op_dispatcher``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.sharding import full_tensor, local_part
+
+_DATA: Any = torch.Tensor.data
+
+
+def behave_as_tensors() -> None:
+    """Have all DTensors of this process do so."""
+    sharded: Any = DTensor
+    sharded.data = property(_DATA.__get__, _assign)
+    handlers = sharded._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    handlers[torch.ops.aten.copy_.default] = _copy
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+        given = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise StepError(
+            f"A sharded tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, was assigned other data ({given}): it"
+            " can take values of its own shape and type only. Make it what it should be in __init__ or configure_model."
+        )
+    local = _part_of(value, tensor).to(tensor._local_tensor.device)
+    if not local.is_contiguous() or local.untyped_storage().nbytes() != local.numel() * local.itemsize:
+        local = local.clone(memory_format=torch.contiguous_format)  # who gathers it tells memory by its beginning
+    tensor._local_tensor = local
+
+
+def _number(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    return full_tensor(args[0]).item()
+
+
+def _copy(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    target, value = args[:2]
+    if isinstance(target, DTensor):
+        held: Any = target
+        held._local_tensor.copy_(_part_of(value, target))
+    else:
+        target.copy_(full_tensor(value))
+    return target
+
+
+def _part_of(value: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of values, as ``like`` is laid out: the local tensor itself where they are laid out so."""
+    laid_out = like.shape, like.device_mesh, like.placements
+    if isinstance(value, DTensor) and (value.shape, value.device_mesh, value.placements) == laid_out:
+        given: Any = value
+        return given._local_tensor.detach()  # type: ignore[no-any-return]
+    return local_part(full_tensor(value).expand(like.shape), like)

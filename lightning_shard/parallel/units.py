@@ -1,0 +1,154 @@
+"""FSDP2's units: what has no public access, and what is set on their parameters while a step runs.
+
+A unit holds each parameter twice: as a shard, which is in its place between steps and is what the optimizer trains, and
+gathered, over memory that is freed after. What a user sets on the one has to act on the other, or is refused where it
+would be lost. That is asked for each step, so nothing here may wait for a device.
+
+Private (torch 2.11 to 2.13): the units' parameter groups, and their parameters' states. torch's own pipeline stages
+(``torch/distributed/pipelining/stage.py``) use the former too. Before torch 2.13 a unit had at most one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import StepError
+
+
+def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def groups_under(root: nn.Module) -> Iterator[Any]:
+    """The parameter groups of all units, with their unreduced gradients and states."""
+    for unit in sharded_units(root):
+        yield from groups_of(unit)
+
+
+def groups_of(unit: FSDPModule) -> Iterator[Any]:
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+
+
+def is_set_up(root: FSDPModule) -> bool:
+    """Whether FSDP2 knows it as the root of its units, as it does from its first call on."""
+    state: Any = root._get_fsdp_state()
+    return state._is_root is not None
+
+
+_HELD: WeakKeyDictionary[nn.Module, list[_Held]] = WeakKeyDictionary()
+"""What is gathered in or after a call of a module."""
+
+
+class _Held:
+    """One parameter of a unit."""
+
+    def __init__(self, group: Any, parameter: Any) -> None:
+        info = parameter._module_info
+        self._group = group
+        self._parameter = parameter
+        self._slots = [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names),
+        ]
+        self._local = parameter.sharded_param._local_tensor
+        self._version: int | None = None
+
+    def begins(self) -> None:
+        """Before it is gathered for a step."""
+        held = self._parameter
+        self.check_in_place()
+        if self._group.is_sharded and held.sharded_param._local_tensor is not self._local:
+            held.reset_sharded_param()  # by an assignment to its data
+            self._local = held.sharded_param._local_tensor
+
+    def ends(self) -> None:
+        """After the unit has used it, and before it is freed."""
+        if not self._group.is_unsharded:
+            return
+        self.check_in_place()
+        sharded, gathered = self._parameter.sharded_param, self._parameter._unsharded_param
+        version, self._version = self._version, gathered._version
+        if version not in (None, self._version) or not self._is_over_gathered_memory(gathered):
+            raise StepError(self._says("was changed in place while it was gathered from the ranks that hold it", _LOST))
+        if sharded.requires_grad != gathered.requires_grad:
+            sharded.requires_grad_(gathered.requires_grad)
+
+    def _is_over_gathered_memory(self, gathered: Any) -> bool:
+        """Not where its data was assigned to: it would stay what it is now, and never be gathered again."""
+        local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+        outputs = self._parameter.all_gather_outputs
+        return len(outputs) != 1 or bool(local.data_ptr() == outputs[0].data_ptr())
+
+    def check_in_place(self) -> None:
+        held = self._parameter
+        expected = held.sharded_param if self._group.is_sharded else held._unsharded_param
+        for module, name in self._slots:
+            if module._parameters.get(name) is not expected:
+                raise StepError(self._says("was replaced or removed after the module was laid out on ranks", _REPLACED))
+
+    def _says(self, what: str, remedy: str) -> str:
+        module, name = self._slots[0]
+        shape = tuple(self._parameter.sharded_param.shape)
+        return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
+
+
+_REPLACED = (
+    ", and the optimizer trains the former one: change its values in place, as by copy_, or replace it in __init__,"
+    " configure_model or setup."
+)
+_LOST = (
+    ", and the change is lost when that is freed: make it in on_train_batch_start or on_train_batch_end, where each"
+    " rank has its own part, or keep it as a buffer."
+)
+
+
+def keep_what_is_set(root: nn.Module) -> None:
+    """From now on, what is set on parameters, gathered or not, acts in the next step at the latest, or is refused.
+
+    Args:
+        root: With its units. A step is a call of it where it is one, else it calls them.
+    """
+    held: dict[Any, list[_Held]] = {
+        unit: [_Held(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params]
+        for unit in sharded_units(root)
+    }
+    for unit, own in held.items():
+        _HELD[unit] = own
+        # before the hooks that gather, and before those that free
+        unit.register_forward_pre_hook(look_before_gathering, prepend=True)
+        unit.register_forward_hook(partial(_ends, own), prepend=True)
+    if isinstance(root, FSDPModule):
+        _HELD[root] = [parameter for own in held.values() for parameter in own]
+        root.register_forward_hook(_all_in_place, prepend=True)
+
+
+def look_before_gathering(called: nn.Module, *_: Any) -> None:
+    """Before a step begins: whether all is in place, and what was assigned.
+
+    Raises:
+        StepError: A parameter was replaced.
+    """
+    with torch._C.DisableTorchFunction():  # not the user's operations, which stages count
+        for parameter in _HELD.get(called, ()):
+            parameter.begins()
+
+
+def _all_in_place(root: nn.Module, *_: Any) -> None:
+    for parameter in _HELD[root]:
+        parameter.check_in_place()
+
+
+def _ends(held: Iterable[_Held], *_: Any) -> None:
+    with torch._C.DisableTorchFunction():
+        for parameter in held:
+            parameter.ends()

@@ -1,0 +1,270 @@
+"""Weights, and what they are trained by, changed by a user's code in a step or between steps: kept, or refused.
+
+Parameters are gathered for steps on data ranks, and are DTensors between steps everywhere: a change could be made to
+what is thrown away.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import StepError
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import QUIET
+
+BATCH = 4
+SAMPLES = torch.linspace(-3, 3, 4 * 4 * BATCH).view(-1, 4).sin()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.last(x)
+
+
+class Plain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Freezes(Plain):
+    """In a step, before and after what is frozen was used."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.net.last.requires_grad_(False)
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            self.net.first.requires_grad_(False)
+        return loss
+
+
+class Clips(Plain):
+    """Each parameter in another way."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for place, parameter in enumerate(self.net.parameters()):
+            if place % 4 == 0:
+                parameter.clamp_(-0.2, 0.2)
+            elif place % 4 == 1:
+                parameter.data = parameter.data.clamp(-0.2, 0.2)
+            elif place % 4 == 2:
+                parameter.copy_(torch.full(parameter.shape, 0.1))
+            else:
+                parameter.data = torch.full(parameter.shape, 0.1)
+
+
+class Swaps(Plain):
+    """The usual lines of an average of weights, swapped in for validations."""
+
+    def on_train_start(self) -> None:
+        self.shadow = {name: p.data.clone() for name, p in self.named_parameters()}
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        for name, parameter in self.named_parameters():
+            self.shadow[name] = 0.5 * parameter.data + 0.5 * self.shadow[name]
+
+    def on_validation_epoch_start(self) -> None:
+        self.backup = {}
+        for name, parameter in self.named_parameters():
+            self.backup[name] = parameter.data
+            parameter.data = self.shadow[name]
+
+    def on_validation_epoch_end(self) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.data = self.backup[name]
+
+
+class Teaches(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - self.teacher(batch) - 1).square().mean()
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        for old, new in zip(self.teacher.parameters(), self.net.parameters()):
+            old.data.mul_(0.5).add_(new.data, alpha=0.5)
+
+
+class Loads(Plain):
+    def on_train_start(self) -> None:
+        self.load_state_dict({name: value * 0.5 for name, value in Plain().state_dict().items()})
+        self.kept = {name: value.clone() for name, value in self.state_dict().items()}
+
+    def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.load_state_dict(self.kept)
+
+
+class Looks(Plain):
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.net.blocks[1].weight
+        self.seen += [float(weight.detach().norm()), weight.abs().sum().item(), float(bool((weight > 0.3).any()))]
+
+
+class Calls(Plain):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += [float(self.net(SAMPLES[:2]).sum()), float(self.net.blocks[0](torch.ones(1, 6)).sum())]
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self) -> None:
+        self.seen += [float(self.net(SAMPLES[:2]).sum()), float(self.net.last(torch.ones(1, 6)).sum())]
+
+
+class KeepsList(Plain):
+    """Of what its optimizer trains."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.kept)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.kept = list(self.net.last.parameters())
+        return super().configure_optimizers()
+
+
+class Replaces(Plain):
+    part = "last"
+
+    def replace(self) -> None:
+        part = self.net.get_submodule(self.part)
+        part.weight = nn.Parameter(torch.ones(part.weight.shape))
+
+    def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.replace()
+
+
+class ReplacesOfBlock(Replaces):
+    part = "blocks.0"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.replace()
+        return loss
+
+
+class ChangesLater(Plain):
+    """Not in the first step, which is looked through anyway."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            with torch.no_grad():
+                self.net.last.weight.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class AssignsLater(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.net.last.weight.data = self.net.last.weight.data * 0.5
+        return super().training_step(batch, batch_idx)
+
+
+ALIKE = [Freezes, Clips, Swaps, Teaches, Loads, Looks, Calls]
+REFUSED = {
+    KeepsList: "a list that was made in configure_optimizers",
+    Replaces: "was replaced or removed",
+    ReplacesOfBlock: "was replaced or removed",
+    ChangesLater: "was changed in place",
+    AssignsLater: "was changed in place",
+}
+#: Where the memory is the same, they are right.
+RIGHT_ON_ONE_RANK = [ChangesLater, AssignsLater]
+
+
+def fit(kind: type[Plain], data_ranks: int | None, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """What it has seen, and its weights; ``None``: by one plain process."""
+    L.seed_everything(0)
+    module = kind()
+    strategy: Any = "auto" if data_ranks is None else HybridShardStrategy(data_parallel_size=data_ranks, **options)
+    trainer = L.Trainer(strategy=strategy, devices=data_ranks or 1, max_epochs=1, val_check_interval=2, **QUIET)
+    loader = DataLoader(SAMPLES, batch_size=BATCH // (data_ranks or 1))  # type: ignore[arg-type]
+    trainer.fit(module, loader, loader)
+    weights = dict(module.named_parameters()) if data_ranks is None else strategy.gather_full_parameters()
+    return module.seen, {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def fits(kinds: Sequence[type[Plain]], data_ranks: int) -> list[Any]:
+    found: list[Any] = []
+    for kind in kinds:
+        try:
+            found.append(fit(kind, data_ranks))
+        except StepError as error:
+            found.append(str(error))
+    return found
+
+
+def check(kinds: Sequence[type[Plain]], found: Sequence[Any], refused: dict[type[Plain], str]) -> None:
+    for kind, seen in zip(kinds, found):
+        if kind in refused:
+            assert refused[kind] in str(seen), kind.__name__
+            continue
+        numbers, weights = fit(kind, None)
+        assert not isinstance(seen, str), f"{kind.__name__}: {seen}"
+        assert seen[0] == pytest.approx(numbers, rel=1e-5, abs=1e-6), kind.__name__
+        apart = {name: float((seen[1][name] - weight).abs().max()) for name, weight in weights.items()}
+        assert max(apart.values()) < 1e-5, f"{kind.__name__}: {apart}"
+
+
+def test_on_data_ranks_changes_are_kept_or_refused() -> None:
+    kinds = [*ALIKE, *REFUSED]
+    for rank, found in enumerate(run_ranks(fits, 2, kinds, 2, elastic=True, timeout_s=200)):
+        if rank == 0:  # the others have no whole weights
+            check(kinds, found, REFUSED)
+
+
+def on_stages() -> None:
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(pipeline_parallel_size=2, microbatches=2), devices=2, max_epochs=1, **QUIET
+    )
+    trainer.fit(ChangesLater(), DataLoader(SAMPLES, batch_size=BATCH))  # type: ignore[arg-type]
+
+
+@pytest.mark.long  # the other stage waits for some seconds whether it was the first to fail
+def test_on_stages_a_step_changes_nothing_for_each_microbatch() -> None:
+    with pytest.raises(RanksFailed, match="was changed in place in a step, which runs once for each microbatch"):
+        run_ranks(on_stages, 2, elastic=True)
+
+
+def test_on_one_rank_they_are_too() -> None:
+    kinds = [*ALIKE, *REFUSED]
+    check(kinds, fits(kinds, 1), {kind: says for kind, says in REFUSED.items() if kind not in RIGHT_ON_ONE_RANK})
+    recomputed = fit(Swaps, 1, activation_checkpointing=True)
+    check([Swaps], [recomputed], {})
