@@ -14,6 +14,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.crossing import Slot
 
+_GIVEN = "a list or dict that it is given"
 _LISTS = (list, dict, set, deque)
 _SIMPLE = (Tensor, bool, int, float, str, tuple)
 """What code of a user's keeps under names of its own; libraries keep other things under such."""
@@ -36,7 +37,7 @@ class Before:
     @classmethod
     def of(cls, block: nn.Module, arguments: Any) -> Before:
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
-        given = [("a list or dict that it is given", each, _entries(each)) for each in _containers(arguments)]
+        given = [(_GIVEN, each, _entries(each)) for each in _containers(arguments)]
         own = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
@@ -55,10 +56,14 @@ class Before:
         """The tensors among the arguments that were written to, by their place.
 
         Raises:
-            StepError: A list or dict, of them or of the block's own, has other entries.
+            StepError: A list or dict among them has more or fewer entries, or one of the block's own has new ones with
+                gradients: what else it keeps there, such as masks made once, is its own matter.
         """
         for what, each, entries in self.lists:
-            if not _are_same(entries, _entries(each)):
+            known = set(map(id, entries))
+            added = [entry for entry in _entries(each) if id(entry) not in known]
+            is_given = what == _GIVEN
+            if (is_given and len(_entries(each)) != len(entries)) or (not is_given and _has_gradients(added)):
                 raise StepError(
                     f"{name} changes {what}, which the other pipeline stages don't see: return what it adds, or set an"
                     " attribute to it anew, which they do."
@@ -88,8 +93,8 @@ def _entries(container: Any) -> list[Any]:
     return [entry for entry in entries if not isinstance(entry, nn.Parameter)]
 
 
-def _are_same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(old is new for old, new in zip(before, now))
+def _has_gradients(values: list[Any]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in tree.walk(values))
 
 
 def _version(value: Any) -> int:
