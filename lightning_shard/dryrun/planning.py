@@ -17,8 +17,10 @@ from lightning_shard.dryrun.devices import device as device_of
 from lightning_shard.dryrun.memory import KINDS, Held, StageMemory, stage_memories, usable
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
+from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
+from lightning_shard.dryrun.step_time import StepTime, share_text
 from lightning_shard.dryrun.stored import Stored, stored
-from lightning_shard.dryrun.time import Measured, Rates, StepTime, Timing, dtype_of, model_flops, share_text
+from lightning_shard.dryrun.time import Timing, model_flops
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan

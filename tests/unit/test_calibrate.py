@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.dryrun.calibrate import calibrate, device_at_hand
 from lightning_shard.dryrun.planning import plan
-from lightning_shard.dryrun.time import PRODUCTS
+from lightning_shard.dryrun.rates import PRODUCTS
 
 
 class Taking(torch.autograd.Function):

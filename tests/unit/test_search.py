@@ -16,11 +16,15 @@ from lightning_shard.dryrun import search as searching
 from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device, device
+from lightning_shard.dryrun.found import CANT_BE_CUT, DOESNT_DIVIDE, DOESNT_FIT, TOO_FEW, Choice, Found
 from lightning_shard.dryrun.memory import Held, stage_memories
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
-from lightning_shard.dryrun.search import Choice, Found, Space, between, layouts, search
-from lightning_shard.dryrun.time import Rates, Timing
+from lightning_shard.dryrun.rates import Rates
+from lightning_shard.dryrun.scaled import between, work_of
+from lightning_shard.dryrun.search import search
+from lightning_shard.dryrun.space import Space, layouts
+from lightning_shard.dryrun.time import Timing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import build
@@ -192,7 +196,7 @@ def test_the_quick_search_lists_the_same_and_simulates_few(
     assert quick.simulated < everything.simulated / 2
     assert quick.considered == everything.considered
     assert len(quick.choices) + sum(quick.dropped.values()) == quick.considered
-    assert everything.dropped.keys() <= {searching.TOO_FEW, searching.CANT_BE_CUT}
+    assert everything.dropped.keys() <= {TOO_FEW, CANT_BE_CUT}
 
 
 def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: OptimizerState, everything: Found) -> None:
@@ -201,10 +205,10 @@ def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: Opt
     fitting = [choice for choice in everything.choices if choice.peak_bytes <= small]
     found = search(model, optimizer, space(small), rates(), most=3)
     assert [c.step for c in found.choices] == [c.step for c in fitting[:3]]
-    assert found.dropped[searching.DOESNT_FIT] > 0
+    assert found.dropped[DOESNT_FIT] > 0
     none = search(model, optimizer, space(1000), rates())
     assert none.choices == ()
-    assert none.dropped[searching.DOESNT_FIT] == len(everything.choices)
+    assert none.dropped[DOESNT_FIT] == len(everything.choices)
 
 
 def test_the_best_is_a_line_for_the_recipe() -> None:
@@ -223,7 +227,7 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
 
 def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
     one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
-    assert searching._work(between(one, two, 4)) == searching._work(four)
+    assert work_of(between(one, two, 4)) == work_of(four)
     assert between(one, two, 4).tokens == four.tokens
 
 
@@ -243,9 +247,9 @@ def test_where_it_is_not_everything_is_counted(
 
 def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
     dropped: Counter[str] = Counter(search(model, optimizer, replace(space(), global_batch=2), rates()).dropped)
-    assert dropped[searching.DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
-    assert dropped[searching.TOO_FEW] > 0
-    assert dropped[searching.CANT_BE_CUT] > 0  # no experts
+    assert dropped[DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
+    assert dropped[TOO_FEW] > 0
+    assert dropped[CANT_BE_CUT] > 0  # no experts
 
 
 @pytest.mark.parametrize(

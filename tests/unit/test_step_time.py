@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, Work
+from lightning_shard.dryrun.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
 from lightning_shard.dryrun.devices import Achieved, Device, Link, device
 from lightning_shard.dryrun.links import Group, Groups, Links
 from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.optimizer import OptimizerState, StateTensor
-from lightning_shard.dryrun.time import DATA, IDLE, PRODUCTS, REPLICAS, TENSOR, Measured, Rates, Timing
+from lightning_shard.dryrun.rates import PRODUCTS, Measured, Rates
+from lightning_shard.dryrun.stage_time import DATA, REPLICAS
+from lightning_shard.dryrun.time import IDLE, Timing
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import build
 
