@@ -247,20 +247,28 @@ def _outcomes(
     outcomes: dict[Way, _Outcome] = {}
     with fake_tensors():
         make_fake(module)
+        has_dtensors = any(isinstance(parameter, DTensor) for parameter in module.parameters())
         for way in ways:
             try:
+                if has_dtensors:
+                    _get_to_know(module, model, batch, way, adds=not outcomes)
                 outcomes[way] = _outcome(module, model, batch, way)
             except Exception as error:  # of the user's code, and of torch's in it
                 return {}, f"{type(error).__name__}: {error}".partition("\n")[0]
     return outcomes, ""
 
 
+def _get_to_know(module: pl.LightningModule, model: Model, batch: Any, way: Way, *, adds: bool) -> None:
+    """Run on DTensors without counting: an operation's first call finds out its result's shape by another operation.
+
+    Args:
+        adds: Whether to run twice, so that gradients are added to the first run's: alike in all ways.
+    """
+    for _ in range(1 + adds):
+        _Watched(module, model).run(batch, way)
+
+
 def _outcome(module: pl.LightningModule, model: Model, batch: Any, way: Way) -> _Outcome:
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        # an operation's first call on DTensors finds out its result's shape by another one, which isn't a run's; the
-        # second of these runs adds gradients to the first one's
-        for _ in range(2):
-            _Watched(module, model).run(batch, way)
     for parameter in module.parameters():
         parameter.grad = None
     watched = _Watched(module, model)
