@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         label: Whose the next operations are.
+        around: A label under which what is made of another label's tensors is that label's.
         work: What they cost, by label.
         live: Bytes of all storages that were made inside and still live.
         peak: The most that ``live`` was.
@@ -58,6 +59,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, on_peak: Callable[[Ledger], None] | None = None) -> None:
         super().__init__()
         self.label: Hashable = None
+        self.around: Hashable = None
         self.work: dict[Hashable, Work] = defaultdict(Work)
         self.live = 0
         self.peak = 0
@@ -95,8 +97,15 @@ class Ledger(TorchDispatchMode):
         before = {leaf.untyped_storage()._cdata for leaf in given if not isinstance(leaf, DTensor)}
         for tensor in made:
             if tensor.untyped_storage()._cdata not in before:  # a view of what was there belongs to its maker
-                self._enter(tensor)
+                self._enter(tensor, self._maker(before))
         return result
+
+    def _maker(self, given: Iterable[int]) -> Hashable:
+        """Whose storages are that an operation makes of these."""
+        if self.around is None or self.label != self.around:
+            return self.label
+        labels = (self._made[key][2] for key in given if key in self._made)
+        return next((label for label in labels if label != self.around), self.label)
 
     def _count(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any, made: list[Tensor]) -> None:
         work = self.work[self.label]
@@ -117,17 +126,15 @@ class Ledger(TorchDispatchMode):
 
     def adopt(self, tensor: Tensor, label: Hashable) -> None:
         """Count a tensor from before."""
-        before, self.label = self.label, label
-        self._enter(tensor)
-        self.label = before
+        self._enter(tensor, label)
 
-    def _enter(self, tensor: Tensor) -> None:
+    def _enter(self, tensor: Tensor, label: Hashable) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._made:
             return
         nbytes = storage.nbytes()
-        self._made[key] = weakref.ref(storage, lambda _: self._leave(key)), nbytes, self.label
+        self._made[key] = weakref.ref(storage, lambda _: self._leave(key)), nbytes, label
         self._grow(nbytes)
 
     def _grow(self, nbytes: int) -> None:

@@ -28,11 +28,9 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     pictures = []
     if plan.schedule.stages > 1:
         pictures.append(draw_timeline(timeline, unit=unit, title=_title(timeline, unit)))
-    if len(plan.schedule.rows) == len(plan.stages):  # a stage on each rank
-        stages = [plan.stages[plan.schedule.stages_of(rank)[0]] for rank in range(len(plan.schedule.rows))]
-        curves = [_curve(timeline, rank, stage) for rank, stage in enumerate(stages)]
-        base = [float(min(moment.total for moment in stage.moments)) for stage in stages]
-        pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit))
+    curves = [_curve(timeline, rank, stage) for rank, stage in enumerate(plan.stages)]
+    base = [float(min(moment.total for moment in stage.moments)) for stage in plan.stages]
+    pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit))
     at_peak = {kind: [float(stage.peak.bytes.get(kind, 0)) for stage in plan.stages] for kind in KINDS}
     shown = {kind: values for kind, values in at_peak.items() if any(values)}
     pictures.append(draw_balance("What fills a device of each stage, at its peak", shown, limit=limit))

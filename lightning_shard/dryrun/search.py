@@ -36,6 +36,7 @@ from lightning_shard.dryrun.found import (
 from lightning_shard.dryrun.links import Groups
 from lightning_shard.dryrun.memory import Held, Stage, usable
 from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.moments import Rank
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Rates, dtype_of
 from lightning_shard.dryrun.scaled import between, kind_of, work_of
@@ -106,7 +107,11 @@ def search_module(
         global_batch,
         usable(profile.memory if device_memory is None else device_memory),
         most_samples=max(n for n in (1, 2, 4, 8) if samples % n == 0),
-        held=Held(reduce_each_microbatch=reduce_each_microbatch, reshard_after_forward=reshard_after_forward),
+        held=Held(
+            reduce_each_microbatch=reduce_each_microbatch,
+            reshard_after_forward=reshard_after_forward,
+            sends_stay=device_type == "cpu",
+        ),
     )
     return search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
 
@@ -337,12 +342,12 @@ class _Workshop:
 
     def _peak(self, key: Any, stage: Stage, schedule: Schedule, rank: int, flight: int, counts: Counts) -> int:
         """Microbatches after the first few are as these: what is kept has grown to its most by then."""
-        enough = min(schedule.microbatches, flight + 2)
+        enough = schedule.microbatches if stage.held.sends_stay else min(schedule.microbatches, flight + 2)
         later = (schedule.microbatches - enough) * counts.batch_bytes
         known = key, schedule.name, len(schedule.rows), rank, enough
         if known not in self._peaks:
-            row = schedule.first(enough).rows[rank]
-            self._peaks[known] = max(moment.total for moment in stage.moments(row))
+            moments = Rank({rank: stage}, schedule.first(enough), rank).moments()
+            self._peaks[known] = max(moment.total for moment in moments)
         return self._peaks[known] + later
 
     def _parts(self, choice: Choice, *, for_bound: bool = False) -> tuple[Counts, Layout, Schedule, Held]:

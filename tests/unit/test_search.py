@@ -17,8 +17,9 @@ from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device, device
 from lightning_shard.dryrun.found import CANT_BE_CUT, DOESNT_DIVIDE, DOESNT_FIT, TOO_FEW, Choice, Found
-from lightning_shard.dryrun.memory import Held, stage_memories
+from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.moments import stage_memories
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Rates
 from lightning_shard.dryrun.scaled import between, work_of
