@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,8 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.recompute import Recomputing
 from lightning_shard.pipeline.placement import size_text, table
 
-CANT_BE_CUT = "the module can't be cut so, or its step not be run then"
+CANT_BE_CUT = "the module can't be cut so"
+CANT_BE_COUNTED = "its step can't be counted when it is cut so"
 DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
 TOO_FEW = "fewer microbatches than stages"
 DOESNT_FIT = "a device's memory is too small"
@@ -137,7 +138,7 @@ class Found:
             f" {size_text(self.device_memory)} for tensors on each; {self.simulated} simulated"
         ]
         if self.choices:
-            rows = [choice.row for choice in self.choices]
+            rows = _merged([choice.row for choice in self.choices])
             numbers = (*Choice.HEADER[:5], "microbatches", *Choice.HEADER[-5:])
             lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), "", "the fastest, for a recipe:"]
             lines += [f"  {self.choices[0].overrides}"]
@@ -150,3 +151,12 @@ class Found:
         lines += [f"assumed: {text}" for text in self.assumed]
         lines += [f"unknown: {text}" for text in self.unknown]
         return "\n".join(lines)
+
+
+def _merged(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Rows that differ in nothing but their schedules' names become one."""
+    place = Choice.HEADER.index("schedule")
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        found.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
+    return [[*rest[:place], " or ".join(names), *rest[place:]] for rest, names in found.items()]

@@ -17,9 +17,11 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     """The timeline, memory over the step, and memory of each stage at its peak.
 
     Args:
-        timeline: Of a step, in seconds. Default: by the stages' counted costs, a backward as two forwards, without time
-            for sends: its unit is the count's.
+        timeline: Of a step, in seconds. Default: the plan's own on its device; or, where it has none, by the stages'
+            counted costs, a backward as two forwards, without time for sends: its unit is the count's.
     """
+    if timeline is None and plan.time is not None:
+        timeline = plan.time.timeline
     unit: Unit = seconds if timeline is not None else units
     if timeline is None:
         costs = [stage.cost for stage in plan.placement.stages] if plan.placement is not None else [1.0]

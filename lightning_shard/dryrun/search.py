@@ -25,6 +25,7 @@ from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device
 from lightning_shard.dryrun.devices import device as device_of
 from lightning_shard.dryrun.found import (
+    CANT_BE_COUNTED,
     CANT_BE_CUT,
     DOESNT_DIVIDE,
     DOESNT_FIT,
@@ -154,6 +155,7 @@ def _searched(workshop: _Workshop, most: int, exhaustively: bool) -> Found:
     space = workshop.space
     dropped: Counter[str] = Counter()
     candidates = list(workshop.bounded(dropped))
+    considered = len(candidates) + dropped.total()
     candidates.sort(key=lambda candidate: (candidate.bound, candidate.layout.tensor_parallel_size, candidate.samples))
     best: list[Choice] = []
     simulated = 0
@@ -174,7 +176,7 @@ def _searched(workshop: _Workshop, most: int, exhaustively: bool) -> Found:
     return Found(
         tuple(best[:most]),
         dict(dropped),
-        len(candidates) + sum(dropped[why] for why in (CANT_BE_CUT, DOESNT_DIVIDE, TOO_FEW)),
+        considered,
         simulated,
         space.devices,
         workshop.rates.device.name,
@@ -206,7 +208,7 @@ class _Workshop:
         self.scales = True
         self._scaled: dict[tuple[int, int, int], Counts | None] = {}
         self._counts: dict[tuple[int, int, int], Counts | None] = {}
-        self._cuts: dict[tuple[int, int], bool] = {}
+        self._why_not: dict[tuple[int, int], str] = {}
         self._likenesses: dict[Any, tuple[Any, ...]] = {}
         self._likes: dict[tuple[int, int], bool] = {}
         self._kinds: dict[int, dict[int, int]] = {}
@@ -248,32 +250,32 @@ class _Workshop:
                 if microbatches < stages:
                     dropped[TOO_FEW] += 1
                     continue
-                if self._for_bounds(layout.tensor_parallel_size, layout.expert_parallel_size, samples) is None:
-                    dropped[CANT_BE_CUT] += 1
+                sizes = layout.tensor_parallel_size, layout.expert_parallel_size
+                if self._for_bounds(*sizes, samples) is None:
+                    dropped[self._why_not[sizes]] += 1
                     continue
                 for schedule in space.schedules if stages > 1 else (None,):
                     for way in space.activation_checkpointing if self._model.blocks is not None else (None,):
                         yield Choice(layout, schedule, samples, microbatches, way)
 
     def _of(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        """``None``: the module can't be cut so."""
+        """``None``: the module can't be cut so, or not be counted then, with whatever number of samples."""
         key = tensor, expert, samples
         if key not in self._counts:
-            self._counts[key] = self._counted(*key) if self._can_be_cut(tensor, expert) else None
+            can_be_cut = (tensor, expert) not in self._why_not and self._can_be_cut(tensor, expert)
+            self._counts[key] = self._counted(*key) if can_be_cut else None
         return self._counts[key]
 
     def _can_be_cut(self, tensor: int, expert: int) -> bool:
-        if (tensor, expert) not in self._cuts:
-            module, settings = self._model.module, self._model.settings
-            try:
-                experts = resolve_experts(module, settings.expert_parallel_plan, expert)
-                if tensor > 1:
-                    resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
-            except ConfigurationError:
-                self._cuts[tensor, expert] = False
-            else:
-                self._cuts[tensor, expert] = bool(experts) or expert == 1
-        return self._cuts[tensor, expert]
+        module, settings = self._model.module, self._model.settings
+        try:
+            experts = resolve_experts(module, settings.expert_parallel_plan, expert)
+            if tensor > 1:
+                resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
+        except ConfigurationError:
+            self._why_not[tensor, expert] = CANT_BE_CUT
+            return False
+        return True
 
     def _for_bounds(self, tensor: int, expert: int, samples: int) -> Counts | None:
         if samples <= 2 or not self.scales:
@@ -296,9 +298,14 @@ class _Workshop:
         except ConfigurationError:
             if tensor == expert == 1:
                 raise
+            self._why_not[tensor, expert] = CANT_BE_CUT
             return None
-        # what was cut may fail to run, as heads that don't divide do; the whole module says why it does
-        return counts if counts.counted or tensor == expert == 1 else None
+        if counts.counted or tensor == expert == 1:  # of the whole module it is said why
+            return counts
+        # what was cut may fail to run, as heads that don't divide do
+        sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
+        self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {counts.reason})"
+        return None
 
     # -- of one choice
 

@@ -173,12 +173,13 @@ class Timing:
         step = (batches - 1) * before + timeline.duration + self.optimizer + self.ties
         times = self._turns.microbatches * batches * layout.data_parallel_size
         flops = None if flops_per_sample is None else flops_per_sample * counts.samples * times
-        bytes_sent = [sent(stage, self.held, layout, self._turns) for stage in self._made]
         runs = self._turns.microbatches * batches
-        for cut, (transfer, nbytes) in enumerate(zip(self.transfers, self._crossing)):
-            for end in (cut, cut + 1):  # values one way, gradients the other
-                if transfer:
-                    bytes_sent[end][PIPELINE] = bytes_sent[end].get(PIPELINE, 0.0) + runs * nbytes
+        bytes_sent = []
+        for own in self._own:
+            crossing = sum(self._crossing[cut] for stage in own for cut in self._cuts_of(stage) if self.transfers[cut])
+            of_stages = [sent(self._made[stage], self.held, layout, self._turns) for stage in own]
+            # values one way, gradients the other
+            bytes_sent.append(total([*of_stages, *([{PIPELINE: runs * crossing}] if crossing else [])]))
         axes = dict.fromkeys(axis for of in bytes_sent for axis in of)
         return StepTime(
             device=self.rates.device.name,
@@ -195,6 +196,10 @@ class Timing:
             unknown=self._unknown(),
             assumed=(*self.rates.device.assumptions, *counts.assumed),
         )
+
+    def _cuts_of(self, stage: int) -> range:
+        """The cuts at a stage's ends."""
+        return range(max(0, stage - 1), min(stage + 1, len(self._crossing)))
 
     def _spent(self, step: float) -> dict[str, float]:
         """The busiest rank's step, by what."""

@@ -253,6 +253,48 @@ def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
     assert dropped[CANT_BE_CUT] > 0  # no experts
 
 
+class OfFixedWidth(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu().view(*x.shape[:-1], 4 * WIDTH))
+
+
+class CutInVain(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.blocks = nn.ModuleList(OfFixedWidth() for _ in range(BLOCKS))
+
+
+def test_what_cant_be_counted_is_thrown_out_with_its_reason(
+    model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    plain = searching.count
+
+    def counted(model: Model, **sizes: int) -> Counts:
+        tried.append(sizes)
+        return plain(model, **sizes)
+
+    monkeypatch.setattr(searching, "count", counted)
+    in_vain = Model.of(CutInVain, model.batch, model.settings, stages=BLOCKS)
+    found = search(in_vain, optimizer, space(), rates(), most=10**6)
+    reasons = [why for why in found.dropped if why.startswith("its step can't be counted when it is cut so (")]
+    for size, why in zip((2, 4), sorted(reasons), strict=True):
+        assert f"(tensor_parallel_size={size}: RuntimeError: " in why
+    whole = {layout for layout in layouts(DEVICES, BLOCKS) if layout.tensor_parallel_size == 1}
+    assert {choice.layout for choice in found.choices} <= whole
+    assert found.choices
+    assert len([sizes for sizes in tried if sizes["tensor_parallel_size"] == 2]) == 1  # whatever the microbatch
+
+
+def test_rows_that_differ_by_their_schedules_name_alone_are_one(everything: Found) -> None:
+    first = next(choice for choice in everything.choices if choice.schedule == "1F1B")
+    again = replace(first, schedule="Eager1F1B")
+    slower = replace(first, microbatches=2 * first.microbatches)
+    said = str(replace(everything, choices=(first, again, slower)))
+    assert sum("1F1B or Eager1F1B" in line for line in said.splitlines()) == 1
+    assert said.count(" × ") == str(replace(everything, choices=(first, slower))).count(" × ")
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
