@@ -76,13 +76,14 @@ class Ledger(TorchDispatchMode):
     def by_label(self) -> dict[Hashable, int]:
         """Bytes that live, by the label of what made them."""
         found: dict[Hashable, int] = defaultdict(int)
-        for _, nbytes, label in self._made.values():
+        for nbytes, label in self.storages().values():
             found[label] += nbytes
         return found
 
     def storages(self) -> dict[int, tuple[int, Hashable]]:
         """Bytes and label of each storage that lives, by its identity (``UntypedStorage._cdata``)."""
-        return {key: (nbytes, label) for key, (_, nbytes, label) in self._made.items()}
+        made = self._made.copy()  # other threads free storages meanwhile
+        return {key: (nbytes, label) for key, (_, nbytes, label) in made.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
