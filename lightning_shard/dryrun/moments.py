@@ -242,7 +242,7 @@ class _Step:
                 yield self._moment(action, part.name, gathered, converting, part.output, crossing)
                 self._whole[id(unit)] = unit.accumulated
         if reduces:
-            yield from self._reduce_others(action, order[-1][0].name, ends_batch=ends_batch)
+            yield from self._reduce_others(action, order[-1][0].name, crossing, ends_batch=ends_batch)
         if action.kind != "W":
             self._send_gradient(action)
         if adds:
@@ -258,13 +258,13 @@ class _Step:
         whole = sum(p.numel * root.gradient(p).itemsize for p in part.parameters if p.requires_grad)
         self._whole[id(root)] = min(self._whole.get(id(root), 0) + whole, root.accumulated)
 
-    def _reduce_others(self, action: Action, part: str, *, ends_batch: bool) -> Iterator[Moment]:
+    def _reduce_others(self, action: Action, part: str, crossing: int, *, ends_batch: bool) -> Iterator[Moment]:
         """What isn't in this stage's blocks: the root and, last of all, what the rank's other stages have added up."""
         rank = self._rank
         for unit in [unit for unit in rank.units if ends_batch and id(unit) in self._whole]:
             self._free(unit, ends_batch=True)
-            yield self._reduce(action, part, unit, rank.root.gathered + self._blocks)
-        yield self._reduce(action, part, rank.root, 0 if ends_batch else rank.root.gathered)
+            yield self._reduce(action, part, unit, rank.root.gathered + self._blocks, crossing=crossing)
+        yield self._reduce(action, part, rank.root, 0 if ends_batch else rank.root.gathered, crossing=crossing)
 
     def _send_gradient(self, action: Action) -> None:
         sent = self._rank.brought[action.stage]

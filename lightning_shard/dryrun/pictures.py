@@ -217,7 +217,7 @@ def draw_curves(
     legend += [("limit", f"a device's {gibibytes(limit)}")] if limit else []
     _head(picture, legend)
     if limit_bytes and not limit:
-        _tell_far(picture, f"a device has {gibibytes(limit_bytes)}")
+        _tell_far(picture, gibibytes(limit_bytes))
     scale = _TimeAxis(until or timeline.duration, picture.width)
     _time_ticks(picture, scale, unit)
     for rank in ranks:
@@ -286,7 +286,7 @@ def draw_balance(
     colors = dict(zip(kinds, _colors(kinds)))
     _head(picture, [(colors[kind], kind) for kind in kinds] + ([("limit", f"limit {unit(near)}")] if near else []))
     if limit and not near:
-        _tell_far(picture, f"the limit is {unit(limit)}")
+        _tell_far(picture, unit(limit))
     room = picture.width - LEFT - RIGHT
     for number in range(count):
         y = TOP + number * (BAR + ROW_GAP)
@@ -380,9 +380,9 @@ def _near(limit: float | None, most: float) -> float | None:
     return limit if limit and limit <= FAR * most else None
 
 
-def _tell_far(picture: Picture, text: str) -> None:
-    """Of a limit that is far above what is drawn."""
-    picture.add(Text(picture.width - 12, 13, f"{text}, far above", "limit", anchor="end"))
+def _tell_far(picture: Picture, limit: str) -> None:
+    """Of a limit that is too far to be drawn."""
+    picture.add(Text(picture.width - 12, 13, f"limit {limit}, not drawn", "limit", anchor="end"))
 
 
 def _time_ticks(picture: Picture, scale: _TimeAxis, unit: Unit) -> None:

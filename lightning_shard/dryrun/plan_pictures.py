@@ -35,7 +35,8 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit))
     at_peak = {kind: [float(stage.peak.bytes.get(kind, 0)) for stage in plan.stages] for kind in KINDS}
     shown = {kind: values for kind, values in at_peak.items() if any(values)}
-    pictures.append(draw_balance("What fills a device of each stage, at its peak", shown, limit=limit))
+    of = "stage" if len(plan.stages) == plan.schedule.stages else "rank"
+    pictures.append(draw_balance(f"What fills a device of each {of}, at its peak", shown, limit=limit, of=of))
     return pictures
 
 

@@ -58,6 +58,11 @@ class Rates:
     def read(self, nbytes: float) -> float:
         return nbytes / self._memory
 
+    def to_host(self, nbytes: float) -> float:
+        """To the host's memory or from there; 0 where the profile doesn't say how fast that is."""
+        bandwidth = self.device.host_bandwidth
+        return 0.0 if bandwidth is None else nbytes / (bandwidth * self.device.achieved.links)
+
     def spent(self, work: Work, groups: Groups) -> dict[str, float]:
         products = max(work.flops / self._products, self.read(work.moved - work.beside))
         return {PRODUCTS: products, MEMORY: self.read(work.beside), **self._sent(work, groups)}

@@ -140,8 +140,8 @@ def search(
             raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
     if space.held.cpu_offload:
         raise ConfigurationError(
-            "cpu_offload=True can't be searched, since a profile says nothing of a host: leave it out, and plan the"
-            " layout that was found with it."
+            "cpu_offload=True can't be searched, since an optimizer's step on the host isn't timed: leave it out, and"
+            " plan the layout that was found with it."
         )
     workshop = _Workshop(model, optimizer, space, rates)
     try:

@@ -2,7 +2,8 @@
 
 Beside what its parts cost (``rates.py``) a rank spends *data*: parameters that are gathered and gradients that are
 reduced, as far as they don't go on beside computation. A unit is gathered while the one before it computes, and reduced
-while the next one does; one after the other on a link.
+while the next one does; one after the other on a link. With ``cpu_offload``, its shards are copied from the host's
+memory before it is gathered, and those of its gradients to there after they are reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StageTime:
         weights: What of ``backward`` is the gradients of weights alone, which nobody waits for.
         first: What the first forward of a batch takes beside: what is gathered then stays so.
         last: What the last backward before an optimizer step takes beside, to reduce gradients.
-        optimizer: The optimizer's step.
+        optimizer: The optimizer's step; 0 where that is in the host's memory, which isn't known.
     """
 
     forward: Seconds
@@ -92,8 +93,9 @@ def stage_time(stage: Stage, samples: int, held: Held, groups: Groups, rates: Ra
     spent = [rates.of_part(part, cost, groups, samples) for part, cost in pairs]
     forwards, backwards = ([sum(of[way].values()) for of in spent] for way in (0, 1))
     units = _units_in_turn(stage)
-    gathers, reduces = [_gather(unit, groups, rates) for unit in units], [_reduce(u, groups, rates) for u in units]
-    gathers_root, reduces_root = _gather(stage.root, groups, rates), _reduce(stage.root, groups, rates)
+    offloads = held.cpu_offload
+    *gathers, gathers_root = (_gather(unit, groups, rates, offloads) for unit in (*units, stage.root))
+    *reduces, reduces_root = (_reduce(unit, groups, rates, offloads) for unit in (*units, stage.root))
 
     def forward(gathering: bool, root: float = 0.0) -> float:
         pieces = [_Piece(c, g if gathering else 0.0) for c, g in zip(forwards, gathers)]
@@ -117,7 +119,7 @@ def stage_time(stage: Stage, samples: int, held: Held, groups: Groups, rates: Ra
         weights=0.5 * own * (plain / run if run else 1.0),
         first=forward(True, gathers_root) - each_forward,
         last=0.0 if each else backward(regathers, True) - each_backward,
-        optimizer=rates.read(_stepped(stage)),
+        optimizer=0.0 if offloads else rates.read(_stepped(stage)),
     )
 
 
@@ -150,14 +152,15 @@ def _of_unit(unit: Unit, *, gradients: bool) -> tuple[float, float]:
     return shared, experts
 
 
-def _gather(unit: Unit | None, groups: Groups, rates: Rates) -> float:
+def _gather(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> float:
     if unit is None:
         return 0.0
     shared, experts = _of_unit(unit, gradients=False)
-    return rates.links.gather(groups.shards, shared) + rates.links.gather(groups.expert_shards, experts)
+    copied = rates.to_host(unit.held) if offloads else 0.0
+    return copied + rates.links.gather(groups.shards, shared) + rates.links.gather(groups.expert_shards, experts)
 
 
-def _reduce(unit: Unit | None, groups: Groups, rates: Rates) -> float:
+def _reduce(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> float:
     """Reduced to shards, and these over replicas."""
     if unit is None:
         return 0.0
@@ -168,6 +171,7 @@ def _reduce(unit: Unit | None, groups: Groups, rates: Rates) -> float:
         links.gather(groups.shards, shared)
         + links.gather(groups.expert_shards, experts)
         + links.reduce(groups.replicas, shards)
+        + (rates.to_host(unit.reduced) if offloads else 0.0)
     )
 
 

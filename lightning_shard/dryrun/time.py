@@ -226,7 +226,9 @@ class Timing:
         if not self._made[0].knows_optimizer:
             found.append("the optimizer's state, which its step reads and writes")
         if self.held.cpu_offload:
-            found.append("copies to and from the host's memory, and the optimizer's step there")
+            found.append("the optimizer's step in the host's memory")
+            if self.rates.device.host_bandwidth is None:
+                found.append("copies to and from the host's memory: the device's profile doesn't say host_bandwidth")
         return tuple(found)
 
 
