@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.dryrun.counts import Counts, PartCount
+from lightning_shard.dryrun.counts import Counts, PartCount, Work
+
+ALIKE = 1e-3
+"""How far work may be from even growth: one sample spares a copy here and there, which two don't."""
 
 
 def between(one: Counts, two: Counts, samples: int) -> Counts:
@@ -31,13 +35,25 @@ def _grown(one: Any, two: Any, times: int) -> Any:
     return one
 
 
-def work_of(counts: Counts) -> list[Any]:
-    """What bounds are made of."""
+def is_like(counted: Counts, scaled: Counts) -> bool:
+    """Whether the work of two counts, of which bounds are made, agrees within :data:`ALIKE`; peaks may differ."""
+    return _is_near(_work_of(counted), _work_of(scaled))
+
+
+def _work_of(counts: Counts) -> list[Any]:
     parts = [*counts.blocks, *(part for _, part in counts.parts), *counts.everywhere, counts.loss]
-    return [
-        (part.output, [(cost.forward, cost.backward) for cost in (part.plain, part.recomputed, part.selective)])
-        for part in parts
-    ]
+    costs = [cost for part in parts for cost in (part.plain, part.recomputed, part.selective)]
+    return [*(part.output for part in parts), *(work for cost in costs for work in (cost.forward, cost.backward))]
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    if isinstance(one, int):
+        return math.isclose(one, other, rel_tol=ALIKE)
+    if isinstance(one, Mapping):
+        return all(_is_near(one.get(key, 0), other.get(key, 0)) for key in {**one, **other})
+    if isinstance(one, Work):
+        return _is_near(list(vars(one).values()), list(vars(other).values()))
+    return all(_is_near(a, b) for a, b in zip(one, other, strict=True))
 
 
 def kind_of(part: PartCount) -> Any:

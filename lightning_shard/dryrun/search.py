@@ -7,7 +7,7 @@ though few are simulated.
 
 Every layout takes the same global batch for a step. With one stage, its microbatches are batches whose gradients are
 accumulated. For bounds, operations and bytes of a microbatch are those of one sample and those of each further one;
-what is put on a clock is counted, and if that disagrees, everything is.
+what is put on a clock is counted, and if that disagrees by more than bounds are lowered for it, everything is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.moments import Rank
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Rates, dtype_of
-from lightning_shard.dryrun.scaled import between, kind_of, work_of
+from lightning_shard.dryrun.scaled import ALIKE, between, is_like, kind_of
 from lightning_shard.dryrun.space import Space, divisors, layouts
 from lightning_shard.dryrun.stage_time import StageTime, stage_time
 from lightning_shard.dryrun.time import Timing, crossings, model_flops, ties
@@ -232,7 +232,7 @@ class _Workshop:
     def bounded(self, dropped: Counter[str]) -> Iterator[Choice]:
         """Each choice that could run, with its bound."""
         for choice in self._choices(dropped):
-            yield replace(choice, bound=self.timing(choice, for_bound=True).bound())
+            yield replace(choice, bound=(1 - ALIKE) * self.timing(choice, for_bound=True).bound())
 
     def _choices(self, dropped: Counter[str]) -> Iterator[Choice]:
         space = self.space
@@ -382,10 +382,9 @@ class _Workshop:
         return counts, layout, schedule, held
 
     def _is_like(self, counted: Counts, scaled: Counts) -> bool:
-        """Peaks aside, which don't grow evenly."""
         key = id(counted), id(scaled)
         if key not in self._likes:
-            self._likes[key] = work_of(counted) == work_of(scaled)
+            self._likes[key] = is_like(counted, scaled)
         return self._likes[key]
 
     def _blocks(self, stages: int) -> list[range]:

@@ -22,7 +22,7 @@ from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.moments import stage_memories
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Rates
-from lightning_shard.dryrun.scaled import between, work_of
+from lightning_shard.dryrun.scaled import ALIKE, between, is_like
 from lightning_shard.dryrun.search import search
 from lightning_shard.dryrun.space import Space, layouts
 from lightning_shard.dryrun.time import Timing
@@ -228,7 +228,15 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
 
 def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
     one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
-    assert work_of(between(one, two, 4)) == work_of(four)
+    assert between(one, two, 4).blocks[1].plain.forward == four.blocks[1].plain.forward
+    assert is_like(four, between(one, two, 4))
+    assert not is_like(four, between(one, two, 5))
+    flops = four.blocks[1].plain.forward.flops
+    for change, said in ((ALIKE / 2, True), (2 * ALIKE, False)):
+        forward = replace(four.loss.plain.forward, flops=flops)
+        loss = replace(four.loss, plain=replace(four.loss.plain, forward=forward))
+        further = replace(loss, plain=replace(loss.plain, forward=replace(forward, flops=round(flops * (1 + change)))))
+        assert is_like(replace(four, loss=loss), replace(four, loss=further)) is said
     assert between(one, two, 4).tokens == four.tokens
 
 
