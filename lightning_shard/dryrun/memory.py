@@ -243,7 +243,7 @@ class Stage:
     def _is_sharded(self) -> bool:
         """Whether parameters are FSDP2's; as :mod:`lightning_shard.parallel.data` decides it."""
         layout = self._layout
-        if layout.data_parallel_size > 1 or layout.tensor_parallel_size > 1 or self.held.cpu_offload:
+        if layout.data_parallel_size > 1 or self.held.cpu_offload:
             return True
         parameters = [p for part in self.counts.of_stage(range(len(self.counts.blocks))) for p in part.parameters]
         return any(p.gathered_dtype is not None or p.dtype not in _WHOLE for p in parameters)
