@@ -21,7 +21,7 @@ from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
 from lightning_shard.dryrun.step_time import StepTime, share_text
 from lightning_shard.dryrun.stored import Stored, stored
-from lightning_shard.dryrun.time import Timing, model_flops
+from lightning_shard.dryrun.time import IN_TWO_PARTS, Timing, model_flops
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
@@ -37,6 +37,10 @@ from lightning_shard.plugin.steps.schedules import candidates, that_fit
 _UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
 """Kinds of memory, as the table names them."""
+_IN_TWO_PARTS = (
+    f"a backward in two parts takes {IN_TWO_PARTS:g} times as long, and between them a stage keeps twice what its"
+    " forward kept: less than that, where only weights of matrix products come later"
+)
 _FROM_THE_STEP = ("activations", "received", "loss", "working")
 """Kinds that aren't known where the step wasn't counted."""
 
@@ -391,6 +395,8 @@ class Planner:
         blocks_in_all = len(self.model.blocks.names) if self.model.blocks is not None else 1
         order = that_fit(orders, blocks_in_all, run.placement)[0]
         counts = self.counts(layout, run.microbatches)
+        if order.splits_backwards:
+            counts = replace(counts, assumed=(*counts.assumed, _IN_TWO_PARTS))
         placement = self.placed(layout, run, order)
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
         stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)
