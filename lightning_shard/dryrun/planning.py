@@ -21,7 +21,7 @@ from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
 from lightning_shard.dryrun.step_time import StepTime, share_text
 from lightning_shard.dryrun.stored import Stored, stored
-from lightning_shard.dryrun.time import IN_TWO_PARTS, Timing, model_flops
+from lightning_shard.dryrun.time import Timing, model_flops
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
@@ -38,8 +38,8 @@ _UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
 """Kinds of memory, as the table names them."""
 _IN_TWO_PARTS = (
-    f"a backward in two parts takes {IN_TWO_PARTS:g} times as long, and between them a stage keeps twice what its"
-    " forward kept: less than that, where only weights of matrix products come later"
+    "between both parts of a backward a stage keeps twice what its forward kept: it is less where only the gradients of"
+    " matrix products' weights come later"
 )
 _FROM_THE_STEP = ("activations", "received", "loss", "working")
 """Kinds that aren't known where the step wasn't counted."""
