@@ -128,6 +128,7 @@ def cases() -> Iterator[Case]:
         (0, {"activation_checkpointing": "selective"}),
         (0, {"precision": "bf16-mixed"}),
         (0, {"precision": "bf16-true"}),
+        (2, {"schedule": "Interleaved1F1B"}),
         (3, {"precision": "bf16-mixed"}),
         (3, {"schedule": "GPipe"}),
         (3, {"reshard_after_forward": True}),

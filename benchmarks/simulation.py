@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lib.report import RESULTS, machine
+from benchmarks.lib.sleeping import Sleeping
 from lightning_shard import HybridShardStrategy
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.orders import SCHEDULES, build
@@ -51,21 +52,6 @@ WHOLE = ["1F1B", "Eager1F1B", "GPipe", "Interleaved1F1B"]
 """Of the schedules with names, those with whole backwards: the time of a backward's parts isn't set by sleeping."""
 SLEEPS_S = {2: (0.08, 0.12), 4: (0.10, 0.06, 0.08, 0.12)}
 """A forward of each block; a backward takes twice that."""
-
-
-class Sleeping(torch.autograd.Function):
-    """Takes its time and no core."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ from lightning_shard.dryrun.counts import AROUND, LOSS
 from lightning_shard.dryrun.devices import Device, Link
 from lightning_shard.dryrun.devices import device as device_of
 from lightning_shard.dryrun.model import Model, fake_trainer
-from lightning_shard.dryrun.time import Measured
+from lightning_shard.dryrun.rates import Measured
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import with_forward
 from lightning_shard.pipeline import tree

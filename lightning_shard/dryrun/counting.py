@@ -203,6 +203,7 @@ class _Outcome:
     kept: Mapping[Hashable, int]
     growth: Mapping[Hashable, int]
     adding: Mapping[Hashable, int]
+    left: Mapping[Hashable, int]
     outputs: dict[str | int, int]
     stands_for: dict[int, int]
 
@@ -210,13 +211,15 @@ class _Outcome:
         if isinstance(key, int):
             key = self.stands_for.get(key, key)
         forward, backward = ("forward", key), ("backward", key)
+        kept = self.kept.get(forward, 0)
         return Cost(
             _work(self.work.get(forward), tensor, expert),
             _work(self.work.get(backward), tensor, expert),
-            self.kept.get(forward, 0),
+            kept,
             self.growth.get(forward, 0),
             self.growth.get(backward, 0),
             self.adding.get(backward, 0),
+            max(0, kept - self.left.get(forward, kept)),
         )
 
 
@@ -247,20 +250,28 @@ def _outcomes(
     outcomes: dict[Way, _Outcome] = {}
     with fake_tensors():
         make_fake(module)
+        has_dtensors = any(isinstance(parameter, DTensor) for parameter in module.parameters())
         for way in ways:
             try:
+                if has_dtensors:
+                    _get_to_know(module, model, batch, way, adds=not outcomes)
                 outcomes[way] = _outcome(module, model, batch, way)
             except Exception as error:  # of the user's code, and of torch's in it
                 return {}, f"{type(error).__name__}: {error}".partition("\n")[0]
     return outcomes, ""
 
 
+def _get_to_know(module: pl.LightningModule, model: Model, batch: Any, way: Way, *, adds: bool) -> None:
+    """Run on DTensors without counting: an operation's first call finds out its result's shape by another operation.
+
+    Args:
+        adds: Whether to run twice, so that gradients are added to the first run's: alike in all ways.
+    """
+    for _ in range(1 + adds):
+        _Watched(module, model).run(batch, way)
+
+
 def _outcome(module: pl.LightningModule, model: Model, batch: Any, way: Way) -> _Outcome:
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        # an operation's first call on DTensors finds out its result's shape by another one, which isn't a run's; the
-        # second of these runs adds gradients to the first one's
-        for _ in range(2):
-            _Watched(module, model).run(batch, way)
     for parameter in module.parameters():
         parameter.grad = None
     watched = _Watched(module, model)
@@ -291,6 +302,7 @@ class _Watched:
         self._begun = 0
         self._likes = Likes() if stands_in else None
         self._outputs: dict[str | int, int] = {}
+        self._left: dict[Hashable, int] = {}
 
     def run(self, batch: Any, way: Way) -> _Outcome:
         """A forward and a backward of the user's step."""
@@ -310,6 +322,7 @@ class _Watched:
             if self.model.device_type != "cpu":
                 stack.enter_context(AsOnDevices())
             stack.enter_context(ledger)
+            ledger.around = ("forward", AROUND)
             ledger.begin(("forward", AROUND if self.places else LOSS))
             with self.model.autocast():
                 loss = self.model.loss_of(module, given)
@@ -317,7 +330,7 @@ class _Watched:
             ledger.begin(("backward", LOSS))
             loss.backward()
         stands_for = self._likes.stands_for if self._likes else {}
-        return _Outcome(dict(ledger.work), kept, dict(ledger.growth), {}, self._outputs, stands_for)
+        return _Outcome(dict(ledger.work), kept, dict(ledger.growth), {}, self._left, self._outputs, stands_for)
 
     def differ(self, outcome: _Outcome) -> bool:
         """Whether of two blocks that were taken to be alike one costs more."""
@@ -374,6 +387,7 @@ class _Watched:
 
     def _begin_backward(self, key: str | int, _gradient: Tensor) -> None:
         self.ledger.begin(("backward", key))
+        self._left["forward", key] = self.ledger.by_label()["forward", key]
 
 
 def _without_data(leaf: Any) -> Any:

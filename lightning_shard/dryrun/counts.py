@@ -50,6 +50,7 @@ class Cost:
         forward_peak: The most bytes by which memory grows in its forward over what it was when that began.
         backward_peak: The same in its backward, where weights have no gradients yet: those it makes are among it.
         adding_peak: The same where they have, and new ones are added to them one at a time.
+        freed: What of ``kept`` is free when its backward begins, since what runs after it had been its last user.
     """
 
     forward: Work = Work()
@@ -58,6 +59,7 @@ class Cost:
     forward_peak: int = 0
     backward_peak: int = 0
     adding_peak: int = 0
+    freed: int = 0
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Device:
         per_machine: How many devices a machine has.
         source: Where the numbers are from.
         notes: What of them is assumed.
+        host_bandwidth: Bytes per second between a device and its host's memory, in one direction; ``None``: not known.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Device:
     achieved: Achieved = Achieved()
     source: str = ""
     notes: tuple[str, ...] = ()
+    host_bandwidth: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Operations per second.
@@ -114,6 +116,8 @@ class Device:
         )
 
 
+_OPTIONAL = ("achieved", "notes", "host_bandwidth")
+"""What a profile of one's own needn't say."""
 _LATENCY_INSIDE_S = 5e-6
 _LATENCY_BETWEEN_S = 10e-6
 
@@ -361,7 +365,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     _check_names(given, known, f"device {own!r}")
     base = asdict(device(based_on)) if based_on is not None else {"source": "the user's profile"}
     values = {**base, "name": own, **given}
-    missing = [name for name in known if values.get(name, {}) == {} and name not in ("achieved", "notes")]
+    missing = [name for name in known if values.get(name, {}) == {} and name not in _OPTIONAL]
     if missing:
         raise ConfigurationError(
             f"device {own!r} must say {', '.join(missing)}: add {'them' if len(missing) > 1 else 'it'}, or say"
@@ -382,6 +386,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
         Achieved(**{name: _fraction(value, f"achieved.{name}") for name, value in values["achieved"].items()}),
         f"the user's profile, based on {based_on}" if based_on else str(values["source"]),
         tuple(map(str, values.get("notes", ()))),
+        None if values.get("host_bandwidth") is None else _above_zero(values["host_bandwidth"], "host_bandwidth"),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         label: Whose the next operations are.
+        around: A label under which what is made of another label's tensors is that label's.
         work: What they cost, by label.
         live: Bytes of all storages that were made inside and still live.
         peak: The most that ``live`` was.
@@ -58,6 +59,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, on_peak: Callable[[Ledger], None] | None = None) -> None:
         super().__init__()
         self.label: Hashable = None
+        self.around: Hashable = None
         self.work: dict[Hashable, Work] = defaultdict(Work)
         self.live = 0
         self.peak = 0
@@ -74,18 +76,21 @@ class Ledger(TorchDispatchMode):
     def by_label(self) -> dict[Hashable, int]:
         """Bytes that live, by the label of what made them."""
         found: dict[Hashable, int] = defaultdict(int)
-        for _, nbytes, label in self._made.values():
+        for nbytes, label in self.storages().values():
             found[label] += nbytes
         return found
 
     def storages(self) -> dict[int, tuple[int, Hashable]]:
         """Bytes and label of each storage that lives, by its identity (``UntypedStorage._cdata``)."""
-        return {key: (nbytes, label) for key, (_, nbytes, label) in self._made.items()}
+        made = self._made.copy()  # other threads free storages meanwhile
+        return {key: (nbytes, label) for key, (_, nbytes, label) in made.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operations on local tensors, which come here too
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a tensor for its device, as most calls on fake tensors do
+            return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -93,8 +98,15 @@ class Ledger(TorchDispatchMode):
         before = {leaf.untyped_storage()._cdata for leaf in given if not isinstance(leaf, DTensor)}
         for tensor in made:
             if tensor.untyped_storage()._cdata not in before:  # a view of what was there belongs to its maker
-                self._enter(tensor)
+                self._enter(tensor, self._maker(before))
         return result
+
+    def _maker(self, given: Iterable[int]) -> Hashable:
+        """Whose storages are that an operation makes of these."""
+        if self.around is None or self.label != self.around:
+            return self.label
+        labels = (self._made[key][2] for key in given if key in self._made)
+        return next((label for label in labels if label != self.around), self.label)
 
     def _count(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any, made: list[Tensor]) -> None:
         work = self.work[self.label]
@@ -108,24 +120,22 @@ class Ledger(TorchDispatchMode):
         counted = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
         if counted is not None:
             work.flops += counted(*args, **kwargs, out_val=result)
-        if not func.is_view and func.namespace != "prim":
+        if not func.is_view:
             moved = sum(map(_nbytes, given)) + sum(map(_nbytes, made))
             work.moved += moved
             work.beside += moved if counted is None else 0
 
     def adopt(self, tensor: Tensor, label: Hashable) -> None:
         """Count a tensor from before."""
-        before, self.label = self.label, label
-        self._enter(tensor)
-        self.label = before
+        self._enter(tensor, label)
 
-    def _enter(self, tensor: Tensor) -> None:
+    def _enter(self, tensor: Tensor, label: Hashable) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._made:
             return
         nbytes = storage.nbytes()
-        self._made[key] = weakref.ref(storage, lambda _: self._leave(key)), nbytes, self.label
+        self._made[key] = weakref.ref(storage, lambda _: self._leave(key)), nbytes, label
         self._grow(nbytes)
 
     def _grow(self, nbytes: int) -> None:

@@ -1,22 +1,13 @@
-"""How much memory each stage's ranks need, moment by moment of a step. Pure arithmetic on counts.
+"""What a stage holds: its parts, and its parameters in the units that FSDP2 gathers. Pure arithmetic on counts.
 
-A rank holds, at the moment when it runs one part of one microbatch:
-
-* its shards of parameters and of the optimizer's state, and of gradients from where they are reduced;
-* *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: what isn't in a block for the whole
-  step, blocks for the whole step or while they run, and the buffer of one all-gather;
-* gradients that aren't reduced yet, and the buffer of one reduce-scatter;
-* *activations*: what autograd keeps of the microbatches in flight; apart from these what was *received* from the stage
-  before, and of the *loss*, with all that runs after the last block;
-* *working* memory of the part that runs: by how much memory grows while it does.
-
-Not counted are what a device's driver, its allocator's fragments and communicators take: see ``RESERVED``.
+What its ranks hold at each moment of a step is in ``moments.py``. Not counted are what a device's driver, its
+allocator's fragments and communicators take: see ``RESERVED``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,15 +17,14 @@ from lightning_shard.dryrun.counts import Counts, ParameterCount, PartCount
 from lightning_shard.dryrun.optimizer import OptimizerState
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.recompute import Recomputing, chosen
-from lightning_shard.pipeline.schedule import Action, Schedule
+from lightning_shard.pipeline.schedule import Action
 
 RESERVED = 0.06
 """Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working", "batch")
+_KINDS = {"F": "forward", "B": "backward", "I": "inputs' backward", "W": "weights' backward"}
 _WHOLE = (torch.float32, torch.float64)
 """Types of parameters that a single rank holds as they are, without FSDP2."""
-_KEPT = ("activations", "received", "loss")
-"""Kinds of what is kept for microbatches in flight."""
 
 
 def usable(device_memory: int) -> int:
@@ -48,6 +38,8 @@ class Held:
 
     Attributes:
         accumulates: Batches for an optimizer step (``accumulate_grad_batches``).
+        sends_stay: Whether what was sent to another stage lives until the end of the step, as with gloo; else only the
+            last of it does.
     """
 
     activation_checkpointing: Recomputing = None
@@ -55,6 +47,7 @@ class Held:
     reduce_each_microbatch: bool = False
     reshard_after_forward: bool | None = None
     accumulates: int = 1
+    sends_stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,22 +70,27 @@ class Moment:
     def __str__(self) -> str:
         if self.action is None:
             return "optimizer step"
-        what = "forward" if self.action.kind == "F" else "backward"
+        what = {"F": "forward", "I": "backward for inputs", "W": "backward for weights"}.get(
+            self.action.kind, "backward"
+        )
         return f"{what} of {self.part}, microbatch {self.action.microbatch}"
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of a rank of one stage: the one that holds most, where shards differ.
+    """Of a rank with its stage, or its stages: the one that holds most, where shards differ.
 
     Attributes:
+        stages: What it has, in the order of the network: most schedules give a rank one.
+        in_flight: The most microbatches that it keeps something of at a time, for each of its stages.
         peak: The moment at which its device holds most.
         host: Bytes in the host's memory, by kind: what is offloaded, and an asynchronous save's copy.
         moments: In the order of a step.
         parameters: Elements that a rank holds.
     """
 
-    stage: int
+    stages: tuple[int, ...]
+    in_flight: tuple[int, ...]
     peak: Moment
     host: Mapping[str, int]
     moments: tuple[Moment, ...]
@@ -138,13 +136,13 @@ class Unit:
         halves = any(_gathered(p) in (torch.bfloat16, torch.float16) for p in self.parameters)
         return torch.float32 if halves else None
 
-    def _gradient(self, parameter: ParameterCount) -> torch.dtype:
+    def gradient(self, parameter: ParameterCount) -> torch.dtype:
         return self.reduces_in or parameter.dtype
 
     @cached_property
     def accumulated(self) -> int:
         """Gradients of whole parameters, in the type in which they are added up."""
-        return sum(p.numel * self._gradient(p).itemsize for p in self._trained)
+        return sum(p.numel * self.gradient(p).itemsize for p in self._trained)
 
     @cached_property
     def fresh(self) -> int:
@@ -162,7 +160,7 @@ class Unit:
         if not self.is_sharded:
             return 0
         trained = ((p, numel) for p, numel in self.padded if p.requires_grad)
-        return sum(numel * self._parts(p) * self._gradient(p).itemsize for p, numel in trained)
+        return sum(numel * self._parts(p) * self.gradient(p).itemsize for p, numel in trained)
 
     @property
     def _trained(self) -> Iterator[ParameterCount]:
@@ -198,14 +196,15 @@ class Stage:
         costs: Each part's, in the way that it is run.
         units: Of its blocks, by name.
         root: The unit of all else.
+        of_loss: The names of what runs after the last block.
     """
 
     def __init__(
         self, counts: Counts, layout: Layout, blocks: range, held: Held, optimizer: OptimizerState | None = None
     ) -> None:
-        self._counts = counts
+        self.counts = counts
         self._layout = layout
-        self._held = held
+        self.held = held
         self._blocks = blocks
         self.parts = counts.of_stage(blocks)
         self._own = counts.blocks[blocks.start : blocks.stop]
@@ -216,7 +215,8 @@ class Stage:
             for part in self.parts
         ]
         self.units, self.root = self._make_units()
-        self._optimizer = optimizer
+        self.of_loss = {part.name for place, part in counts.parts if place == len(counts.blocks)} | {counts.loss.name}
+        self.optimizer = optimizer
 
     def _make_units(self) -> tuple[dict[str, Unit], Unit]:
         shards = self._layout.shard_size
@@ -243,23 +243,23 @@ class Stage:
     def _is_sharded(self) -> bool:
         """Whether parameters are FSDP2's; as :mod:`lightning_shard.parallel.data` decides it."""
         layout = self._layout
-        if layout.data_parallel_size > 1 or layout.tensor_parallel_size > 1 or self._held.cpu_offload:
+        if layout.data_parallel_size > 1 or self.held.cpu_offload:
             return True
-        parameters = [p for part in self._counts.of_stage(range(len(self._counts.blocks))) for p in part.parameters]
+        parameters = [p for part in self.counts.of_stage(range(len(self.counts.blocks))) for p in part.parameters]
         return any(p.gathered_dtype is not None or p.dtype not in _WHOLE for p in parameters)
 
     def _all_parts(self) -> Iterable[PartCount]:
-        return {part.name: part for _, part in self._counts.in_order()}.values()
+        return {part.name: part for _, part in self.counts.in_order()}.values()
 
     @property
     def keeps_gathered(self) -> bool:
         """Whether blocks stay gathered for the whole step."""
-        reshards = self._held.reshard_after_forward
+        reshards = self.held.reshard_after_forward
         return self._layout.pipeline_parallel_size > 1 if reshards is None else not reshards
 
     @property
     def knows_optimizer(self) -> bool:
-        return self._optimizer is not None
+        return self.optimizer is not None
 
     @property
     def all_units(self) -> list[Unit]:
@@ -273,177 +273,14 @@ class Stage:
     @cached_property
     def received(self) -> int:
         """Bytes of what a microbatch brings from the stage before."""
-        return self._counts.blocks[self._blocks.start - 1].output if self._blocks.start else 0
+        return self.counts.blocks[self._blocks.start - 1].output if self._blocks.start else 0
 
-    def memory(self, actions: Sequence[Action], stage: int, *, copies: bool = False) -> StageMemory:
-        """The moments of a step in this order.
-
-        Args:
-            copies: Whether saves are asynchronous, by a copy in the host's memory.
-        """
-        moments = tuple(self.moments(actions))
-        state = {
-            "parameters": sum(unit.held for unit in self.all_units),
-            "optimizer": self.state_bytes,
-            "gradients": sum(unit.reduced for unit in self.all_units),
-        }
-        host = dict(state) if self._held.cpu_offload else {}
-        if copies:
-            host["copy"] = state["parameters"] + state["optimizer"]
-        peak = max(moments, key=lambda moment: moment.total)
-        return StageMemory(stage, peak, host, moments, sum(numel for _, numel in self.shards))
+    @cached_property
+    def handed_on(self) -> int:
+        """Bytes of what a microbatch takes to the next stage."""
+        return 0 if self._blocks.stop == len(self.counts.blocks) else self.counts.blocks[self._blocks.stop - 1].output
 
     @cached_property
     def state_bytes(self) -> int:
-        state = self._optimizer
+        state = self.optimizer
         return sum(state.bytes(p, numel) for p, numel in self.shards) if state is not None else 0
-
-    def moments(self, actions: Sequence[Action]) -> Iterator[Moment]:
-        """Of the actions of one optimizer step, and of that."""
-        step = _Step(self, actions)
-        for turn in range(self._held.accumulates):
-            is_last = turn == self._held.accumulates - 1
-            for place, action in enumerate(actions):
-                last = is_last and not any(a.kind == "B" for a in actions[place + 1 :])
-                yield from step.forward(action) if action.kind == "F" else step.backward(action, last)
-        trained = (numel * p.dtype.itemsize for p, numel in self.shards if p.requires_grad)
-        yield step.update(self._optimizer.steps_with(list(trained)) if self._optimizer is not None else 0)
-
-
-class _Step:
-    """What a rank of a stage holds while its actions go by."""
-
-    def __init__(self, stage: Stage, actions: Sequence[Action]) -> None:
-        self._stage = stage
-        held = stage._held
-        self._keeps = stage.keeps_gathered
-        self._adds = not held.reduce_each_microbatch and (len(actions) > 2 or held.accumulates > 1)
-        self._gathered = False
-        self._whole: dict[int, int] = {}
-        self._reduced = 0
-        self._buffer = 0
-        self._flight: dict[int, Counter[str]] = {}
-        after = {part.name for place, part in stage._counts.parts if place == len(stage._counts.blocks)}
-        self._of_loss = {*after, stage._counts.loss.name}
-        offloads = held.cpu_offload
-        self._base = {
-            "parameters": 0 if offloads else sum(unit.held for unit in stage.all_units),
-            "optimizer": 0 if offloads else stage.state_bytes,
-            "batch": stage._counts.batch_bytes * len({a.microbatch for a in actions}),
-        }
-
-    def _moment(self, action: Action | None, part: str, gathered: int, gradients: int, working: int) -> Moment:
-        reduced = 0 if self._stage._held.cpu_offload else self._reduced
-        return Moment(
-            action,
-            part,
-            {
-                **self._base,
-                "gradients": reduced + self._buffer + sum(self._whole.values()) + gradients,
-                "gathered": gathered,
-                **{kind: sum(kept[kind] for kept in self._flight.values()) for kind in _KEPT},
-                "working": working,
-            },
-        )
-
-    def _kind(self, part: PartCount) -> str:
-        return "loss" if part.name in self._of_loss else "activations"
-
-    def _of_blocks(self) -> int:
-        return sum(unit.gathered for unit in self._stage.units.values()) if self._keeps and self._gathered else 0
-
-    def forward(self, action: Action) -> Iterator[Moment]:
-        stage = self._stage
-        kept = self._flight[action.microbatch] = Counter(received=stage.received)
-        done: int = 0
-        flat = 0
-        for part, cost in zip(stage.parts, stage.costs):
-            unit = stage.units.get(part.name)
-            gathered = stage.root.gathered + self._of_blocks()
-            if unit is not None and not (self._keeps and self._gathered):
-                done += unit.gathered
-                flat = unit.flat
-                gathered += done if self._keeps else unit.gathered
-            elif self._keeps:
-                gathered += done
-            yield self._moment(action, part.name, gathered + flat, 0, cost.forward_peak)
-            kept[self._kind(part)] += cost.kept
-        self._gathered = True
-
-    def backward(self, action: Action, is_last: bool) -> Iterator[Moment]:
-        stage = self._stage
-        reduces = is_last or stage._held.reduce_each_microbatch
-        order = list(zip(stage.parts, stage.costs))[::-1]
-        units = [unit for part, _ in order if (unit := stage.units.get(part.name)) is not None]
-        freed = 0
-        for part, cost in order:
-            unit = stage.units.get(part.name)
-            gathered = stage.root.gathered + self._of_blocks() - freed
-            if unit is not None and not self._keeps:
-                following = units[units.index(unit) + 1 :]
-                gathered += unit.gathered + (following[0].flat if following else 0)
-            first = stage.root if unit is None else unit
-            adds_in_place = id(first) in self._whole and first.reduces_in is None
-            working = (cost.adding_peak if adds_in_place else cost.backward_peak) + part.output
-            yield self._moment(action, part.name, gathered, 0, working)
-            self._flight[action.microbatch][self._kind(part)] -= cost.kept
-            if unit is None:
-                own = [p for p in part.parameters if p.requires_grad]
-                whole = sum(p.numel * stage.root._gradient(p).itemsize for p in own)
-                known = self._whole.get(id(stage.root), 0)
-                self._whole[id(stage.root)] = min(known + whole, stage.root.accumulated)
-                continue
-            if not reduces:
-                converting = unit.fresh if unit.reduces_in is not None else 0
-                yield self._moment(action, part.name, gathered, converting, part.output)
-                self._whole[id(unit)] = unit.accumulated
-                continue
-            if is_last or not self._keeps:
-                gathered -= unit.gathered
-            yield self._reduce(action, part.name, unit, gathered, part.output)
-            if self._keeps and is_last:
-                freed += unit.gathered
-        if reduces:
-            yield self._reduce(action, order[-1][0].name, stage.root, 0 if is_last else stage.root.gathered)
-        if is_last:
-            self._gathered = False
-            self._buffer = 0
-        del self._flight[action.microbatch]
-
-    def _reduce(self, action: Action, part: str, unit: Unit, gathered: int, working: int = 0) -> Moment:
-        """Whole gradients into the buffer of a reduce-scatter; the one of the unit before has been freed."""
-        self._buffer = 0
-        whole = self._whole.pop(id(unit), None)
-        gradients = unit.fresh if whole is None else unit.accumulated
-        if unit.is_sharded:
-            gradients += unit.reducing + unit.reduced
-        moment = self._moment(action, part, gathered, gradients, working)
-        self._buffer = unit.reducing
-        self._reduced = min(self._reduced + unit.reduced, sum(u.reduced for u in self._stage.all_units))
-        return moment
-
-    def update(self, working: int) -> Moment:
-        """The optimizer's step."""
-        return self._moment(None, "", 0, 0, 0 if self._stage._held.cpu_offload else working)
-
-
-def stage_memories(
-    counts: Counts,
-    layout: Layout,
-    stages: Sequence[range],
-    schedule: Schedule,
-    held: Held,
-    optimizer: OptimizerState | None,
-    *,
-    copies: bool = False,
-) -> tuple[StageMemory, ...]:
-    """Of each stage.
-
-    Args:
-        stages: Each stage's blocks.
-        copies: Whether saves are asynchronous.
-    """
-    return tuple(
-        Stage(counts, layout, blocks, held, optimizer).memory(row, index, copies=copies)
-        for index, (blocks, row) in enumerate(zip(stages, schedule.rows, strict=True))
-    )

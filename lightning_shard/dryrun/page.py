@@ -11,7 +11,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """A head, and rows."""
 
 _STYLE = f"""
-body{{margin:0 auto;max-width:1180px;padding:24px;background:var(--paper);color:var(--ink);
+body{{margin:0 auto;max-width:1500px;padding:24px;background:var(--paper);color:var(--ink);
 font:15px/1.5 {FONT}}}
 h1{{font-size:22px}} h2{{font-size:17px;margin:32px 0 8px}}
 .wide{{overflow-x:auto;border:1px solid var(--grid);border-radius:6px;padding:8px}}
@@ -22,7 +22,7 @@ th{{text-align:right}} th:first-child,td:first-child{{text-align:left}}
 section{{margin:24px 0}}
 details{{margin:8px 0 0}} details table{{display:block;max-height:420px;overflow:auto}}
 summary{{cursor:pointer;color:var(--faint)}}
-pre{{overflow-x:auto;font-size:13px}}
+pre{{overflow-x:auto;font:12px/1.5 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace}}
 .foot{{color:var(--faint);font-size:13px;margin-top:40px}}
 @media print{{.wide{{overflow:visible;border:0}} .wide svg{{width:100%;height:auto}}}}
 """

@@ -26,6 +26,8 @@ CHAR_PIXELS = 6.6
 """A digit's width, as text is measured where no font is known."""
 MOST_SENDS = 4000
 """More lines than these are a grey ground."""
+FAR = 2.0
+"""A limit of more than so often the most that is drawn is told, and not drawn: it would flatten the rest."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", "forward"),
@@ -206,13 +208,16 @@ def draw_curves(
     """
     ranks = range(len(timeline.schedule.rows))
     peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
-    most = max([*peaks, limit_bytes or 0.0]) or 1.0
+    limit = _near(limit_bytes, max(peaks))
+    most = max([*peaks, limit or 0.0]) or 1.0
     title = title or f"Memory over the step: at most {gibibytes(max(peaks))} on a rank"
     picture = Picture(title, _width(timeline), TOP + len(ranks) * (MEMORY_ROW + ROW_GAP) + BOTTOM)
     legend = [("activations", above)]
     legend += [("other", "held all the time")] if any(base_bytes) else []
-    legend += [("limit", f"a device's {gibibytes(limit_bytes)}")] if limit_bytes else []
+    legend += [("limit", f"a device's {gibibytes(limit)}")] if limit else []
     _head(picture, legend)
+    if limit_bytes and not limit:
+        _tell_far(picture, gibibytes(limit_bytes))
     scale = _TimeAxis(until or timeline.duration, picture.width)
     _time_ticks(picture, scale, unit)
     for rank in ranks:
@@ -236,8 +241,8 @@ def draw_curves(
         points.append((end, points[-1][1]))
         tip = f"rank {rank}: {gibibytes(peaks[rank] - base)} of {above} at the most"
         picture.add(Line(tuple(points), "activations", 1.2, filled=height(base), tip=tip))
-        if limit_bytes:
-            y = height(limit_bytes)
+        if limit:
+            y = height(limit)
             picture.add(Line(((LEFT, y), (end, y)), "limit", 1, dashed=True))
         over = limit_bytes is not None and peaks[rank] > limit_bytes
         peak = f"peak {gibibytes(peaks[rank])}" + (" !" if over else "")
@@ -274,11 +279,14 @@ def draw_balance(
             f"kinds ({ {name: len(values) for name, values in kinds.items()} }) must have a number for each {of}."
         )
     totals = [sum(values[number] for values in kinds.values()) for number in range(count)]
-    most = max([*totals, limit or 0.0]) or 1.0
+    near = _near(limit, max(totals))
+    most = max([*totals, near or 0.0]) or 1.0
     mean = sum(totals) / count
     picture = Picture(title, WIDTH, TOP + count * (BAR + ROW_GAP) + 8)
     colors = dict(zip(kinds, _colors(kinds)))
-    _head(picture, [(colors[kind], kind) for kind in kinds] + ([("limit", f"limit {unit(limit)}")] if limit else []))
+    _head(picture, [(colors[kind], kind) for kind in kinds] + ([("limit", f"limit {unit(near)}")] if near else []))
+    if limit and not near:
+        _tell_far(picture, unit(limit))
     room = picture.width - LEFT - RIGHT
     for number in range(count):
         y = TOP + number * (BAR + ROW_GAP)
@@ -291,8 +299,8 @@ def draw_balance(
             x += width
         share = f" ({totals[number] / mean:.2f}×)" if mean else ""
         picture.add(Text(picture.width - RIGHT + 8, y + BAR / 2, f"{unit(totals[number])}{share}", "faint"))
-    if limit:
-        x = LEFT + room * limit / most
+    if near:
+        x = LEFT + room * near / most
         picture.add(Line(((x, TOP - 4), (x, TOP + count * (BAR + ROW_GAP))), "limit", 1, dashed=True))
     rows = [
         [str(number), *(unit(values[number]) for values in kinds.values()), unit(totals[number])]
@@ -357,7 +365,7 @@ def _sends(timeline: Timeline, transfer: float | None) -> list[tuple[int, int, f
 
 def _head(picture: Picture, legend: Sequence[tuple[str, str]]) -> None:
     picture.add(Text(12, 13, picture.title, size=13, bold=True))
-    x = float(LEFT)
+    x = 12.0
     for color, name in legend:
         if color in ("send", "limit"):
             picture.add(Line(((x, 32), (x + 12, 32)), color, 1.2, dashed=color == "limit"))
@@ -365,6 +373,16 @@ def _head(picture: Picture, legend: Sequence[tuple[str, str]]) -> None:
             picture.add(Rect(x, 27, 12, 10, color))
         picture.add(Text(x + 16, 32, name, "faint"))
         x += 16 + len(name) * CHAR_PIXELS + 18
+
+
+def _near(limit: float | None, most: float) -> float | None:
+    """A limit, if it can be drawn beside what is held."""
+    return limit if limit and limit <= FAR * most else None
+
+
+def _tell_far(picture: Picture, limit: str) -> None:
+    """Of a limit that is too far to be drawn."""
+    picture.add(Text(picture.width - 12, 13, f"limit {limit}, not drawn", "limit", anchor="end"))
 
 
 def _time_ticks(picture: Picture, scale: _TimeAxis, unit: Unit) -> None:

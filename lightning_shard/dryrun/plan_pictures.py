@@ -17,9 +17,11 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     """The timeline, memory over the step, and memory of each stage at its peak.
 
     Args:
-        timeline: Of a step, in seconds. Default: by the stages' counted costs, a backward as two forwards, without time
-            for sends: its unit is the count's.
+        timeline: Of a step, in seconds. Default: the plan's own on its device; or, where it has none, by the stages'
+            counted costs, a backward as two forwards, without time for sends: its unit is the count's.
     """
+    if timeline is None and plan.time is not None:
+        timeline = plan.time.timeline
     unit: Unit = seconds if timeline is not None else units
     if timeline is None:
         costs = [stage.cost for stage in plan.placement.stages] if plan.placement is not None else [1.0]
@@ -28,14 +30,13 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     pictures = []
     if plan.schedule.stages > 1:
         pictures.append(draw_timeline(timeline, unit=unit, title=_title(timeline, unit)))
-    if len(plan.schedule.rows) == len(plan.stages):  # a stage on each rank
-        stages = [plan.stages[plan.schedule.stages_of(rank)[0]] for rank in range(len(plan.schedule.rows))]
-        curves = [_curve(timeline, rank, stage) for rank, stage in enumerate(stages)]
-        base = [float(min(moment.total for moment in stage.moments)) for stage in stages]
-        pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit))
+    curves = [_curve(timeline, rank, stage) for rank, stage in enumerate(plan.stages)]
+    base = [float(min(moment.total for moment in stage.moments)) for stage in plan.stages]
+    pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit))
     at_peak = {kind: [float(stage.peak.bytes.get(kind, 0)) for stage in plan.stages] for kind in KINDS}
     shown = {kind: values for kind, values in at_peak.items() if any(values)}
-    pictures.append(draw_balance("What fills a device of each stage, at its peak", shown, limit=limit))
+    of = "stage" if len(plan.stages) == plan.schedule.stages else "rank"
+    pictures.append(draw_balance(f"What fills a device of each {of}, at its peak", shown, limit=limit, of=of))
     return pictures
 
 

@@ -14,11 +14,14 @@ from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device
 from lightning_shard.dryrun.devices import device as device_of
-from lightning_shard.dryrun.memory import KINDS, Held, StageMemory, stage_memories, usable
+from lightning_shard.dryrun.memory import KINDS, Held, StageMemory, usable
 from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.moments import stage_memories
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
+from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
+from lightning_shard.dryrun.step_time import StepTime, share_text
 from lightning_shard.dryrun.stored import Stored, stored
-from lightning_shard.dryrun.time import Measured, Rates, StepTime, Timing, dtype_of, model_flops, share_text
+from lightning_shard.dryrun.time import Timing, model_flops
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
@@ -29,11 +32,15 @@ from lightning_shard.pipeline.placement import Placement, count_text, place, ran
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings, devices_of
-from lightning_shard.plugin.steps.schedules import candidates
+from lightning_shard.plugin.steps.schedules import candidates, that_fit
 
 _UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
 """Kinds of memory, as the table names them."""
+_IN_TWO_PARTS = (
+    "between both parts of a backward a stage keeps twice what its forward kept: it is less where only the gradients of"
+    " matrix products' weights come later"
+)
 _FROM_THE_STEP = ("activations", "received", "loss", "working")
 """Kinds that aren't known where the step wasn't counted."""
 
@@ -79,7 +86,7 @@ class Plan:
         placement: Blocks to stages, to ranks; ``None`` where the module has no blocks.
         schedule: Each rank's order.
         optimizer: ``None`` where it can't be known.
-        stages: Each one's memory.
+        stages: Memory of each pipeline rank's devices, with its stage or its stages.
         checkpoint: What a save writes.
         device_memory: Bytes of a device, where it was given.
         unknown: What isn't known, and why: the numbers leave it out.
@@ -140,9 +147,10 @@ class Plan:
             "remedies": [dataclasses.asdict(remedy) for remedy in self.remedies],
             "stages": [
                 {
-                    "stage": memory.stage,
+                    "stages": list(memory.stages),
                     "ranks": [ranks.start, ranks.stop - 1],
-                    "blocks": [blocks.start, blocks.stop] if (blocks := self._blocks(memory.stage)) else None,
+                    "blocks": [[blocks.start, blocks.stop] for blocks in self._blocks(memory)],
+                    "in_flight": list(memory.in_flight),
                     "parameters": memory.parameters,
                     "peak": memory.peak.total,
                     "peak_at": str(memory.peak),
@@ -164,8 +172,8 @@ class Plan:
             lines += [f"{_UNKNOWN} in the time: {text}" for text in self.time.unknown]
         return "\n".join(lines)
 
-    def _blocks(self, stage: int) -> range | None:
-        return self.placement.stages[stage].blocks if self.placement is not None else None
+    def _blocks(self, memory: StageMemory) -> list[range]:
+        return [self.placement.stages[stage].blocks for stage in memory.stages] if self.placement is not None else []
 
     def _heading(self) -> Iterator[str]:
         ranks = self.layout.world_size
@@ -190,15 +198,17 @@ class Plan:
         yield ", ".join(facts)
 
     def _table(self) -> str:
-        header = ["stage", "ranks", "blocks", "parameters", *_COLUMNS.values(), "peak", "at"]
+        several = len(self.stages) < self.schedule.stages
+        names = ["stages" if several else "stage", "ranks", "blocks", "in flight"]
+        header = [*names, "parameters", *_COLUMNS.values(), "peak", "at"]
         rows = []
         for memory, ranks in zip(self.stages, self.layout.stages()):
-            blocks = self._blocks(memory.stage)
             rows.append(
                 [
-                    str(memory.stage),
+                    ", ".join(map(str, memory.stages)),
                     f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
-                    range_text(blocks) if blocks is not None else "",
+                    ", ".join(map(range_text, self._blocks(memory))),
+                    " + ".join(map(str, memory.in_flight)) if several else "",
                     count_text(memory.parameters),
                     *(self._cell(kind, memory.peak.bytes[kind]) for kind in _COLUMNS),
                     size_text(memory.peak.total) + (" +?" if self.unknown else ""),
@@ -224,17 +234,18 @@ class Plan:
 
     def _verdict(self) -> Iterator[str]:
         peak = size_text(self.peak_bytes)
-        fullest = max(self.stages, key=lambda stage: stage.peak.total).stage
+        stages = max(self.stages, key=lambda stage: stage.peak.total).stages
+        fullest = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
         if self.device_memory is None:
-            yield f"a device of stage {fullest} needs most: {peak}, and what its driver and allocator take beside"
+            yield f"a device of {fullest} needs most: {peak}, and what its driver and allocator take beside"
         else:
             room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
             if self.fits:
-                yield f"fits: a device of stage {fullest} needs most, {peak}; {room}"
+                yield f"fits: a device of {fullest} needs most, {peak}; {room}"
             elif self.fits is None:
-                yield f"whether it fits is unknown: a device of stage {fullest} needs at least {peak}; {room}"
+                yield f"whether it fits is unknown: a device of {fullest} needs at least {peak}; {room}"
             else:
-                yield f"does not fit: a device of stage {fullest} needs {peak}; {room}"
+                yield f"does not fit: a device of {fullest} needs {peak}; {room}"
                 for remedy in self.remedies:
                     yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
                 if not self.remedies:
@@ -312,8 +323,9 @@ def plan(
         reduce_each_microbatch,
         reshard_after_forward,
         accumulate_grad_batches,
+        sends_stay=device_type == "cpu",
     )
-    number = candidates(schedule, stages, microbatches)[0].microbatches if stages > 1 else 1
+    number = candidates(schedule, stages, microbatches, placement)[0].microbatches if stages > 1 else 1
     run = Run(schedule, number, placement, held, asynchronous_saving)
     profile = None if device is None else device_of(device)
     rates = None if profile is None else Rates(profile, dtype_of(precision), measured=measured)
@@ -358,14 +370,20 @@ class Planner:
             )
         return self._counts[key]
 
-    def placed(self, layout: Layout, run: Run) -> Placement | None:
+    def placed(self, layout: Layout, run: Run, order: Schedule) -> Placement | None:
         """Blocks to stages, as a run places them."""
         if self.model.cost is None:
             return None
-        stages = layout.pipeline_parallel_size
-        policy = run.placement if stages > 1 else "even"
-        devices = devices_of(layout, self.model.device_type)
-        return place(self.model.cost, stages, policy, devices=devices, ranks=layout.stages())
+        policy = run.placement if layout.pipeline_parallel_size > 1 else "even"
+        devices, ranks = devices_of(layout, self.model.device_type), layout.stages()
+        holders = [order.rank_of[stage] for stage in range(order.stages)]
+        return place(
+            self.model.cost,
+            order.stages,
+            policy,
+            devices=[devices[rank] for rank in holders],
+            ranks=[ranks[rank] for rank in holders],
+        )
 
     def plan(self, layout: Layout, run: Run, device_memory: int | None = None) -> Plan:
         """One plan.
@@ -373,20 +391,13 @@ class Planner:
         Raises:
             ConfigurationError: The module can't be laid out so.
         """
-        order = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches)[0]
-        if order.stages > layout.pipeline_parallel_size:
-            raise ConfigurationError(
-                f"schedule={run.schedule!r} has {order.stages} stages on {layout.pipeline_parallel_size} ranks, and"
-                ' plans are made for one stage on each: plan with schedule="1F1B", whose parameters, gradients and'
-                " optimizer state take as much."
-            )
-        if order.splits_backwards:
-            raise ConfigurationError(
-                f"schedule={run.schedule!r} has backwards in two parts (I and W), and plans are made for whole ones:"
-                ' plan with schedule="1F1B", or give the file whole backwards (B).'
-            )
+        orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
+        blocks_in_all = len(self.model.blocks.names) if self.model.blocks is not None else 1
+        order = that_fit(orders, blocks_in_all, run.placement)[0]
         counts = self.counts(layout, run.microbatches)
-        placement = self.placed(layout, run)
+        if order.splits_backwards:
+            counts = replace(counts, assumed=(*counts.assumed, _IN_TWO_PARTS))
+        placement = self.placed(layout, run, order)
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
         stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)
         unknown = []
@@ -397,7 +408,10 @@ class Planner:
             unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
         if placement is not None and not unknown:
             placement = Placement(
-                tuple(replace(s, memory=memory.peak.total) for s, memory in zip(placement.stages, stages))
+                tuple(
+                    replace(stage, memory=stages[order.rank_of[index]].peak.total)
+                    for index, stage in enumerate(placement.stages)
+                )
             )
         return Plan(
             layout,
@@ -411,7 +425,7 @@ class Planner:
             order,
             self.optimizer,
             stages,
-            stored(counts, layout, blocks, self.optimizer),
+            stored(counts, layout, [[blocks[stage] for stage in memory.stages] for memory in stages], self.optimizer),
             device_memory,
             tuple(unknown),
             time=self._timed(counts, layout, blocks, order, run),

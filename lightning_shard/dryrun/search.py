@@ -7,217 +7,54 @@ though few are simulated.
 
 Every layout takes the same global batch for a step. With one stage, its microbatches are batches whose gradients are
 accumulated. For bounds, operations and bytes of a microbatch are those of one sample and those of each further one;
-what is put on a clock is counted, and if that disagrees, everything is.
+what is put on a clock is counted, and if that disagrees by more than bounds are lowered for it, everything is.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_shard.dryrun.counting import count
-from lightning_shard.dryrun.counts import Counts, PartCount
+from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device
 from lightning_shard.dryrun.devices import device as device_of
+from lightning_shard.dryrun.found import (
+    CANT_BE_COUNTED,
+    CANT_BE_CUT,
+    DOESNT_DIVIDE,
+    DOESNT_FIT,
+    SLOWER,
+    TOO_FEW,
+    Choice,
+    Found,
+)
 from lightning_shard.dryrun.links import Groups
 from lightning_shard.dryrun.memory import Held, Stage, usable
 from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.moments import Rank
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
-from lightning_shard.dryrun.time import (
-    Rates,
-    StageTime,
-    StepTime,
-    Timing,
-    crossings,
-    dtype_of,
-    model_flops,
-    share_text,
-    stage_time,
-    ties,
-)
+from lightning_shard.dryrun.rates import Rates, dtype_of
+from lightning_shard.dryrun.scaled import ALIKE, between, is_like, kind_of
+from lightning_shard.dryrun.space import Space, divisors, layouts
+from lightning_shard.dryrun.stage_time import StageTime, stage_time
+from lightning_shard.dryrun.time import Timing, crossings, model_flops, ties
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan, resolve_experts
-from lightning_shard.parallel.recompute import Recomputing
 from lightning_shard.parallel.tensor import Plan as TensorPlan
 from lightning_shard.parallel.tensor import resolve_plan
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.orders import build
-from lightning_shard.pipeline.placement import place, size_text, table
+from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.assemble import Settings
-from lightning_shard.plugin.steps.schedules import ONE_EACH
-
-CANT_BE_CUT = "the module can't be cut so, or its step not be run then"
-DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
-TOO_FEW = "fewer microbatches than stages"
-DOESNT_FIT = "a device's memory is too small"
-SLOWER = "slower than those listed, whatever it would need"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One layout with its settings.
-
-    Attributes:
-        schedule: ``None`` with one stage.
-        samples: Of a microbatch.
-        microbatches: Of a step of one data rank: a pipeline's, or accumulated batches.
-        activation_checkpointing: As the strategy's.
-        bound: Seconds that no step of it can go below.
-        step: Its step; ``None`` where it wasn't simulated.
-        peak_bytes: Of its fullest stage.
-    """
-
-    layout: Layout
-    schedule: str | None
-    samples: int
-    microbatches: int
-    activation_checkpointing: Recomputing
-    bound: float = 0.0
-    step: StepTime | None = None
-    peak_bytes: int = 0
-
-    HEADER: ClassVar = (
-        *("pipeline", "tensor", "data", "replicas", "experts", "schedule", "microbatches", "checkpointing"),
-        *("step", "MFU", "tokens/s", "bubble", "memory"),
-    )
-
-    @property
-    def row(self) -> list[str]:
-        """Of a table."""
-        layout, step = self.layout, self.step
-        assert step is not None
-        optional = (layout.data_parallel_replicas, layout.expert_parallel_size)
-        return [
-            *map(str, (layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.data_parallel_size)),
-            *(str(size) if size > 1 else "" for size in optional),
-            self.schedule or "",
-            f"{self.microbatches} × {self.samples}",
-            "" if self.activation_checkpointing is None else str(self.activation_checkpointing).lower(),
-            f"{step.step:.3g} s",
-            "" if step.mfu is None else f"{100 * step.mfu:.1f} %",
-            f"{step.tokens_per_s:,.0f}",
-            f"{100 * step.bubble:.1f} %",
-            size_text(self.peak_bytes),
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        assert self.step is not None
-        settings = ("schedule", "samples", "microbatches", "activation_checkpointing", "peak_bytes", "overrides")
-        return {
-            "layout": self.layout.sizes,
-            **{name: getattr(self, name) for name in settings},
-            "time": self.step.to_json(),
-        }
-
-    @property
-    def overrides(self) -> str:
-        """The line for a recipe."""
-        layout, several = self.layout, self.schedule is not None
-        found: dict[str, Any] = {
-            "strategy.pipeline_parallel_size": layout.pipeline_parallel_size,
-            "strategy.tensor_parallel_size": layout.tensor_parallel_size,
-            "strategy.data_parallel_size": layout.data_parallel_size,
-        }
-        if layout.data_parallel_replicas > 1:
-            found["strategy.data_parallel_replicas"] = layout.data_parallel_replicas
-        if layout.expert_parallel_size > 1:
-            found["strategy.expert_parallel_size"] = layout.expert_parallel_size
-        if self.schedule is not None:
-            found |= {"strategy.schedule": self.schedule, "strategy.microbatches": self.microbatches}
-        if self.activation_checkpointing:
-            way = self.activation_checkpointing
-            found["strategy.activation_checkpointing"] = "true" if way is True else way
-        found["data.batch_size"] = self.samples * (self.microbatches if several else 1)
-        if not several and self.microbatches > 1:
-            found["trainer.accumulate_grad_batches"] = self.microbatches
-        return " ".join(f"{name}={value}" for name, value in found.items())
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found; ``str()`` is a table.
-
-    Attributes:
-        choices: The fastest first.
-        dropped: How many were thrown out, by the reason.
-        considered: How many there were.
-        simulated: How many were put on a clock.
-        devices: How many.
-        device: The profile's name.
-        global_batch: Samples of a step.
-        device_memory: Bytes that tensors can have of a device.
-        assumed: What the numbers were taken for.
-        unknown: What isn't in them.
-    """
-
-    choices: tuple[Choice, ...]
-    dropped: Mapping[str, int]
-    considered: int
-    simulated: int
-    devices: int
-    device: str
-    global_batch: int
-    device_memory: int
-    assumed: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """For machines: bytes, seconds and numbers."""
-        facts = {name: value for name, value in vars(self).items() if name != "choices"}
-        return {**facts, "choices": [choice.to_json() for choice in self.choices]}
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.considered} ways to use {self.devices} × {self.device} for {self.global_batch} samples a step, with"
-            f" {size_text(self.device_memory)} for tensors on each; {self.simulated} simulated"
-        ]
-        if self.choices:
-            rows = [choice.row for choice in self.choices]
-            numbers = (*Choice.HEADER[:5], "microbatches", *Choice.HEADER[-5:])
-            lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), "", "the fastest, for a recipe:"]
-            lines += [f"  {self.choices[0].overrides}"]
-            best = self.choices[0].step
-            assert best is not None
-            lines += [f"  its busiest device: {share_text(best)}"]
-        else:
-            lines += ["", "none fits: use more devices, devices with more memory, or a smaller global batch or model"]
-        lines += ["", *(f"thrown out: {number}, {why}" for why, number in self.dropped.items() if number)]
-        lines += [f"assumed: {text}" for text in self.assumed]
-        lines += [f"unknown: {text}" for text in self.unknown]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Space:
-    """What is searched.
-
-    Attributes:
-        devices: How many there are; each layout uses all of them.
-        global_batch: Samples of a step, of all data ranks together.
-        device_memory: Bytes that tensors can have of a device's memory.
-        schedules: Of pipelines, with one stage on each rank.
-        activation_checkpointing: Ways to try.
-        most_samples: Of a microbatch.
-        held: The other settings.
-    """
-
-    devices: int
-    global_batch: int
-    device_memory: int
-    schedules: Sequence[str] = ONE_EACH
-    activation_checkpointing: Sequence[Recomputing] = (None, "selective", True)
-    most_samples: int = 8
-    held: Held = field(default_factory=Held)
 
 
 def search_module(
@@ -271,7 +108,11 @@ def search_module(
         global_batch,
         usable(profile.memory if device_memory is None else device_memory),
         most_samples=max(n for n in (1, 2, 4, 8) if samples % n == 0),
-        held=Held(reduce_each_microbatch=reduce_each_microbatch, reshard_after_forward=reshard_after_forward),
+        held=Held(
+            reduce_each_microbatch=reduce_each_microbatch,
+            reshard_after_forward=reshard_after_forward,
+            sends_stay=device_type == "cpu",
+        ),
     )
     return search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
 
@@ -299,8 +140,8 @@ def search(
             raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
     if space.held.cpu_offload:
         raise ConfigurationError(
-            "cpu_offload=True can't be searched, since a profile says nothing of a host: leave it out, and plan the"
-            " layout that was found with it."
+            "cpu_offload=True can't be searched, since an optimizer's step on the host isn't timed: leave it out, and"
+            " plan the layout that was found with it."
         )
     workshop = _Workshop(model, optimizer, space, rates)
     try:
@@ -314,6 +155,7 @@ def _searched(workshop: _Workshop, most: int, exhaustively: bool) -> Found:
     space = workshop.space
     dropped: Counter[str] = Counter()
     candidates = list(workshop.bounded(dropped))
+    considered = len(candidates) + dropped.total()
     candidates.sort(key=lambda candidate: (candidate.bound, candidate.layout.tensor_parallel_size, candidate.samples))
     best: list[Choice] = []
     simulated = 0
@@ -334,7 +176,7 @@ def _searched(workshop: _Workshop, most: int, exhaustively: bool) -> Found:
     return Found(
         tuple(best[:most]),
         dict(dropped),
-        len(candidates) + sum(dropped[why] for why in (CANT_BE_CUT, DOESNT_DIVIDE, TOO_FEW)),
+        considered,
         simulated,
         space.devices,
         workshop.rates.device.name,
@@ -366,7 +208,7 @@ class _Workshop:
         self.scales = True
         self._scaled: dict[tuple[int, int, int], Counts | None] = {}
         self._counts: dict[tuple[int, int, int], Counts | None] = {}
-        self._cuts: dict[tuple[int, int], bool] = {}
+        self._why_not: dict[tuple[int, int], str] = {}
         self._likenesses: dict[Any, tuple[Any, ...]] = {}
         self._likes: dict[tuple[int, int], bool] = {}
         self._kinds: dict[int, dict[int, int]] = {}
@@ -390,7 +232,7 @@ class _Workshop:
     def bounded(self, dropped: Counter[str]) -> Iterator[Choice]:
         """Each choice that could run, with its bound."""
         for choice in self._choices(dropped):
-            yield replace(choice, bound=self.timing(choice, for_bound=True).bound())
+            yield replace(choice, bound=(1 - ALIKE) * self.timing(choice, for_bound=True).bound())
 
     def _choices(self, dropped: Counter[str]) -> Iterator[Choice]:
         space = self.space
@@ -401,39 +243,39 @@ class _Workshop:
                 dropped[DOESNT_DIVIDE] += 1
                 continue
             stages = layout.pipeline_parallel_size
-            for samples in _divisors(each):
+            for samples in divisors(each):
                 if samples > space.most_samples:
                     break
                 microbatches = each // samples
                 if microbatches < stages:
                     dropped[TOO_FEW] += 1
                     continue
-                if self._for_bounds(layout.tensor_parallel_size, layout.expert_parallel_size, samples) is None:
-                    dropped[CANT_BE_CUT] += 1
+                sizes = layout.tensor_parallel_size, layout.expert_parallel_size
+                if self._for_bounds(*sizes, samples) is None:
+                    dropped[self._why_not[sizes]] += 1
                     continue
                 for schedule in space.schedules if stages > 1 else (None,):
                     for way in space.activation_checkpointing if self._model.blocks is not None else (None,):
                         yield Choice(layout, schedule, samples, microbatches, way)
 
     def _of(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        """``None``: the module can't be cut so."""
+        """``None``: the module can't be cut so, or not be counted then, with whatever number of samples."""
         key = tensor, expert, samples
         if key not in self._counts:
-            self._counts[key] = self._counted(*key) if self._can_be_cut(tensor, expert) else None
+            can_be_cut = (tensor, expert) not in self._why_not and self._can_be_cut(tensor, expert)
+            self._counts[key] = self._counted(*key) if can_be_cut else None
         return self._counts[key]
 
     def _can_be_cut(self, tensor: int, expert: int) -> bool:
-        if (tensor, expert) not in self._cuts:
-            module, settings = self._model.module, self._model.settings
-            try:
-                experts = resolve_experts(module, settings.expert_parallel_plan, expert)
-                if tensor > 1:
-                    resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
-            except ConfigurationError:
-                self._cuts[tensor, expert] = False
-            else:
-                self._cuts[tensor, expert] = bool(experts) or expert == 1
-        return self._cuts[tensor, expert]
+        module, settings = self._model.module, self._model.settings
+        try:
+            experts = resolve_experts(module, settings.expert_parallel_plan, expert)
+            if tensor > 1:
+                resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
+        except ConfigurationError:
+            self._why_not[tensor, expert] = CANT_BE_CUT
+            return False
+        return True
 
     def _for_bounds(self, tensor: int, expert: int, samples: int) -> Counts | None:
         if samples <= 2 or not self.scales:
@@ -456,9 +298,14 @@ class _Workshop:
         except ConfigurationError:
             if tensor == expert == 1:
                 raise
+            self._why_not[tensor, expert] = CANT_BE_CUT
             return None
-        # what was cut may fail to run, as heads that don't divide do; the whole module says why it does
-        return counts if counts.counted or tensor == expert == 1 else None
+        if counts.counted or tensor == expert == 1:  # of the whole module it is said why
+            return counts
+        # what was cut may fail to run, as heads that don't divide do
+        sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
+        self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {counts.reason})"
+        return None
 
     # -- of one choice
 
@@ -502,12 +349,12 @@ class _Workshop:
 
     def _peak(self, key: Any, stage: Stage, schedule: Schedule, rank: int, flight: int, counts: Counts) -> int:
         """Microbatches after the first few are as these: what is kept has grown to its most by then."""
-        enough = min(schedule.microbatches, flight + 2)
+        enough = schedule.microbatches if stage.held.sends_stay else min(schedule.microbatches, flight + 2)
         later = (schedule.microbatches - enough) * counts.batch_bytes
         known = key, schedule.name, len(schedule.rows), rank, enough
         if known not in self._peaks:
-            row = schedule.first(enough).rows[rank]
-            self._peaks[known] = max(moment.total for moment in stage.moments(row))
+            moments = Rank({rank: stage}, schedule.first(enough), rank).moments()
+            self._peaks[known] = max(moment.total for moment in moments)
         return self._peaks[known] + later
 
     def _parts(self, choice: Choice, *, for_bound: bool = False) -> tuple[Counts, Layout, Schedule, Held]:
@@ -535,10 +382,9 @@ class _Workshop:
         return counts, layout, schedule, held
 
     def _is_like(self, counted: Counts, scaled: Counts) -> bool:
-        """Peaks aside, which don't grow evenly."""
         key = id(counted), id(scaled)
         if key not in self._likes:
-            self._likes[key] = _work(counted) == _work(scaled)
+            self._likes[key] = is_like(counted, scaled)
         return self._likes[key]
 
     def _blocks(self, stages: int) -> list[range]:
@@ -579,7 +425,9 @@ class _Workshop:
         kinds = self._kinds.get(id(counts))
         if kinds is None:
             numbers: dict[Any, int] = {}
-            kinds = {place: numbers.setdefault(_kind(block), len(numbers)) for place, block in enumerate(counts.blocks)}
+            kinds = {
+                place: numbers.setdefault(kind_of(block), len(numbers)) for place, block in enumerate(counts.blocks)
+            }
             self._kinds[id(counts)] = kinds
         whole = len(counts.blocks)
         places = range(blocks.start, blocks.stop + (blocks.stop == whole))
@@ -590,21 +438,6 @@ class _Workshop:
         likeness = tuple(kinds[place] for place in blocks), around, placed, received, blocks.stop == whole
         self._likenesses[id(counts), blocks] = likeness
         return likeness
-
-
-def _work(counts: Counts) -> list[Any]:
-    """What bounds are made of."""
-    parts = [*counts.blocks, *(part for _, part in counts.parts), *counts.everywhere, counts.loss]
-    return [
-        (part.output, [(cost.forward, cost.backward) for cost in (part.plain, part.recomputed, part.selective)])
-        for part in parts
-    ]
-
-
-def _kind(part: PartCount) -> Any:
-    """All that is known of a block but its names."""
-    parameters = tuple(replace(parameter, name="") for parameter in part.parameters)
-    return parameters, part.output, repr((part.plain, part.recomputed, part.selective))
 
 
 def _least(stage: Stage, flight: int, counts: Counts) -> int:
@@ -624,42 +457,3 @@ def _order(name: str, ranks: int, microbatches: int) -> Schedule:
 def _flights(name: str, ranks: int, microbatches: int) -> list[int]:
     schedule = _order(name, ranks, microbatches)
     return [schedule.in_flight(rank) for rank in range(ranks)]
-
-
-def layouts(devices: int, most_stages: int) -> Iterator[Layout]:
-    """All sizes of the axes that multiply to so many devices."""
-    for stages in _divisors(devices):
-        if stages > most_stages:
-            break
-        for tensor in _divisors(devices // stages):
-            data = devices // stages // tensor
-            for replicas in _divisors(data):
-                for experts in _divisors(data // replicas):
-                    yield Layout(stages, data, replicas, tensor, 0, experts)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def between(one: Counts, two: Counts, samples: int) -> Counts:
-    """Counts of any number of samples, as if each number grew alike from one sample to the next."""
-    made: Counts = _grown(one, two, samples - 1)
-    return made
-
-
-def _grown(one: Any, two: Any, times: int) -> Any:
-    if isinstance(one, (bool, str)):
-        return one
-    if isinstance(one, int):
-        return one + times * (two - one)
-    if isinstance(one, tuple):
-        return tuple(_grown(a, b, times) for a, b in zip(one, two, strict=True))
-    if isinstance(one, Mapping):
-        return {key: _grown(one.get(key, 0), two.get(key, 0), times) for key in {**one, **two}}
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        return type(one)(
-            **{f.name: _grown(getattr(one, f.name), getattr(two, f.name), times) for f in dataclasses.fields(one)}
-        )
-    return one

@@ -66,16 +66,23 @@ class Stored:
         )
 
 
-def stored(counts: Counts, layout: Layout, stages: Sequence[range], optimizer: OptimizerState | None) -> Stored:
-    """A checkpoint of all ranks."""
-    owners: dict[str, int] = {}
-    for index, blocks in enumerate(stages):
-        owners.update((p.name, index) for part in counts.of_stage(blocks) for p in part.parameters)
+def stored(
+    counts: Counts, layout: Layout, ranks: Sequence[Sequence[range]], optimizer: OptimizerState | None
+) -> Stored:
+    """A checkpoint of all ranks.
+
+    Args:
+        ranks: The blocks of each stage of each rank of a pipeline.
+    """
+    held = [
+        {p.name: p for blocks in stages for part in counts.of_stage(blocks) for p in part.parameters}
+        for stages in ranks
+    ]
+    owners = {name: index for index, parameters in enumerate(held) for name in parameters}
     per_rank: list[list[int]] = []
     total = files = manifest = 0
-    for index, blocks in enumerate(stages):
-        parts = {p.name: p for part in counts.of_stage(blocks) for p in part.parameters}
-        own = [p for name, p in parts.items() if owners[name] == index]  # a tied one is saved by its last stage
+    for index, parameters in enumerate(held):
+        own = [p for name, p in parameters.items() if owners[name] == index]  # a tied one is saved by its last rank
         written, rows = _of_rank(own, layout, index, optimizer)
         total += sum(written) * layout.stage_size
         files += len(written) * layout.stage_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -11,25 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lib.sleeping import Sleeping
 from lightning_shard.dryrun.calibrate import calibrate, device_at_hand
 from lightning_shard.dryrun.planning import plan
-from lightning_shard.dryrun.time import PRODUCTS
-
-
-class Taking(torch.autograd.Function):
-    """Takes its time, on real tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
-            time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
+from lightning_shard.dryrun.rates import PRODUCTS
 
 
 class Block(nn.Module):
@@ -39,7 +23,7 @@ class Block(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Taking.apply(self.layer(x), self.seconds)
+        return Sleeping.apply(self.layer(x), self.seconds)
 
 
 class Module(L.LightningModule):

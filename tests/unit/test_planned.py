@@ -17,8 +17,6 @@ from lightning_shard.cli import main
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.planning import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
-from lightning_shard.pipeline.orders import build
-from lightning_shard.pipeline.schedule import to_csv
 from recipes.gpt import LanguageModel
 from tests.mixtures import Mixture
 
@@ -80,6 +78,25 @@ class TestConserving:
         state = sum(4 * numel * 3 + 4 for numel in own)  # and a step
         assert state < made.checkpoint.bytes < state + 2**17
 
+    def test_several_stages_on_a_rank_hold_as_much_as_one_with_all_their_blocks(self, tmp_path: Path) -> None:
+        sizes = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+        one_each, made = planned(**sizes), planned(**sizes, schedule="Interleaved1F1B")
+        assert [memory.stages for memory in made.stages] == [(0, 2), (1, 3)]
+        for kind in ("parameters", "optimizer"):
+            of_all, of_one_each = (sum(stage.peak.bytes[kind] for stage in plan.stages) for plan in (made, one_each))
+            assert of_all == of_one_each
+        assert sum(stage.parameters for stage in made.stages) == sum(stage.parameters for stage in one_each.stages)
+        assert made.stages[0].peak.bytes["activations"] > one_each.stages[0].peak.bytes["activations"]
+        assert made.checkpoint.bytes == pytest.approx(one_each.checkpoint.bytes, rel=0.01)
+        assert made.checkpoint.files == one_each.checkpoint.files
+        assert made.placement is not None
+        assert made.placement.ranks_of("model.blocks.2") == made.placement.ranks_of("model.blocks.0") == (2, 3)
+        assert "0, 2" in str(made)
+        assert made.to_json()["stages"][0]["blocks"] == [[0, 1], [2, 3]]
+        order = tmp_path / "order.csv"
+        order.write_text(to_csv(made.schedule))
+        assert planned(**sizes, schedule=str(order)).stages == made.stages
+
     def test_a_checkpoint_holds_the_state_whatever_the_layout(self) -> None:
         one, other = planned(), planned(pipeline_parallel_size=2, data_parallel_size=2)
         assert other.checkpoint.bytes == pytest.approx(one.checkpoint.bytes, rel=0.2)
@@ -119,13 +136,6 @@ class TestMonotone:
         stage = plan(gpt, TOKENS, layout={"data_parallel_size": 2}, cpu_offload=True).stages[0]
         assert stage.peak.bytes["parameters"] == stage.peak.bytes["optimizer"] == 0
         assert stage.host["optimizer"] > stage.host["parameters"] > 0
-
-
-def test_backwards_in_two_parts_arent_planned(tmp_path: Path) -> None:
-    path = tmp_path / "order.csv"
-    path.write_text(to_csv(build("InterleavedZeroBubble", 2, 4, 1)))
-    with pytest.raises(ConfigurationError, match=r"backwards in two parts \(I and W\), and plans are made for whole"):
-        planned(pipeline_parallel_size=2, schedule=str(path), microbatches=4)
 
 
 class TestCounting:

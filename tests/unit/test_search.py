@@ -16,11 +16,16 @@ from lightning_shard.dryrun import search as searching
 from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device, device
-from lightning_shard.dryrun.memory import Held, stage_memories
+from lightning_shard.dryrun.found import CANT_BE_CUT, DOESNT_DIVIDE, DOESNT_FIT, TOO_FEW, Choice, Found
+from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.moments import stage_memories
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
-from lightning_shard.dryrun.search import Choice, Found, Space, between, layouts, search
-from lightning_shard.dryrun.time import Rates, Timing
+from lightning_shard.dryrun.rates import Rates
+from lightning_shard.dryrun.scaled import ALIKE, between, is_like
+from lightning_shard.dryrun.search import search
+from lightning_shard.dryrun.space import Space, layouts
+from lightning_shard.dryrun.time import Timing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import build
@@ -192,7 +197,7 @@ def test_the_quick_search_lists_the_same_and_simulates_few(
     assert quick.simulated < everything.simulated / 2
     assert quick.considered == everything.considered
     assert len(quick.choices) + sum(quick.dropped.values()) == quick.considered
-    assert everything.dropped.keys() <= {searching.TOO_FEW, searching.CANT_BE_CUT}
+    assert everything.dropped.keys() <= {TOO_FEW, CANT_BE_CUT}
 
 
 def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: OptimizerState, everything: Found) -> None:
@@ -201,10 +206,10 @@ def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: Opt
     fitting = [choice for choice in everything.choices if choice.peak_bytes <= small]
     found = search(model, optimizer, space(small), rates(), most=3)
     assert [c.step for c in found.choices] == [c.step for c in fitting[:3]]
-    assert found.dropped[searching.DOESNT_FIT] > 0
+    assert found.dropped[DOESNT_FIT] > 0
     none = search(model, optimizer, space(1000), rates())
     assert none.choices == ()
-    assert none.dropped[searching.DOESNT_FIT] == len(everything.choices)
+    assert none.dropped[DOESNT_FIT] == len(everything.choices)
 
 
 def test_the_best_is_a_line_for_the_recipe() -> None:
@@ -223,7 +228,15 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
 
 def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
     one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
-    assert searching._work(between(one, two, 4)) == searching._work(four)
+    assert between(one, two, 4).blocks[1].plain.forward == four.blocks[1].plain.forward
+    assert is_like(four, between(one, two, 4))
+    assert not is_like(four, between(one, two, 5))
+    flops = four.blocks[1].plain.forward.flops
+    for change, said in ((ALIKE / 2, True), (2 * ALIKE, False)):
+        forward = replace(four.loss.plain.forward, flops=flops)
+        loss = replace(four.loss, plain=replace(four.loss.plain, forward=forward))
+        further = replace(loss, plain=replace(loss.plain, forward=replace(forward, flops=round(flops * (1 + change)))))
+        assert is_like(replace(four, loss=loss), replace(four, loss=further)) is said
     assert between(one, two, 4).tokens == four.tokens
 
 
@@ -243,9 +256,51 @@ def test_where_it_is_not_everything_is_counted(
 
 def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
     dropped: Counter[str] = Counter(search(model, optimizer, replace(space(), global_batch=2), rates()).dropped)
-    assert dropped[searching.DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
-    assert dropped[searching.TOO_FEW] > 0
-    assert dropped[searching.CANT_BE_CUT] > 0  # no experts
+    assert dropped[DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
+    assert dropped[TOO_FEW] > 0
+    assert dropped[CANT_BE_CUT] > 0  # no experts
+
+
+class OfFixedWidth(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu().view(*x.shape[:-1], 4 * WIDTH))
+
+
+class CutInVain(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.blocks = nn.ModuleList(OfFixedWidth() for _ in range(BLOCKS))
+
+
+def test_what_cant_be_counted_is_thrown_out_with_its_reason(
+    model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    plain = searching.count
+
+    def counted(model: Model, **sizes: int) -> Counts:
+        tried.append(sizes)
+        return plain(model, **sizes)
+
+    monkeypatch.setattr(searching, "count", counted)
+    in_vain = Model.of(CutInVain, model.batch, model.settings, stages=BLOCKS)
+    found = search(in_vain, optimizer, space(), rates(), most=10**6)
+    reasons = [why for why in found.dropped if why.startswith("its step can't be counted when it is cut so (")]
+    for size, why in zip((2, 4), sorted(reasons), strict=True):
+        assert f"(tensor_parallel_size={size}: RuntimeError: " in why
+    whole = {layout for layout in layouts(DEVICES, BLOCKS) if layout.tensor_parallel_size == 1}
+    assert {choice.layout for choice in found.choices} <= whole
+    assert found.choices
+    assert len([sizes for sizes in tried if sizes["tensor_parallel_size"] == 2]) == 1  # whatever the microbatch
+
+
+def test_rows_that_differ_by_their_schedules_name_alone_are_one(everything: Found) -> None:
+    first = next(choice for choice in everything.choices if choice.schedule == "1F1B")
+    again = replace(first, schedule="Eager1F1B")
+    slower = replace(first, microbatches=2 * first.microbatches)
+    said = str(replace(everything, choices=(first, again, slower)))
+    assert sum("1F1B or Eager1F1B" in line for line in said.splitlines()) == 1
+    assert said.count(" × ") == str(replace(everything, choices=(first, slower))).count(" × ")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, Work
+from lightning_shard.dryrun.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
 from lightning_shard.dryrun.devices import Achieved, Device, Link, device
 from lightning_shard.dryrun.links import Group, Groups, Links
 from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.optimizer import OptimizerState, StateTensor
-from lightning_shard.dryrun.time import DATA, IDLE, PRODUCTS, REPLICAS, TENSOR, Measured, Rates, Timing
+from lightning_shard.dryrun.rates import PRODUCTS, Measured, Rates
+from lightning_shard.dryrun.stage_time import DATA, REPLICAS
+from lightning_shard.dryrun.time import IDLE, Timing
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import build
 
@@ -106,6 +108,31 @@ def test_a_pipeline_of_equal_stages_by_hand() -> None:
     assert free.bubble == pytest.approx(3 / 11)
     assert free.spent[IDLE] == pytest.approx(3 * 3 * 2)
     assert found.sent == {"pipeline": 8 * 2 * 10**7}  # an inner stage sends values on and gradients back
+
+
+def test_offloaded_shards_are_copied_where_the_profile_says_how_fast() -> None:
+    counts, held = network(numel=10**9), Held(cpu_offload=True)
+    known = replace(PLAIN, host_bandwidth=1e9)  # 4 s for each block's parameters, or gradients
+    found = timing(counts, Layout(), known, held=held, overlaps=False).simulated()
+    assert found.step == pytest.approx(4 * (4 + 1) + 4 * (4 + 2 + 4))
+    beside = timing(counts, Layout(), known, held=held).simulated()
+    assert found.step > beside.step > 4 * 3 * 4  # the link is never idle for long
+    assert "the optimizer's step in the host's memory" in beside.unknown
+    assert not any("host_bandwidth" in text for text in beside.unknown)
+    unknown = timing(counts, Layout(), held=held).simulated()
+    assert unknown.step == pytest.approx(4 * 3)
+    assert any("host_bandwidth" in text for text in unknown.unknown)
+
+
+def test_a_rank_sends_what_its_stages_do() -> None:
+    counts, layout = network(8, output=10**7, numel=10**6), Layout(pipeline_parallel_size=2, data_parallel_size=2)
+    blocks, rates = even(8, 4), Rates(PLAIN, "bfloat16")
+    order = build("Interleaved1F1B", 2, 4)
+    found = Timing.of(counts, layout, blocks, order, Held(), rates).simulated()
+    one_each = timing(counts, layout, microbatches=4).simulated()
+    assert found.sent[DATA] == one_each.sent[DATA]  # as many blocks
+    assert one_each.sent["pipeline"] == 4 * 10**7
+    assert found.sent["pipeline"] == 4 * 3 * 10**7  # each rank has an end of each of the three cuts
 
 
 def test_recomputation_costs_a_forward() -> None:

@@ -1,0 +1,110 @@
+"""What a rank holds over a step: by hand for a few stages, and for the orders of all schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount
+from lightning_shard.dryrun.memory import Held, StageMemory
+from lightning_shard.dryrun.moments import stage_memories
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.orders import SCHEDULES, build
+from lightning_shard.pipeline.schedule import Schedule
+
+BLOCKS, OUTPUT, KEPT, FREED, NUMEL = 8, 100, 1000, 100, 5
+GLOO = Held(sends_stay=True)
+
+
+def network(shared: str = "") -> Counts:
+    """Blocks that keep 1000 bytes, of which 100 are their output, that the next block is the last to use."""
+
+    def block(index: int) -> PartCount:
+        names = [f"blocks.{index}.weight", *([shared] if shared else [])]
+        parameters = tuple(ParameterCount(name, (NUMEL,), (NUMEL,), torch.float32) for name in names)
+        return PartCount(f"blocks.{index}", parameters, OUTPUT, Cost(kept=KEPT, freed=FREED))
+
+    return Counts(tuple(map(block, range(BLOCKS))), everywhere=(PartCount(AROUND),), loss=PartCount(LOSS))
+
+
+def memories(schedule: Schedule, held: Held, counts: Counts | None = None) -> tuple[StageMemory, ...]:
+    each = BLOCKS // schedule.stages
+    blocks = [range(stage * each, (stage + 1) * each) for stage in range(schedule.stages)]
+    layout = Layout(pipeline_parallel_size=len(schedule.rows))
+    return stage_memories(counts or network(), layout, blocks, schedule, held, None)
+
+
+def at_peak(memory: StageMemory, kind: str) -> int:
+    return max(moment.bytes[kind] for moment in memory.moments)
+
+
+def test_activations_of_two_stages_on_a_rank_by_hand() -> None:
+    schedule = build("Interleaved1F1B", 2, 4)
+    first, last = memories(schedule, Held())
+    assert (first.stages, last.stages) == ((0, 2), (1, 3))
+    # rank 0 runs 0F0 0F1 2F0 2F1 0F2, then 0F3 and 2B0 in turn: never more than stage 0's four and stage 2's two
+    assert (first.in_flight, last.in_flight) == ((4, 2), (3, 1))
+    assert at_peak(first, "activations") == schedule.in_flight(0) * 2 * KEPT
+    assert at_peak(last, "activations") == schedule.in_flight(1) * 2 * KEPT
+
+
+def test_what_crosses_by_hand() -> None:
+    """Two ranks, 1F1B: of the last stage a microbatch's values, their copy, and buffers for the next ones."""
+    first, last = memories(build("1F1B", 2, 4), Held())
+    of_last = {str(moment.action): moment.bytes["received"] for moment in last.moments if moment.action is not None}
+    assert of_last["1F0"] == 2 * OUTPUT
+    assert of_last["1B0"] == 2 * OUTPUT + OUTPUT  # asked for: what 1F1 needs
+    assert of_last["1F1"] == 2 * OUTPUT + OUTPUT  # being sent: the gradient of 1B0
+    assert of_last["1B3"] == 2 * OUTPUT + OUTPUT  # nothing to ask for, and the last gradient
+    of_first = [moment.bytes["received"] for moment in first.moments if str(moment.action) == "0B3"]
+    assert of_first[0] == 0  # its last block's gradient is working memory
+    assert of_first[-1] == 2 * OUTPUT  # which the code keeps to the end, with what it had sent
+    stays = [moment.bytes["received"] for moment in memories(build("1F1B", 2, 4), GLOO)[1].moments]
+    assert max(stays) == 2 * OUTPUT + 3 * OUTPUT  # all gradients before the last one's
+
+
+def test_what_a_later_block_was_the_last_to_use_is_free_in_a_backward() -> None:
+    [memory] = memories(build("GPipe", 1, 1), Held())
+    forward, backward = (
+        [m.bytes["activations"] for m in memory.moments if m.action and m.action.kind == kind and m.part != LOSS]
+        for kind in "FB"
+    )
+    assert forward[-1] == (BLOCKS - 1) * KEPT
+    assert max(backward) == BLOCKS * KEPT - FREED
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=10, deadline=None)
+@given(ranks=st.sampled_from([1, 2, 4]), more=st.integers(0, 5), held=st.sampled_from([Held(), GLOO]))
+def test_every_order_keeps_what_is_in_flight_and_ends_with_nothing(
+    name: str, ranks: int, more: int, held: Held
+) -> None:
+    schedule = build(name, ranks, SCHEDULES[name].microbatches * ranks + more)
+    found = memories(schedule, held)
+    assert sum(memory.parameters for memory in found) == BLOCKS * NUMEL
+    for rank, memory in enumerate(found):
+        assert list(memory.stages) == schedule.stages_of(rank)
+        end = memory.moments[-1]
+        assert end.action is None
+        assert end.bytes["activations"] == end.bytes["received"] == 0
+        assert min(min(moment.bytes.values()) for moment in memory.moments) >= 0
+        each = KEPT * BLOCKS // schedule.stages
+        least = schedule.in_flight(rank) * each - KEPT  # before the last of these was computed
+        assert at_peak(memory, "activations") >= least
+        gradients = at_peak(memory, "gradients")
+        assert gradients >= 4 * memory.parameters
+
+
+def test_a_weight_of_two_stages_of_a_rank_is_held_once() -> None:
+    first, last = memories(build("Interleaved1F1B", 2, 4), Held(), network(shared="tied"))
+    assert first.parameters == last.parameters == BLOCKS // 2 * NUMEL + NUMEL
+
+
+def test_reducing_makes_shards_when_whole_gradients_are_gone() -> None:
+    layout = Layout(data_parallel_size=2)
+    [memory] = stage_memories(network(), layout, [range(BLOCKS)], build("1F1B", 1, 1), Held(), None)
+    whole, shard = 4 * 5, 4 * 3  # 5 elements on 2 ranks: 3 on the first, padded to 6 in the buffer
+    first = next(moment for moment in memory.moments if moment.bytes["gradients"])
+    assert first.bytes["gradients"] == 2 * shard + max(whole, shard)
