@@ -46,6 +46,7 @@ from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.full_parameters import gather_parameters
+from lightning_shard.plugin.held import HeldMemory, held_memory
 from lightning_shard.plugin.limits import (
     check_switches,
     refuse,
@@ -218,6 +219,21 @@ class HybridShardStrategy(CheckpointedStrategy):
     def placement(self) -> Placement | None:
         """Blocks to stages with their bytes and costs; ``str()`` is a table. Known once a fit or evaluation began."""
         return self._assembly.placement if self._assembly else None
+
+    def held_memory(self) -> HeldMemory:
+        """What each rank's device holds now, by kind; ``str()`` is a table.
+
+        A collective call over all ranks, between steps.
+
+        Raises:
+            ConfigurationError: No fit or evaluation has begun.
+        """
+        module, known = self.lightning_module, self._assembly
+        if module is None or known is None:
+            raise ConfigurationError("What devices hold is known when a fit or an evaluation has begun: ask in a hook.")
+        reshard(module)
+        stages = [stage.index for stage in known.stages] if known.stages is not None else [0]
+        return held_memory(module, self.optimizers, self.layout, stages, self.root_device, self.groups.host)
 
     def local_shard(self) -> dict[str, Tensor]:
         """This rank's part of the parameters by name; shares their memory."""
