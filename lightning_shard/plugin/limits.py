@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -127,17 +127,21 @@ def refuse_synced_generation(module: nn.Module) -> None:
     """
     for network in module.modules():
         if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
-            network.generate = MethodType(_generate, network)  # type: ignore[assignment]  # copies have their own
+            generate = _unsynced(type(network).generate)  # type: ignore[attr-defined]
+            network.generate = MethodType(generate, network)  # type: ignore[assignment]  # copies have their own
 
 
-def _generate(network: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
-    if synced_gpus:
-        raise StepError(
-            "generate(synced_gpus=True) asks all ranks whether they are done, and with several pipeline stages these"
-            " don't come there alike: leave it out, since stages are kept in step anyway, or use"
-            " pipeline_parallel_size=1."
-        )
-    return type(network).generate(network, *args, **kwargs)
+def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
+    def generate_unsynced(network: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        if synced_gpus:
+            raise StepError(
+                "generate(synced_gpus=True) asks all ranks whether they are done, and with several pipeline stages"
+                " these don't come there alike: leave it out, since stages are kept in step anyway, or use"
+                " pipeline_parallel_size=1."
+            )
+        return generate(network, *args, **kwargs)
+
+    return generate_unsynced
 
 
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layout) -> None:
