@@ -38,7 +38,11 @@ def enter(ledger: Any, where: str, case: Save, tried: Tried, *, sample: bool = F
     ledger("Crash", f"{where}: {case}", tried=tried.points, lost=len(tried.faults), sample=sample)
 
 
-@pytest.mark.parametrize("case", ONE_PROCESS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.long if c.asynchronous and not c.overwrite else []) for c in ONE_PROCESS],
+    ids=str,
+)
 def test_a_kill_at_any_call_leaves_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
     enter(ledger, "local disk", case, tried)

@@ -393,9 +393,8 @@ def test_one_rank_of_two_meets_the_faults(
 # -- WebDAV ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fault", ["lost", *(pytest.param(fault, marks=pytest.mark.long) for fault in (500, "half sent", "reset", "cut"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["lost", 500, "half sent", "reset", "cut"])
 def test_webdav_at_every_request(fault: Fault, tmp_path: Path, ledger: Ledger) -> None:
     """A server may write a put in place, and keep its half: so nothing is put under a name that is in use."""
     lost = []

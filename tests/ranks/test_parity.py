@@ -37,20 +37,20 @@ def with_every_schedule(network: str, layout: str) -> dict[str, Seen]:
     return {schedule: train(network, sizes, schedule=schedule) for schedule in schedules}
 
 
-EVERYWHERE, EVERYONE, THREE_AXES = ("gpt", "llama"), ("tp2", "pp2"), "pp2×dp2×tp2"
-"""These networks are on every layout, and all networks on these layouts; the rest of the table is long."""
-
-
-def is_long(layout: str, network: str) -> bool:
-    if layout == THREE_AXES:  # eight processes
-        return network != "llama"
-    return network not in EVERYWHERE and layout not in EVERYONE and (layout, network) != ("pp2×tp2", "gpt2")
+THREE_AXES = "pp2×dp2×tp2"
+ON_ALL = ("gpt", "llama")
+ALWAYS = {
+    **dict.fromkeys(("tp2", "pp2"), tuple(NETWORKS)),
+    **dict.fromkeys(("dp4", "dp2×tp2", "pp2×dp2"), ON_ALL),
+    **dict.fromkeys(("pp2×tp2", "pp4"), ("llama",)),
+}
+"""The networks that are always trained on a layout; the rest is long. On three axes test_resume.py trains one."""
 
 
 @pytest.mark.parametrize(
     ("layout", "network"),
     [
-        pytest.param(layout, network, marks=pytest.mark.long if is_long(layout, network) else [])
+        pytest.param(layout, network, marks=[] if network in ALWAYS.get(layout, ()) else pytest.mark.long)
         for layout in LAYOUTS
         for network in NETWORKS
     ],
@@ -85,7 +85,7 @@ def whole_from_meta(layout: str, networks: Sequence[str]) -> dict[str, dict[str,
 
 @pytest.fixture(scope="module")
 def from_meta() -> dict[str, dict[str, Tensor]]:
-    return whole_from_meta("tp2", EVERYWHERE)
+    return whole_from_meta("tp2", ON_ALL)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def from_meta() -> dict[str, dict[str, Tensor]]:
 def test_a_seed_gives_the_same_weights_from_meta_on_every_layout(
     layout: str, from_meta: dict[str, dict[str, Tensor]]
 ) -> None:
-    for network, ours in whole_from_meta(layout, EVERYWHERE).items():
+    for network, ours in whole_from_meta(layout, ON_ALL).items():
         first = from_meta[network]
         assert ours.keys() == first.keys()
         different = [name for name in first if not torch.equal(ours[name], first[name])]

@@ -72,8 +72,15 @@ def accumulate(sizes: dict[str, int] | None, settings: dict[str, Any]) -> Seen:
     return train("gpt", sizes, module=scheduled, trainer=settings)
 
 
-@pytest.mark.parametrize("settings", [CLIPPED_BY_NORM, CLIPPED_BY_VALUE], ids=["norm", "value"])
-@pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        pytest.param(PIPELINE, CLIPPED_BY_VALUE, id="pp2×dp2, value"),
+        pytest.param(SHARDED, CLIPPED_BY_NORM, id="dp2×tp2, norm"),
+        pytest.param(PIPELINE, CLIPPED_BY_NORM, id="pp2×dp2, norm", marks=pytest.mark.long),
+        pytest.param(SHARDED, CLIPPED_BY_VALUE, id="dp2×tp2, value", marks=pytest.mark.long),
+    ],
+)
 def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], settings: dict[str, Any]) -> None:
     check(on(sizes, accumulate, settings), accumulate(None, settings))
 

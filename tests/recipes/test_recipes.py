@@ -194,7 +194,7 @@ class TestModel:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("strategy", ["single", "hybrid_shard"])
+    @pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "hybrid_shard"])
     def test_a_folder_of_text_is_learned_and_the_run_resumed(self, tmp_path: Path, strategy: str) -> None:
         (tmp_path / "poem.txt").write_text(POEM)
         output = tmp_path / "output"
