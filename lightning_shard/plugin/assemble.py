@@ -24,6 +24,7 @@ from lightning_shard.parallel.data import Sharding, apply_fully_sharded, paralle
 from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.init import agree_on_weights, materialize
+from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.parallel.units import keep_what_is_set
@@ -85,6 +86,7 @@ class Assembly:
         ties: The parameters that this rank and another one of its pipeline hold.
         is_tied_over_stages: Whether any ranks hold such a parameter.
         places: Each parameter's place in the whole module.
+        lockstep: Of evaluation steps over data ranks; set when it is first needed.
     """
 
     layout: Layout
@@ -96,6 +98,7 @@ class Assembly:
     ties: tuple[Tie, ...]
     is_tied_over_stages: bool
     places: Mapping[str, int]
+    lockstep: Lockstep | None = None
 
 
 def assemble(

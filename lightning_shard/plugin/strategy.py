@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,29 +14,20 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
-from lightning_shard.layout import TENSOR_AXIS, check_context_parallel
+from lightning_shard.layout import check_context_parallel
 from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
-    average_gradients,
-    differentiating_by_inputs,
-    end_backward,
-    forget_gradients,
-    no_gradient_sync,
-    reduce_gradients,
     reshard,
-    scalar_parameters,
 )
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.parallel.units import sharded_units
-from lightning_shard.parallel.whole import whole_of
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
@@ -53,7 +44,6 @@ from lightning_shard.plugin.limits import (
     refuse_hyperparameters,
     refuse_optimizers,
     refuse_synced_generation,
-    warning_of_numbers_kept,
 )
 from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
@@ -64,28 +54,25 @@ from lightning_shard.plugin.saving.state import (
     check_optimizers,
     check_same_groups,
     groups_of,
-    refuse_parameter_hooks,
 )
-from lightning_shard.plugin.steps import randomness, tensor_ranks
-from lightning_shard.plugin.steps.agreement import check_same_batch
+from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
-from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
-from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
+from lightning_shard.plugin.steps.first_looks import FirstLooks
+from lightning_shard.plugin.steps.gradients import Gradients
+from lightning_shard.plugin.steps.loss_weight import LossWeights
 from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.norms import WholeNorms
-from lightning_shard.plugin.steps.overridden import has_hooks
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.redirect import call_through, note_sharded, refuse_sharded
+from lightning_shard.plugin.steps.redirect import note_sharded
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import candidates, choose, that_runs
+from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.throughput import share_throughput
 from lightning_shard.sharding import local_tensor
 
 _ASSEMBLY = "_lightning_shard_assembly"
-_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
-"""Hooks between a step and its backward, for which parameters stay gathered unless these may work on them."""
 
 
 class HybridShardStrategy(CheckpointedStrategy):
@@ -197,20 +184,13 @@ class HybridShardStrategy(CheckpointedStrategy):
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
-        self._weights: LossWeights | None = None
-        self._weight = Weight()
-        self._steps: PipelinedSteps | None = None
+        self._steps: SingleStageSteps | PipelinedSteps | None = None
+        self._gradients: Gradients | None = None
+        self._looks: FirstLooks | None = None
         self._walks: Walks | None = None
-        self._lockstep: Lockstep | None = None
         self._built: Built | None = None
-        self._scalars: list[nn.Parameter] = []
-        self._reduces = True
         self._trains: list[list[bool]] = []
-        self._sees_parameters = False
-        self._accumulating = False
-        self._checked: set[str] = set()
         self._samples: bool | None = None
-        self._steps_taken = 0
         self._ahead: BatchesAhead | None = None
 
     # What users look at
@@ -252,9 +232,8 @@ class HybridShardStrategy(CheckpointedStrategy):
 
         Only for loops that run their own backwards (manual optimization): the strategy does it by itself otherwise.
         """
-        assert self.lightning_module is not None
-        reduce_gradients(self.lightning_module)
-        average_gradients(self._scalars, self.groups.data)
+        assert self._gradients is not None
+        self._gradients.synchronize()
 
     def watch_actions(self, watch: Watch) -> str | None:
         """Have it told of each action of pipelined training steps on this rank, until another is given.
@@ -262,7 +241,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         Returns:
             The schedule's name; ``None`` with one stage, which has no actions.
         """
-        return self._steps.watch(watch) if self._steps is not None else None
+        return self._steps.watch(watch) if isinstance(self._steps, PipelinedSteps) else None
 
     # Data, and the end of a run
 
@@ -347,33 +326,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         else:
             known.schedule = self._schedule_of(known)
         self._assembly = known
-        self._checked.clear()
-        self._steps_taken = 0
         self.model = module
         self._connect_checkpoint_io(trainer)
-        self._weights = LossWeights(self._loss_weight, self.groups.data, self.root_device)
-        if known.stages is not None:
-            reshard(module)
-            refuse_synced_generation(module)
-            self._walks = Walks(known.stages.incomplete)
-            self._steps = PipelinedSteps(
-                module,
-                known.stages,
-                self.groups,
-                self.layout,
-                self.root_device,
-                that_runs(known.schedule, self._settings.of_blocks),
-                known.ties,
-                self._weights,
-                reduces_each=self._reduces_each,
-                reshards_each=self._settings.reshard_after_forward is True,
-            )
-        elif self.layout.data_parallel_size > 1 and self._lockstep is None:
-            self._lockstep = Lockstep(
-                [unit for unit in sharded_units(module) if unit is not module],
-                self.groups.host,
-                deals_experts=self.layout.expert_parallel_size > 1,
-            )
+        self._make_steps(module, known)
         share_metrics(module, self.groups, self.root_device, known.stages)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -382,6 +337,35 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
+        groups, layout, device = self.groups, self.layout, self.root_device
+        is_pipelined = known.stages is not None
+        weights = LossWeights(self._loss_weight, groups.data, device)
+        gradients = Gradients(module, groups.data, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
+        self._gradients = gradients
+        self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties)
+        if known.stages is None:
+            if layout.data_parallel_size > 1 and known.lockstep is None:
+                units = [unit for unit in sharded_units(module) if unit is not module]
+                known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
+            self._steps = SingleStageSteps(module, device, layout.data_rank, gradients, weights, known.lockstep)
+            return
+        reshard(module)
+        refuse_synced_generation(module)
+        self._walks = Walks(known.stages.incomplete)
+        self._steps = PipelinedSteps(
+            module,
+            known.stages,
+            groups,
+            layout,
+            device,
+            that_runs(known.schedule, self._settings.of_blocks),
+            known.ties,
+            weights,
+            reduces_each=self._reduces_each,
+            reshards_each=self._settings.reshard_after_forward is True,
+        )
 
     def _schedule_of(self, known: Assembly) -> Schedule:
         """The order in which the stages of a module run that an earlier Trainer has laid out.
@@ -443,13 +427,11 @@ class HybridShardStrategy(CheckpointedStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             agree_on_overflows(scaler, self.optimizers)
-        self._scalars = scalar_parameters(self.lightning_module)
-        whole = self.precision_plugin.post_backward
+        gradients, whole = self._gradients, self.precision_plugin.post_backward
+        assert gradients is not None
 
         def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
-            end_backward(module, reduces=self._reduces)
-            if self._reduces:
-                average_gradients((p for p in self._scalars if p.requires_grad), self.groups.data)
+            gradients.end_backward()
             return whole(loss, module)
 
         self.precision_plugin.__dict__["post_backward"] = post_backward
@@ -464,7 +446,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._generators = None
         if self._walks is not None:
             self._walks.guard()
-        self._sees_parameters = has_hooks(self.lightning_module.trainer, self.lightning_module, _BEFORE_BACKWARD)
+        if isinstance(self._steps, SingleStageSteps):
+            self._steps.begin_fit()
 
     def on_train_end(self) -> None:
         if self._walks is not None:
@@ -472,7 +455,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._steps is None:
+        if not isinstance(self._steps, PipelinedSteps):
             return
         assert self.lightning_module is not None
         loops.skip_backward(self.lightning_module.trainer)
@@ -485,50 +468,25 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        look = self._first_look("training_step", args)
-        trainer = self.lightning_module.trainer
-        draw = randomness.derive(self._seed, "train", loops.batches_started(trainer))
-        if loops.begins_accumulation(trainer) and self._accumulating:
-            forget_gradients(self.lightning_module)
-        self._accumulating = loops.is_accumulating(trainer)
-        if self._steps is not None:
-            with look:
+        assert self._gradients is not None
+        assert self._looks is not None
+        draw = randomness.derive(self._seed, "train", loops.batches_started(self.lightning_module.trainer))
+        self._gradients.begin_step()
+        with self._looks.at("training_step", args[0] if args else None):
+            if isinstance(self._steps, PipelinedSteps):
                 return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
-        assert self._weights is not None
-        [self._weight] = self._weights.of(args[:1] or [None])
-        penalties = differentiating_by_inputs(self.lightning_module, lambda: self._reduces or self._reduces_each)
-        with look, self.precision_plugin.train_step_context(), penalties:
-            result = self._whole_step("training_step", draw, args, kwargs)
-        if result is None and self.lightning_module.automatic_optimization:  # what its backward would have done
-            if not self._accumulating:
-                self.synchronize_gradients()
-            reshard(self.lightning_module)
-        elif self._sees_parameters and self.lightning_module.automatic_optimization:
-            reshard(self.lightning_module)
-        return result
+            assert self._steps is not None
+            return self._steps.train(self.precision_plugin, draw, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Of a step that isn't pipelined; what the step returned stays as it is."""
-        assert self.lightning_module is not None
-        whole = whole_of(self.lightning_module)
-        if whole is not None or isinstance(self.lightning_module, FSDPModule):
-            refuse_sharded(closure_loss)
-        if whole is not None and self._sees_parameters and self.lightning_module.automatic_optimization:
-            whole.gather(self.lightning_module)  # blocks may run again; elsewhere FSDP2 gathers for the backward
-        trainer = self.lightning_module.trainer
-        if self.lightning_module.automatic_optimization and loops.begins_accumulation(trainer):
-            forget_gradients(self.lightning_module)  # of backwards in the step: Lightning has called zero_grad
-        return super().backward(weighted(closure_loss, self._weight.of_gradient), *args, **kwargs)
+        assert isinstance(self._steps, SingleStageSteps)
+        return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if not self._steps_taken:  # at once, and not only when the first checkpoint is refused
-            self._check_ties()
-        if self._steps_taken < tensor_ranks.STEPS and self.layout.tensor_parallel_size > 1:
-            assert self.lightning_module is not None
-            parameters = self.lightning_module.named_parameters()
-            tensor_ranks.check_whole_gradients(parameters, self.device_mesh[TENSOR_AXIS])
-        self._steps_taken += 1
+        assert self._looks is not None
+        self._looks.after_update()
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -544,58 +502,24 @@ class HybridShardStrategy(CheckpointedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        look = self._first_look(method, args)
+        assert self._looks is not None
 
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed, method, *arguments[1:])
 
-        with look:
-            if self._steps is not None:
+        with self._looks.at(method, args[0] if args else None):
+            if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 return self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
-            with self._lockstep.step() if self._lockstep is not None else nullcontext():
-                return self._whole_step(method, draw(args), args, kwargs)
-
-    @contextmanager
-    def _first_look(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
-        """Steps run inside; the first of each kind of a run is looked at."""
-        module = self.lightning_module
-        assert module is not None
-        with ExitStack() as looks:
-            if method not in self._checked:
-                self._checked.add(method)
-                check_same_batch(args[0] if args else None, self.layout)
-                if self._steps is not None:
-                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
-                if self.layout.tensor_parallel_size > 1:
-                    looks.enter_context(tensor_ranks.refusing_parts())
-                if method == "training_step":
-                    refuse_parameter_hooks(module)
-                if module.automatic_optimization:
-                    looks.enter_context(refusing_lost_changes(module))
-            yield
-
-    def _whole_step(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        with randomness.preserved(self.root_device):
-            randomness.seed_all(randomness.derive(draw, 0, self.layout.data_rank))
-            step = partial(getattr(module, method), *args, **kwargs)
-            return call_through(module, step) if module.automatic_optimization else step()
+            assert self._steps is not None
+            return self._steps.evaluate(method, draw(args), *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Backwards inside gather gradients without reducing them over the data-parallel ranks."""
-        assert self.lightning_module is not None
-        # a pipelined step decides by itself, microbatch by microbatch
-        several = self._steps is not None or self._reduces_each
-        units = nullcontext() if several else no_gradient_sync(self.lightning_module)
-        self._reduces = False
-        try:
-            with units:
-                yield
-        finally:
-            self._reduces = True
+        assert self._gradients is not None
+        with self._gradients.held():
+            yield
 
     def on_validation_start(self) -> None:
         self._begin_evaluation("validation_step")
@@ -614,7 +538,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         trainer = module.trainer
         loop = loops.evaluating(trainer)
         loops.before_end_hooks(loop, self._free_gathered)
-        if self._steps is None:
+        if not isinstance(self._steps, PipelinedSteps):
             return
         self._steps.begin_evaluation()
         ahead = None

@@ -1,0 +1,67 @@
+"""What is checked about the first step of each kind in a run, and about the first updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import lightning.pytorch as pl
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.plugin.limits import warning_of_numbers_kept
+from lightning_shard.plugin.saving.state import refuse_parameter_hooks
+from lightning_shard.plugin.steps import tensor_ranks
+from lightning_shard.plugin.steps.agreement import check_same_batch
+from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
+
+
+class FirstLooks:
+    """At the steps of one LightningModule in one run of a Trainer.
+
+    Args:
+        microbatches: Into how many parts a batch is cut.
+        check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layout: Layout,
+        mesh: DeviceMesh,
+        microbatches: int,
+        check_ties: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._layout = layout
+        self._mesh = mesh
+        self._microbatches = microbatches
+        self._check_ties = check_ties
+        self._kinds: set[str] = set()
+        self._updates = 0
+
+    @contextmanager
+    def at(self, method: str, batch: object) -> Iterator[None]:
+        """A step runs inside."""
+        module, layout = self._module, self._layout
+        with ExitStack() as looks:
+            if method not in self._kinds:
+                self._kinds.add(method)
+                check_same_batch(batch, layout)
+                if layout.pipeline_parallel_size > 1:
+                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
+                if layout.tensor_parallel_size > 1:
+                    looks.enter_context(tensor_ranks.refusing_parts())
+                if method == "training_step":
+                    refuse_parameter_hooks(module)
+                if module.automatic_optimization:
+                    looks.enter_context(refusing_lost_changes(module))
+            yield
+
+    def after_update(self) -> None:
+        """After an optimizer's step: at once, and not only when the first checkpoint is refused."""
+        if not self._updates:
+            self._check_ties()
+        if self._updates < tensor_ranks.STEPS and self._layout.tensor_parallel_size > 1:
+            tensor_ranks.check_whole_gradients(self._module.named_parameters(), self._mesh[TENSOR_AXIS])
+        self._updates += 1

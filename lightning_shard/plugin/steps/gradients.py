@@ -1,0 +1,80 @@
+"""When gradients are reduced over the data ranks, outside of a pipelined step, which decides by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_shard.parallel.data import (
+    average_gradients,
+    differentiating_by_inputs,
+    end_backward,
+    forget_gradients,
+    no_gradient_sync,
+    reduce_gradients,
+    scalar_parameters,
+)
+from lightning_shard.plugin import loops
+
+
+class Gradients:
+    """Those of one LightningModule on this rank.
+
+    Args:
+        module: Sharded, on its device.
+        group: The data ranks.
+        reduces_each: Each backward reduces them, and not only the last one before an optimizer step.
+        is_pipelined: Steps are.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, group: dist.ProcessGroup, *, reduces_each: bool, is_pipelined: bool
+    ) -> None:
+        self._module = module
+        self._group = group
+        self._reduces_each = reduces_each
+        self._is_pipelined = is_pipelined
+        self._scalars = scalar_parameters(module)
+        self._is_held = False
+        self.is_accumulating = False
+        """Whether the step that began last is followed by another one before the optimizer's."""
+
+    def begin_step(self) -> None:
+        """Before a training step: what an accumulation left that was broken off isn't part of it."""
+        trainer = self._module.trainer
+        if self.is_accumulating and loops.begins_accumulation(trainer):
+            forget_gradients(self._module)
+        self.is_accumulating = loops.is_accumulating(trainer)
+
+    def begin_backward(self) -> None:
+        """Before the backward of an automatic step: Lightning has called ``zero_grad`` after backwards in the step."""
+        if loops.begins_accumulation(self._module.trainer):
+            forget_gradients(self._module)
+
+    def end_backward(self) -> None:
+        end_backward(self._module, reduces=not self._is_held)
+        if not self._is_held:
+            average_gradients((p for p in self._scalars if p.requires_grad), self._group)
+
+    def synchronize(self) -> None:
+        """Reduce those that were held back; a collective call over the data ranks."""
+        reduce_gradients(self._module)
+        average_gradients(self._scalars, self._group)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Backwards inside don't reduce, unless each is to."""
+        units = nullcontext() if self._is_pipelined or self._reduces_each else no_gradient_sync(self._module)
+        self._is_held = True
+        try:
+            with units:
+                yield
+        finally:
+            self._is_held = False
+
+    def of_inputs(self) -> AbstractContextManager[None]:
+        """Around a step that may differentiate by its inputs."""
+        return differentiating_by_inputs(self._module, lambda: not self._is_held or self._reduces_each)

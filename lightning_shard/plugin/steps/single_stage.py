@@ -1,0 +1,99 @@
+"""Lightning's steps where a rank runs the whole network: with one pipeline stage."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard.parallel.data import reshard
+from lightning_shard.parallel.lockstep import Lockstep
+from lightning_shard.parallel.whole import whole_of
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.gradients import Gradients
+from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
+from lightning_shard.plugin.steps.overridden import has_hooks
+from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
+
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
+"""Hooks between a step and its backward, for which parameters stay gathered unless these may work on them."""
+
+
+class SingleStageSteps:
+    """``training_step``, its backward and the evaluation steps of one LightningModule.
+
+    Args:
+        module: Sharded, on its device.
+        device: Where this rank computes.
+        data_rank: This rank's part of the data, by which random numbers differ.
+        gradients: The module's.
+        weights: How much the losses of batches count.
+        lockstep: Of evaluation steps; ``None`` with one data rank.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        device: torch.device,
+        data_rank: int,
+        gradients: Gradients,
+        weights: LossWeights,
+        lockstep: Lockstep | None,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._data_rank = data_rank
+        self._gradients = gradients
+        self._weights = weights
+        self._weight = Weight()
+        self._lockstep = lockstep
+        self._sees_parameters = False
+
+    def begin_fit(self) -> None:
+        """Before the first training step, when all callbacks are known."""
+        self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
+
+    def train(self, precision: Precision, draw: int, *args: Any, **kwargs: Any) -> Any:
+        """A forward; its backward is another call.
+
+        Args:
+            draw: Seeds random numbers, alike on all ranks.
+        """
+        module, automatic = self._module, self._module.automatic_optimization
+        [self._weight] = self._weights.of(args[:1] or [None])
+        with precision.train_step_context(), self._gradients.of_inputs():
+            result = self._run("training_step", draw, args, kwargs)
+        if result is None and automatic:  # what its backward would have done
+            if not self._gradients.is_accumulating:
+                self._gradients.synchronize()
+            reshard(module)
+        elif self._sees_parameters and automatic:
+            reshard(module)
+        return result
+
+    def begin_backward(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate; what the step returned stays as it is."""
+        module, whole = self._module, whole_of(self._module)
+        if whole is not None or isinstance(module, FSDPModule):
+            refuse_sharded(loss)
+        if module.automatic_optimization:
+            if whole is not None and self._sees_parameters:
+                whole.gather(module)  # blocks may run again; elsewhere FSDP2 gathers for the backward
+            self._gradients.begin_backward()
+        return weighted(loss, self._weight.of_gradient)
+
+    def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
+        with self._lockstep.step() if self._lockstep is not None else nullcontext():
+            return self._run(method, draw, args, kwargs)
+
+    def _run(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with randomness.preserved(self._device):
+            randomness.seed_all(randomness.derive(draw, 0, self._data_rank))
+            step = partial(getattr(self._module, method), *args, **kwargs)
+            return call_through(self._module, step) if self._module.automatic_optimization else step()
