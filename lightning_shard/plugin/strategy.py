@@ -28,6 +28,7 @@ from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.parallel.units import sharded_units
+from lightning_shard.parallel.updates import update_shards
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
@@ -413,6 +414,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         tied = {name for tie in self._assembly.ties for name in tie.names}
         check_same_groups(self.groups.gather_over_stages(groups_of(self.optimizers, self._names, tied)))
         refuse_optimizers(self.optimizers, self.layout)
+        for optimizer in self.optimizers:
+            update_shards(optimizer)
 
     def _what_trains(self) -> list[list[bool]]:
         """Of each stage's parameters; a collective call over the pipeline."""

@@ -1,0 +1,42 @@
+"""Adam's updates on each rank's own shards, without a dispatch of DTensors for each operation.
+
+An update of Adam's is elementwise: a shard's needs that shard of the gradient and of the moments, and nothing else. As
+DTensors they take the same numbers to the same memory, and each operation and parameter has a dispatch in Python.
+
+``Adam._init_group`` is private in torch (seen in 2.11 to 2.13): it fills the lists that a step works on. An optimizer that
+has none is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def update_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Have an Adam or AdamW of torch's, of just that class, update the shards; others stay as they are."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not hasattr(optimizer, "_init_group"):
+        return
+    whole = optimizer._init_group
+
+    def init_group(group: dict[str, Any], parameters: list[Tensor], *others: list[Tensor]) -> Any:
+        result = whole(group, parameters, *others)
+        *sharded, _ = others  # the last are the numbers of steps
+        if not group["differentiable"] and all(_are_sharded_as(parameters, each) for each in sharded if each):
+            for each in (parameters, *sharded):
+                each[:] = [t.to_local() if isinstance(t, DTensor) else t for t in each]  # gradients are off
+        return result
+
+    optimizer.__dict__["_init_group"] = init_group
+
+
+def _are_sharded_as(parameters: list[Tensor], others: list[Tensor]) -> bool:
+    """Else an update moves data between ranks, as of a gradient that is a sum yet to be taken."""
+    return all(_sharding(parameter) == _sharding(other) for parameter, other in zip(parameters, others, strict=True))
+
+
+def _sharding(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
