@@ -1,10 +1,10 @@
 """Adam's updates on each rank's own shards, without a dispatch of DTensors for each operation.
 
-An update of Adam's is elementwise: a shard's needs that shard of the gradient and of the moments, and nothing else. As
+An update of Adam's is elementwise: a shard's needs that shard of the gradient and of the moments, nothing else. As
 DTensors they take the same numbers to the same memory, and each operation and parameter has a dispatch in Python.
 
-``Adam._init_group`` is private in torch (seen in 2.11 to 2.13): it fills the lists that a step works on. An optimizer that
-has none is left as it is.
+``Adam._init_group`` is private in torch (seen in 2.11 to 2.13): it fills the lists that a step works on. An optimizer
+that has none is left as it is.
 """
 
 from __future__ import annotations

@@ -449,8 +449,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             self._generators = None
         if self._walks is not None:
             self._walks.guard()
-        if isinstance(self._steps, SingleStageSteps):
-            self._steps.begin_fit()
+        assert self._steps is not None
+        self._steps.begin("training_step")
 
     def on_train_end(self) -> None:
         if self._walks is not None:
@@ -541,9 +541,10 @@ class HybridShardStrategy(CheckpointedStrategy):
         trainer = module.trainer
         loop = loops.evaluating(trainer)
         loops.before_end_hooks(loop, self._free_gathered)
-        if not isinstance(self._steps, PipelinedSteps):
+        assert self._steps is not None
+        self._steps.begin(method)
+        if self.layout.pipeline_parallel_size == 1:
             return
-        self._steps.begin_evaluation()
         ahead = None
         if not any(self.groups.gather_over_stages(runs_in_order(trainer, module, method))):
             ahead = BatchesAhead.put_in(loop, method, self._prepare)

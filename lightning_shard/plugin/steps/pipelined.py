@@ -46,11 +46,18 @@ from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
+from lightning_shard.plugin.steps.overridden import has_hooks
 from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedules import tell_of_whole_backwards
 
 Draw = Callable[[Arguments], int]
+_HEARERS = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+}
+"""The hooks that are given what a step returned."""
 
 
 class PipelinedSteps:
@@ -86,6 +93,7 @@ class PipelinedSteps:
         self._generators = randomness.AllGenerators(device)
         self._may_have_new_generators = True
         self._has_trained = False
+        self._unheard: set[str] = set()
         self._under_way: deque[tuple[list[Any], list[Any] | None]] = deque()
         self._late_changes = False  # by any step, of what the next batch would find
         self._of_known_ends: set[str] = set()  # the kinds of steps of which it is known whether they do
@@ -169,7 +177,10 @@ class PipelinedSteps:
                 self._is_to_tell = False
             self._has_trained = True
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
-            result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
+            if "training_step" in self._unheard:  # but for the loss
+                result = self._share(losses, tree.batch_size(parts[0]))
+            else:
+                result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -197,15 +208,27 @@ class PipelinedSteps:
                     results = [call_through(self._module, of_calls)]
             elif not self._late_changes and len(self._stages) == 1:  # versions of several are of one batch
                 self._look_ahead(method, draw, upcoming)
+            if method in self._unheard:
+                results = [None] * len(results)
             result = self._share(results, tree.batch_size(parts[0]))
         self._of_known_ends.add(self._kind(method, args))
         if not self._under_way:
             self._step.flush()
         return result
 
-    def begin_evaluation(self) -> None:
-        """Nothing is under way: an evaluation that was broken off may have left something."""
+    def begin(self, method: str) -> None:
+        """Before the first step of this kind; a collective call over the pipeline.
+
+        What steps return goes to all stages only where a hook is given it. Nothing is under way: an evaluation that was
+        broken off may have left something.
+        """
         self._under_way.clear()
+        hearer = _HEARERS.get(method)
+        heard = hearer is None or has_hooks(self._module.trainer, self._module, [hearer])
+        if any(self._groups.gather_over_stages(heard)):
+            self._unheard.discard(method)
+        else:
+            self._unheard.add(method)
 
     def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
         most = self._stages[0].count - 1 - self._stages[0].index

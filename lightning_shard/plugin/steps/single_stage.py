@@ -55,9 +55,10 @@ class SingleStageSteps:
         self._lockstep = lockstep
         self._sees_parameters = False
 
-    def begin_fit(self) -> None:
-        """Before the first training step, when all callbacks are known."""
-        self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
+    def begin(self, method: str) -> None:
+        """Before the first step of this kind, when all callbacks are known."""
+        if method == "training_step":
+            self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
 
     def train(self, precision: Precision, draw: int, *args: Any, **kwargs: Any) -> Any:
         """A forward; its backward is another call.
