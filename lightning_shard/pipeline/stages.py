@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stage import Stage
-from lightning_shard.pipeline.taint import Unknown
+from lightning_shard.pipeline.taint import Hollow, Unknown
 
 _ABSENT = object()
 
@@ -115,7 +115,10 @@ class Stages(Sequence[Stage]):
         for stage in self.held:
             stage.join(root)
         for stage, view in self.views.items():
+            hollow = {id(holder) for holder, _, value in view.entries if isinstance(value, Hollow)}
             for module in stage.elsewhere:
+                if any(p is not None for p in module._parameters.values()) and id(module.__dict__) not in hollow:
+                    continue  # its weight is tied to one of this stage's, and split as that is
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     for number, hook in hooks.items():
                         if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
