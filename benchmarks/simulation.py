@@ -74,12 +74,13 @@ class Computing(nn.Module):
 
 
 class Module(L.LightningModule):
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], width: int) -> None:
         super().__init__()
+        self.start = nn.Parameter(torch.zeros(width))  # as behind an embedding, what the first block is given trains
         self.blocks = nn.Sequential(*blocks)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.blocks(batch).square().mean()
+        loss: Tensor = self.blocks(batch + self.start).square().mean()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -109,7 +110,7 @@ def rank_main(kind: str, ranks: int, schedule: str, steps: int) -> list[Timeline
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module(blocks), DataLoader(batches, batch_size=microbatches * rows))
+        trainer.fit(Module(blocks, width), DataLoader(batches, batch_size=microbatches * rows))
     return [step.timeline for step in record.recording.steps] if record.recording is not None else []
 
 
