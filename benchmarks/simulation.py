@@ -87,10 +87,14 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def rank_main(kind: str, ranks: int, schedule: str, steps: int) -> list[Timeline]:
-    """The recorded steps, on rank 0."""
+def rank_main(kind: str, ranks: int, schedules: Sequence[str], steps: int) -> list[list[Timeline]]:
+    """The recorded steps of each schedule, on rank 0."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    return [recorded(kind, ranks, schedule, steps) for schedule in schedules]
+
+
+def recorded(kind: str, ranks: int, schedule: str, steps: int) -> list[Timeline]:
     microbatches, sleeps = 2 * ranks, kind != "compute"
     rows, width = (1, SLEEPING_WIDTH) if sleeps else (ROWS, WIDTH)
     blocks = [SleepingLinear(width, s) for s in SLEEPS_S[kind, ranks]] if sleeps else [Computing() for _ in range(4)]
@@ -114,8 +118,7 @@ def rank_main(kind: str, ranks: int, schedule: str, steps: int) -> list[Timeline
     return [step.timeline for step in record.recording.steps] if record.recording is not None else []
 
 
-def measure(kind: str, ranks: int, schedule: str, steps: int) -> dict[str, Any]:
-    timelines = run_ranks(rank_main, ranks, kind, ranks, schedule, steps, elastic=True, timeout_s=300)[0]
+def row_of(kind: str, ranks: int, schedule: str, timelines: Sequence[Timeline]) -> dict[str, Any]:
     order = build(schedule, ranks, 2 * ranks)
     assert all(timeline.schedule.rows == order.rows for timeline in timelines), "the order that ran is another one"
     costs = measured_costs(timelines)
@@ -154,8 +157,9 @@ def rows_of(only: Sequence[str], schedules: Sequence[str], steps: int) -> Iterat
     for kind in only:
         for ranks in (2, 4) if kind != "compute" else (2,):
             reference = None
-            for schedule in schedules:
-                row = measure(kind, ranks, schedule, steps)
+            found = run_ranks(rank_main, ranks, kind, ranks, schedules, steps, elastic=True, timeout_s=900)[0]
+            for schedule, timelines in zip(schedules, found, strict=True):
+                row = row_of(kind, ranks, schedule, timelines)
                 reference = row["measured_s"] if schedule == "1F1B" else reference
                 row["of_1f1b"] = None if reference is None else row["measured_s"] / reference
                 print(f"{kind} {ranks} {schedule}: {row['measured_s']:.3f} s, {row['ratio']:.3f}", flush=True)
