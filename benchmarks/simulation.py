@@ -12,6 +12,9 @@ has its second part. Of these the step is also simulated by the seconds that wer
 runtime's own. Or blocks *compute*, on as many ranks as there are cores. On a busy machine these measure whoever else
 is there.
 
+*Replayed* is the measured step over one that is simulated from what each single action took in it, so that actions that
+another program held up count as what they were.
+
     python benchmarks/simulation.py                 # minutes; writes benchmarks/results/simulation-<date>.json
     python benchmarks/simulation.py --only even --schedules 1F1B ZBVZeroBubble --steps 3
 """
@@ -87,17 +90,18 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def rank_main(kind: str, ranks: int, schedules: Sequence[str], steps: int) -> list[list[Timeline]]:
+def rank_main(kind: str, ranks: int, schedules: Sequence[str], steps: int, times: float) -> list[list[Timeline]]:
     """The recorded steps of each schedule, on rank 0."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    return [recorded(kind, ranks, schedule, steps) for schedule in schedules]
+    return [recorded(kind, ranks, schedule, steps, times) for schedule in schedules]
 
 
-def recorded(kind: str, ranks: int, schedule: str, steps: int) -> list[Timeline]:
+def recorded(kind: str, ranks: int, schedule: str, steps: int, times: float) -> list[Timeline]:
     microbatches, sleeps = 2 * ranks, kind != "compute"
     rows, width = (1, SLEEPING_WIDTH) if sleeps else (ROWS, WIDTH)
-    blocks = [SleepingLinear(width, s) for s in SLEEPS_S[kind, ranks]] if sleeps else [Computing() for _ in range(4)]
+    seconds = [times * each for each in SLEEPS_S.get((kind, ranks), ())]
+    blocks = [SleepingLinear(width, s) for s in seconds] if sleeps else [Computing() for _ in range(4)]
     batches = torch.randn((steps + WARMUP) * microbatches * rows, width)
     with tempfile.TemporaryDirectory() as folder:
         record = RecordTimeline(folder, after=WARMUP, steps=steps)
@@ -118,13 +122,13 @@ def recorded(kind: str, ranks: int, schedule: str, steps: int) -> list[Timeline]
     return [step.timeline for step in record.recording.steps] if record.recording is not None else []
 
 
-def row_of(kind: str, ranks: int, schedule: str, timelines: Sequence[Timeline]) -> dict[str, Any]:
+def row_of(kind: str, ranks: int, schedule: str, timelines: Sequence[Timeline], times: float) -> dict[str, Any]:
     order = build(schedule, ranks, 2 * ranks)
     assert all(timeline.schedule.rows == order.rows for timeline in timelines), "the order that ran is another one"
     costs = measured_costs(timelines)
     simulated = simulate(order, costs)
     measured = statistics.median(timeline.duration for timeline in timelines)
-    as_set = None if kind == "compute" else simulate(order, _as_set(kind, ranks, order))
+    as_set = None if kind == "compute" else simulate(order, _as_set(kind, ranks, order, times))
     return {
         "blocks": kind,
         "ranks": ranks,
@@ -140,26 +144,34 @@ def row_of(kind: str, ranks: int, schedule: str, timelines: Sequence[Timeline]) 
         "simulated_s": simulated.duration,
         "ratio": measured / simulated.duration,
         "met": abs(measured / simulated.duration - 1) <= TARGET,
+        "replayed": statistics.median(timeline.duration / _replayed(timeline).duration for timeline in timelines),
         "idle": statistics.median(timeline.bubble for timeline in timelines),
         "idle_simulated": simulated.bubble,
         "as_set_s": None if as_set is None else as_set.duration,
     }
 
 
-def _as_set(kind: str, ranks: int, order: Schedule) -> Costs:
+def _replayed(timeline: Timeline) -> Timeline:
+    """A step simulated from what each of its actions took, not from medians: what is more was spent between them."""
+    nothing = [0.0] * timeline.schedule.stages
+    taken = {event.action: event.end - event.start for event in timeline.events}
+    return simulate(timeline.schedule, Costs(nothing, nothing, nothing, once=taken))
+
+
+def _as_set(kind: str, ranks: int, order: Schedule, times: float) -> Costs:
     """The costs of stages by the seconds that their blocks sleep; as many blocks on each."""
-    seconds = SLEEPS_S[kind, ranks]
+    seconds = [times * each for each in SLEEPS_S[kind, ranks]]
     each = len(seconds) // order.stages
     return Costs.of_forwards([sum(seconds[s * each : (s + 1) * each]) for s in range(order.stages)])
 
 
-def rows_of(only: Sequence[str], schedules: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
+def rows_of(only: Sequence[str], schedules: Sequence[str], steps: int, times: float) -> Iterator[dict[str, Any]]:
     for kind in only:
         for ranks in (2, 4) if kind != "compute" else (2,):
             reference = None
-            found = run_ranks(rank_main, ranks, kind, ranks, schedules, steps, elastic=True, timeout_s=900)[0]
+            found = run_ranks(rank_main, ranks, kind, ranks, schedules, steps, times, elastic=True, timeout_s=900)[0]
             for schedule, timelines in zip(schedules, found, strict=True):
-                row = row_of(kind, ranks, schedule, timelines)
+                row = row_of(kind, ranks, schedule, timelines, times)
                 reference = row["measured_s"] if schedule == "1F1B" else reference
                 row["of_1f1b"] = None if reference is None else row["measured_s"] / reference
                 print(f"{kind} {ranks} {schedule}: {row['measured_s']:.3f} s, {row['ratio']:.3f}", flush=True)
@@ -168,7 +180,19 @@ def rows_of(only: Sequence[str], schedules: Sequence[str], steps: int) -> Iterat
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    titles = ("blocks", "ranks", "schedule", "measured", "simulated", "ratio", "", "as set", "of 1F1B's", "idle")
+    titles = (
+        "blocks",
+        "ranks",
+        "schedule",
+        "measured",
+        "simulated",
+        "ratio",
+        "",
+        "replayed",
+        "as set",
+        "of 1F1B's",
+        "idle",
+    )
     for title in titles:
         table.add_column(title)
     for row in rows:
@@ -179,6 +203,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             *(f"{row[name]:.3f} s" for name in ("measured_s", "simulated_s")),
             f"{row['ratio']:.3f}",
             "within 10 %" if row["met"] else "not within 10 %",
+            f"{row['replayed']:.3f}",
             "" if row["as_set_s"] is None else f"{row['as_set_s']:.3f} s",
             "" if row["of_1f1b"] is None else f"{row['of_1f1b']:.3f}",
             f"{100 * row['idle']:.1f} %, {100 * row['idle_simulated']:.1f} % simulated",
@@ -193,10 +218,13 @@ def main() -> None:
     names = ["1F1B", *(name for name in SCHEDULES if name != "1F1B")]  # the reference first
     parser.add_argument("--schedules", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"after {WARMUP} that don't count (%(default)s)")
+    parser.add_argument(
+        "--times", type=float, default=1.0, help="blocks sleep so many times as long: on a busy machine"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    rows = [*rows_of(options.only, options.schedules, options.steps)]
+    rows = [*rows_of(options.only, options.schedules, options.steps, options.times)]
     Console(width=150).print(table_of(rows))
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     result = {
