@@ -57,7 +57,7 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     for name, setting in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=setting)
     parser.add_argument("--microbatches", type=int, metavar="N", help="of a batch")
-    parser.add_argument("--schedule", help="1F1B, Eager1F1B, GPipe, Interleaved1F1B, or an order.csv")
+    parser.add_argument("--schedule", help="a name such as 1F1B, an order.csv, or auto")
     parser.add_argument("--placement", type=_value, help='"auto", "even", or counts such as [3,5,5,3]')
     parser.add_argument("--activation-checkpointing", type=_value, metavar="X", help='true, a number, or "selective"')
     for name in ("cpu-offload", "reduce-each-microbatch", "reshard-after-forward"):

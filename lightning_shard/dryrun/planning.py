@@ -31,8 +31,8 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.placement import Placement, count_text, place, range_text, short, size_text, table
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Settings, devices_of
-from lightning_shard.plugin.steps.schedules import candidates, that_fit
+from lightning_shard.plugin.assemble import Settings, as_run, devices_of
+from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit
 
 _UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
@@ -92,6 +92,7 @@ class Plan:
         unknown: What isn't known, and why: the numbers leave it out.
         remedies: What would make it fit, the cheapest first; empty where it fits, or nothing that was tried does.
         time: A step on a device; ``None`` where none was named.
+        choice: How the schedule was chosen among others; empty where it was named.
     """
 
     layout: Layout
@@ -110,6 +111,7 @@ class Plan:
     unknown: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     time: StepTime | None = None
+    choice: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -133,6 +135,7 @@ class Plan:
             "layout": self.layout.sizes,
             "precision": self.precision,
             "schedule": self.schedule.name,
+            "choice": self.choice or None,
             "microbatches": self.run.microbatches,
             "samples_per_microbatch": self.counts.samples,
             "tokens_per_microbatch": self.counts.tokens,
@@ -165,6 +168,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [*self._heading(), "", self._table(), "", *self._verdict(), *self._time(), str(self.checkpoint)]
+        lines += [self.choice] if self.choice else []
         timed = self.time if self.time is not None else self.counts
         lines += [f"assumed: {text}" for text in timed.assumed]
         lines += [f"{_UNKNOWN}: {text}" for text in self.unknown]
@@ -375,10 +379,11 @@ class Planner:
         if self.model.cost is None:
             return None
         policy = run.placement if layout.pipeline_parallel_size > 1 else "even"
+        cost = as_run(self.model.cost, run.held.activation_checkpointing)
         devices, ranks = devices_of(layout, self.model.device_type), layout.stages()
         holders = [order.rank_of[stage] for stage in range(order.stages)]
         return place(
-            self.model.cost,
+            cost,
             order.stages,
             policy,
             devices=[devices[rank] for rank in holders],
@@ -391,9 +396,7 @@ class Planner:
         Raises:
             ConfigurationError: The module can't be laid out so.
         """
-        orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
-        blocks_in_all = len(self.model.blocks.names) if self.model.blocks is not None else 1
-        order = that_fit(orders, blocks_in_all, run.placement)[0]
+        order, choice = self._order(layout, run)
         counts = self.counts(layout, run.microbatches)
         if order.splits_backwards:
             counts = replace(counts, assumed=(*counts.assumed, _IN_TWO_PARTS))
@@ -429,7 +432,26 @@ class Planner:
             device_memory,
             tuple(unknown),
             time=self._timed(counts, layout, blocks, order, run),
+            choice=choice,
         )
+
+    def _order(self, layout: Layout, run: Run) -> tuple[Schedule, str]:
+        """The schedule that a run would take, and how that was chosen."""
+        orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
+        blocks = len(self.model.blocks.names) if self.model.blocks is not None else 1
+        fitting = that_fit(orders, blocks, run.placement)
+
+        def placed(order: Schedule) -> Placement:
+            placement = self.placed(layout, run, order)
+            assert placement is not None, "a pipeline has blocks"
+            return placement
+
+        settings = dataclasses.asdict(run.held)
+        choice = choose(fitting, placed, settings, has_data_ranks=layout.data_parallel_size > 1)
+        order = fitting[0] if choice is None else choice.schedule
+        if order.splits_backwards and against_parts(settings):
+            order = order.with_whole_backwards()
+        return order, "" if choice is None else str(choice)
 
     def _timed(
         self, counts: Counts, layout: Layout, blocks: Sequence[range], order: Schedule, run: Run

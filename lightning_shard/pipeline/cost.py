@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_shard.pipeline.checkpointing import checkpoints
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "watch"]
 
@@ -30,12 +33,19 @@ class PartCost:
 
     ``flops`` are of a forward: of the run that was counted, or estimated per token (see :attr:`ModelCost.counted`);
     a backward costs twice that, so shares are the same for a training step.
+
+    Attributes:
+        later: The share of its operations that are products with weights whose gradients can come later than the rest
+            of a backward (``products.py``); at the most, since only the backward's graph says it for sure.
+        runs_again: A backward begins with its forward (activation checkpointing).
     """
 
     name: str
     parameters: int
     bytes: int
     flops: int
+    later: float = 0.0
+    runs_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,22 @@ class ModelCost:
         ends = (self.before if place == 0 else ()) + (self.after if place == len(self.blocks) else ())
         return ends + tuple(part for own, part in self.between if own == place)
 
+    def as_run(self, recomputed: Collection[int], *, keeps_products: bool = False, compiled: bool = False) -> ModelCost:
+        """The same with blocks that are recomputed, by their places, or compiled: no gradient comes later there.
+
+        Args:
+            keeps_products: What is recomputed costs no matrix products.
+        """
+        blocks = (
+            replace(
+                block,
+                later=0.0 if compiled or place in recomputed else block.later,
+                runs_again=block.runs_again or (place in recomputed and not keeps_products),
+            )
+            for place, block in enumerate(self.blocks)
+        )
+        return replace(self, blocks=tuple(blocks))
+
 
 @dataclass(frozen=True)
 class Run:
@@ -63,10 +89,14 @@ class Run:
         flops: Each part's operations, in all of its calls.
         calls: The names of the parts that were called, in order; not of those that another part calls, unless they
             are in it.
+        products: Of these operations, those of products of two matrices, as with weights.
+        checkpointed: The names of the parts that were called in ``torch.utils.checkpoint``.
     """
 
     flops: Mapping[str, int]
     calls: tuple[str, ...]
+    products: Mapping[str, int]
+    checkpointed: frozenset[str]
 
 
 def measure(
@@ -95,6 +125,24 @@ def measure(
             return round(tokens * _estimated_flops(part))
         return seen.flops[name] // max(times[name], 1)
 
+    everywhere = everywhere or {}
+    every_part = {**dict(blocks), **{name: part for name, (_, part) in parts.items()}, **everywhere}
+    users = Counter(id(parameter) for part in every_part.values() for parameter in _parameters(part))
+
+    def runs_again(name: str, part: Part) -> bool:
+        return _checkpoints_itself(part) or (seen is not None and name in seen.checkpointed)
+
+    def later(name: str, part: Part) -> float:
+        matrices, computed_of = _matrices(part), _computed_of(part)
+        own = (p for p in matrices if users[id(p)] == 1 and id(p) not in computed_of)
+        can_wait = sum(p.numel() for p in own if _can_wait(p))
+        if not can_wait or runs_again(name, part):
+            return 0.0
+        if seen is None or name not in called:
+            return 2 * can_wait / _estimated_flops(part)
+        share = can_wait / sum(p.numel() for p in matrices)
+        return share * seen.products[name] / seen.flops[name] if seen.flops[name] else 0.0
+
     def cost(name: str, part: Part) -> PartCost:
         held = _parameters(part)
         return PartCost(
@@ -102,6 +150,8 @@ def measure(
             sum(parameter.numel() for parameter in held),
             sum(parameter.numel() * parameter.element_size() for parameter in held),
             operations(name, part),
+            later(name, part),
+            runs_again(name, part),
         )
 
     placed = [(place, cost(name, part)) for name, (place, part) in parts.items()]
@@ -110,7 +160,7 @@ def measure(
         tuple(part for place, part in placed if place == 0),
         tuple(part for place, part in placed if place == len(blocks)),
         tuple((place, part) for place, part in placed if 0 < place < len(blocks)),
-        tuple(cost(name, part) for name, part in (everywhere or {}).items()),
+        tuple(cost(name, part) for name, part in everywhere.items()),
         counted=seen is not None,
     )
 
@@ -123,9 +173,10 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
         run: Calls the network on inputs that it makes itself: what it makes are fake tensors too.
         network: Whose first call counts, where it is called several times: a step calls it once.
     """
-    flops = dict.fromkeys(parts, 0)
+    flops, products = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
     calls: list[str] = []
     running: list[str] = []
+    checkpointed: set[str] = set()
     passes = 0
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
 
@@ -138,11 +189,15 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
             if passes < 2 and all(name.startswith(f"{outer}.") for outer in running):
                 calls.append(name)
             running.append(name)
+            if any(True for _ in checkpoints()):
+                checkpointed.add(name)
             flops[name] -= counter.get_total_flops()
+            products[name] -= _of_products(counter)
 
         def stop(*_: Any) -> None:
             running.pop()
             flops[name] += counter.get_total_flops()
+            products[name] += _of_products(counter)
 
         return start, stop
 
@@ -164,7 +219,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stacklevel=3,
             )
             return None
-    return Run(flops, tuple(calls))
+    return Run(flops, tuple(calls), products, frozenset(checkpointed))
 
 
 def _parameters(part: Part) -> list[nn.Parameter]:
@@ -174,8 +229,45 @@ def _parameters(part: Part) -> list[nn.Parameter]:
 def _estimated_flops(part: Part) -> int:
     if isinstance(part, nn.Parameter):
         return 0
-    looked_up = {id(module.weight) for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    looked_up = _looked_up(part)
     return 2 * sum(parameter.numel() for parameter in part.parameters() if id(parameter) not in looked_up)
+
+
+def _looked_up(part: nn.Module) -> set[int]:
+    return {id(module.weight) for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+
+
+def _matrices(part: Part) -> list[nn.Parameter]:
+    """The parameters that products may multiply by."""
+    if isinstance(part, nn.Parameter):
+        return []
+    looked_up = _looked_up(part)
+    return [parameter for parameter in part.parameters() if parameter.dim() == 2 and id(parameter) not in looked_up]
+
+
+def _computed_of(part: Part) -> set[int]:
+    """The parameters of which weights are computed, which is more than a transpose or a cast."""
+    modules = part.modules() if isinstance(part, nn.Module) else ()
+    lists = (module for module in modules if isinstance(module, ParametrizationList))
+    return {id(parameter) for module in lists for parameter in module.parameters()}
+
+
+def _can_wait(parameter: nn.Parameter) -> bool:
+    """As far as a parameter itself says it: it trains, and nobody asks for its gradient."""
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter.requires_grad and not hooks
+
+
+def _checkpoints_itself(part: Part) -> bool:
+    """transformers' own switch, of its layers and of modules that call layers."""
+    return isinstance(part, nn.Module) and any(
+        getattr(m, "gradient_checkpointing", False) is True for m in part.modules()
+    )
+
+
+def _of_products(counter: FlopCounterMode) -> int:
+    counts = counter.get_flop_counts().get("Global", {})
+    return sum(counts.get(operation, 0) for operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
 @contextmanager

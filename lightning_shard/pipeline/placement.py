@@ -34,6 +34,8 @@ class StagePlacement:
         names: Of its blocks.
         ranks: Whose stage it is.
         memory: Bytes that a plan says that each of their devices needs; ``None`` without a plan, or if it isn't known.
+        later: Of its cost, that of products whose weights' gradients can come later than the rest of a backward.
+        again: Of its cost, what a backward computes again.
     """
 
     blocks: range
@@ -45,6 +47,8 @@ class StagePlacement:
     names: tuple[str, ...] = ()
     ranks: range = range(0)
     memory: int | None = None
+    later: float = 0.0
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ def place(
         places = range(start, stop + (index == stages - 1))
         beside = (*(part for place in places for part in cost.parts_at(place)), *cost.everywhere)
         held = {part.name: part for part in cost.blocks[start:stop] + beside}.values()  # a block may run several times
+        runs = cost.blocks[start:stop] + beside
         placed.append(
             StagePlacement(
                 range(start, stop),
@@ -175,6 +180,8 @@ def place(
                 devices[index] if devices else None,
                 tuple(dict.fromkeys(block.name for block in cost.blocks[start:stop])),
                 ranks[index] if ranks else range(0),
+                later=sum(part.later * weights((part,)) for part in runs),
+                again=weights([part for part in runs if part.runs_again]),
             )
         )
     return Placement(tuple(placed))

@@ -8,7 +8,7 @@ library's runtime, where an action's first operation is the receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -146,10 +146,3 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ends.append(end)
         events.append(Event(rank, action, start, end))
     return Timeline(schedule, tuple(sorted(events, key=lambda event: event.start)))
-
-
-def fastest(timelines: Iterable[Timeline]) -> Timeline:
-    """The fastest; of those within 1 % of it, the one that keeps the fewest activations."""
-    timelines = [*timelines]
-    near = 1.01 * min(timeline.duration for timeline in timelines)
-    return min((t for t in timelines if t.duration <= near), key=lambda t: (t.in_flight, t.duration))

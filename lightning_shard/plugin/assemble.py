@@ -40,7 +40,7 @@ from lightning_shard.plugin.example import calls_on_example, example_of, leaving
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import Memory
-from lightning_shard.plugin.steps.schedules import choose, that_fit
+from lightning_shard.plugin.steps.schedules import agree, choose, that_fit
 
 _PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
 _LIBRARIES = ("torch.", "transformers.")
@@ -351,6 +351,7 @@ def _place(
     """The blocks in the order in which they were seen to run, where there is an example; stages, and their order."""
     ranks, devices = layout.stages(), devices_of(layout, device.type)
     blocks, cost = costs_of(module, blocks, runs=layout.pipeline_parallel_size > 1)
+    cost = as_run(cost, settings.activation_checkpointing, compiled=bool(settings.compile_blocks))
     if layout.pipeline_parallel_size == 1:
         return blocks, place(cost, 1, "even", devices=devices, ranks=ranks), schedules[0]
     module.example_input_array = None  # Lightning's summary would call the module with it, outside any step
@@ -365,7 +366,9 @@ def _place(
             ranks=[ranks[rank] for rank in holders],
         )
 
-    schedule = choose(that_fit(schedules, len(blocks), settings.placement), placed, groups)
+    fitting = that_fit(schedules, len(blocks), settings.placement)
+    choice = choose(fitting, placed, settings.of_blocks, has_data_ranks=layout.data_parallel_size > 1)
+    schedule = agree(fitting, choice, groups)
     return blocks, placed(schedule), schedule
 
 
@@ -390,6 +393,12 @@ def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple
         _on_every_stage(module, blocks),
     )
     return blocks, cost
+
+
+def as_run(cost: ModelCost, activation_checkpointing: Recomputing, *, compiled: bool = False) -> ModelCost:
+    """The costs of blocks that settings recompute, or compile."""
+    recomputed = chosen(len(cost.blocks), activation_checkpointing)
+    return cost.as_run(recomputed, keeps_products=activation_checkpointing == "selective", compiled=compiled)
 
 
 def devices_of(layout: Layout, kind: str) -> list[str]:

@@ -89,6 +89,12 @@ class Groups:
         dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
+    def from_first_rank(self, value: Any) -> Any:
+        """The first rank's value on all ranks; a collective call over them."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host)
+        return values[0]
+
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
         """The last stage's value on every stage, its tensors on their devices; a collective call over the pipeline."""
         return self.teller.tell(value, device)

@@ -66,7 +66,7 @@ from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
-from lightning_shard.plugin.steps.schedules import candidates, choose, that_runs
+from lightning_shard.plugin.steps.schedules import agree, candidates, choose, that_evaluate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
@@ -92,7 +92,8 @@ class HybridShardStrategy(CheckpointedStrategy):
             ``"GPipe"``; ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
             counts); ``"InterleavedZeroBubble"`` (the same, or one on each), ``"ZBVZeroBubble"`` and ``"DualPipeV"``
             (two on each), whose backwards are in two parts; the path of a CSV file as torch's schedules write it; or
-            ``"auto"``, the fastest of the first three by a simulation of the stages' counted costs.
+            ``"auto"``, the one of those with names that is fastest by a simulation of the stages' counted costs and
+            worth what it takes beside, such as activations; said in the log.
         placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
             and modules in the order in which they run, and as often. Default: found.
@@ -318,7 +319,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.root_device,
                 randomness.derive(self._seed, "init"),
                 self._settings,
-                self._schedules,
+                self._schedules_for(trainer.state.fn),
                 self.groups,
             )
             module.__dict__[_ASSEMBLY] = known
@@ -368,6 +369,10 @@ class HybridShardStrategy(CheckpointedStrategy):
             reshards_each=self._settings.reshard_after_forward is True,
         )
 
+    def _schedules_for(self, fn: TrainerFn | None) -> Sequence[Schedule]:
+        fitting = fn == TrainerFn.FITTING
+        return self._schedules if fitting else that_evaluate(self._schedules, self._settings.placement)
+
     def _schedule_of(self, known: Assembly) -> Schedule:
         """The order in which the stages of a module run that an earlier Trainer has laid out.
 
@@ -389,7 +394,12 @@ class HybridShardStrategy(CheckpointedStrategy):
                 f" by an earlier Trainer and can't be laid out anew for {schedules[0].name!r}, with"
                 f" {schedules[0].stages}: build a new module."
             )
-        return choose(fitting, lambda _: placement, self.groups)
+        if len(fitting) > 1 and known.schedule in fitting:
+            return known.schedule  # it was chosen
+        choice = choose(
+            fitting, lambda _: placement, self._settings.of_blocks, has_data_ranks=self.layout.data_parallel_size > 1
+        )
+        return agree(fitting, choice, self.groups)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleeping.apply(self.layer(x), self.seconds)
+        return Sleeping.apply(self.layer(x), self.seconds, 2 * self.seconds)
 
 
 class Module(L.LightningModule):

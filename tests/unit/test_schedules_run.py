@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.orders import build
-from lightning_shard.pipeline.placement import Placement, StagePlacement
+from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.pipeline.simulate import Costs, simulate
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.plugin.steps import schedules
-from lightning_shard.plugin.steps.schedules import candidates, choose, that_runs
+from lightning_shard.plugin.steps.schedules import agree, candidates, choose, that_runs
 from tests.unit.pipelines import assert_alike, on_stages
 
 OWN = Path(__file__).parents[1] / "ranks" / "ahead.csv"
@@ -35,15 +34,8 @@ class Pipeline:
         return [value, *(self.others or (value,))]
 
 
-def placed(*costs: int) -> Callable[[Schedule], Placement]:
-    """Of one stage on each rank; several stages on one share its cost."""
-
-    def placed(schedule: Schedule) -> Placement:
-        each = schedule.stages // len(costs)
-        own = [cost / each for cost in costs for _ in range(each)]
-        return Placement(tuple(StagePlacement(range(i, i + 1), 1, 4, cost) for i, cost in enumerate(own)))
-
-    return placed
+def no_stages(schedule: Schedule) -> Placement:
+    raise AssertionError("there is nothing to choose")
 
 
 @pytest.fixture
@@ -53,26 +45,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_auto_takes_the_one_that_keeps_less_of_equally_fast_ones_and_says_so(told: list[str]) -> None:
-    chosen = choose(candidates("auto", 4, 8), placed(5, 5, 5, 5), Pipeline())  # type: ignore[arg-type]
-    assert chosen == build("1F1B", 4, 8)
-    assert len(told) == 1
-    assert 'schedule="auto" chose 1F1B' in told[0]
-    for said in (
-        "1F1B: 27.3 % idle, at most 4 m",
-        "Eager1F1B: 27.3 % idle, at most 7 m",
-        "GPipe: 27.3 % idle, at most 8 m",
-    ):
-        assert said in told[0]
-
-
-def test_auto_runs_ahead_where_stages_differ(told: list[str]) -> None:
-    chosen = choose(candidates("auto", 4, 8), placed(8, 5, 5, 5), Pipeline())  # type: ignore[arg-type]
-    assert chosen.name == "Eager1F1B"
-
-
 def test_a_schedule_that_was_named_is_taken_without_a_word(told: list[str]) -> None:
-    assert choose(candidates("GPipe", 2, 4), placed(1, 9), Pipeline()) == build("GPipe", 2, 4)  # type: ignore[arg-type]
+    named = candidates("GPipe", 2, 4)
+    choice = choose(named, no_stages, {}, has_data_ranks=False)
+    assert choice is None
+    assert agree(named, choice, Pipeline()) == build("GPipe", 2, 4)  # type: ignore[arg-type]
     assert not told
 
 
@@ -93,9 +70,9 @@ def test_backwards_are_whole_where_settings_leave_nothing_for_a_second_part(name
 
 def test_a_file_that_differs_on_another_rank_is_refused() -> None:
     schedule = candidates(str(OWN), 2, None)
-    assert choose(schedule, placed(1, 1), Pipeline()) == schedule[0]  # type: ignore[arg-type]
+    assert agree(schedule, None, Pipeline()) == schedule[0]  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="another file on other ranks"):
-        choose(schedule, placed(1, 1), Pipeline("0F0,0B0\n"))  # type: ignore[arg-type]
+        agree(schedule, None, Pipeline("0F0,0B0\n"))  # type: ignore[arg-type]
 
 
 def net() -> nn.Module:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.schedule import Action, Schedule
-from lightning_shard.pipeline.simulate import Costs, Timeline, fastest, simulate
+from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
 
 times = st.integers(1, 20).map(float)
 NAMES = sorted(SCHEDULES)
@@ -148,16 +148,6 @@ def test_forwards_ahead_help_where_stages_differ() -> None:
     costs = Costs.of_forwards([3.0, 2.0])
     usual, eager = (simulate(build(name, 2, 4), costs).duration for name in ("1F1B", "Eager1F1B"))
     assert (usual, eager) == (39, 36)  # the first stage's 4 × 9; 1F1B waits 3 for its first gradient
-
-
-def test_of_equally_fast_ones_the_one_that_keeps_less_is_chosen() -> None:
-    assert fastest([even("GPipe", 4, 8), even("1F1B", 4, 8)]).schedule.name == "1F1B"
-
-
-def test_a_much_faster_one_is_chosen_though_it_keeps_more() -> None:
-    slow_link = [even("1F1B", 4, 8, transfer=2.0), even("GPipe", 4, 8, transfer=2.0)]
-    assert slow_link[0].duration > 1.1 * slow_link[1].duration
-    assert fastest(slow_link).schedule.name == "GPipe"
 
 
 def test_each_cut_may_have_a_transfer_of_its_own() -> None:

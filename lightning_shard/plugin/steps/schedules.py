@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.pipeline.choice import Choice, best
 from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.placement import Placement, Policy
 from lightning_shard.pipeline.schedule import Schedule, to_csv
-from lightning_shard.pipeline.simulate import Costs, fastest, simulate
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.plugin.groups import Groups
 
 ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
-"""Those with one stage on each rank, among which ``"auto"`` chooses."""
+"""Those with one stage on each rank and whole backwards."""
+_SIMPLEST_FIRST = (*ONE_EACH, "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def candidates(setting: str, ranks: int, microbatches: int | None, placement: Policy = "auto") -> list[Schedule]:
-    """The schedules among which a setting leaves the choice: one, but for ``"auto"``.
+    """The schedules among which a setting leaves the choice, the simplest first: one, but for ``"auto"``.
 
     Args:
         placement: Where it holds a number for each stage, these say how many stages a rank has.
@@ -29,11 +30,25 @@ def candidates(setting: str, ranks: int, microbatches: int | None, placement: Po
         ConfigurationError: There is no such schedule, or it isn't for these numbers.
     """
     if setting == "auto":
-        return [build(name, ranks, microbatches) for name in ONE_EACH]
+        return [*_all(ranks, microbatches, placement)]
     if setting not in SCHEDULES and not setting.endswith(".csv"):
         choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
         raise ConfigurationError(f"schedule={setting!r} isn't one of {choices}.")
     return [build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))]
+
+
+def _all(ranks: int, microbatches: int | None, placement: Policy) -> Iterator[Schedule]:
+    """All that have a name and can be built for these numbers."""
+    for name in _SIMPLEST_FIRST if ranks > 1 else ONE_EACH[:1]:
+        named = SCHEDULES[name]
+        counted = _stages_per_rank(name, ranks, placement)
+        numbers = dict.fromkeys((named.stages[0], named.usual)) if counted is None else (counted,)
+        for stages in numbers:
+            try:
+                yield build(name, ranks, microbatches, stages)
+            except ConfigurationError:
+                if name == ONE_EACH[0]:
+                    raise  # there is none for these numbers
 
 
 def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
@@ -50,12 +65,7 @@ def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
     Args:
         settings: Of blocks, by name.
     """
-    keeps_all = {
-        "activation_checkpointing": settings.get("activation_checkpointing") in (True, 1, "selective"),
-        "compile_blocks": bool(settings.get("compile_blocks")),
-        "reshard_after_forward": settings.get("reshard_after_forward") is True,
-    }
-    against = [name for name, holds in keeps_all.items() if holds]
+    against = against_parts(settings)
     if not schedule.splits_backwards or not against:
         return schedule
     rank_zero_info(
@@ -63,6 +73,21 @@ def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
         f" {' and '.join(against)} nothing of a block's backward can come later"
     )
     return schedule.with_whole_backwards()
+
+
+def against_parts(settings: Mapping[str, Any]) -> list[str]:
+    """The settings that leave nothing which a second part of a backward could do."""
+    keeps_all = {
+        "activation_checkpointing": settings.get("activation_checkpointing") in (True, 1, "selective"),
+        "compile_blocks": bool(settings.get("compile_blocks")),
+        "reshard_after_forward": settings.get("reshard_after_forward") is True,
+    }
+    return [name for name, holds in keeps_all.items() if holds]
+
+
+def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
+    """The simplest that counts allow, where nothing is trained: others gain nothing, and don't stream evaluations."""
+    return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
 
 
 def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
@@ -94,29 +119,39 @@ def that_fit(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> l
     return [schedule]
 
 
-def choose(schedules: Sequence[Schedule], placed: Callable[[Schedule], Placement], groups: Groups) -> Schedule:
-    """The fastest on its stages; a collective call over the pipeline where it is read from a file.
+def choose(
+    schedules: Sequence[Schedule],
+    placed: Callable[[Schedule], Placement],
+    settings: Mapping[str, Any],
+    *,
+    has_data_ranks: bool,
+) -> Choice | None:
+    """The one of several that is worth most; ``None`` where there is no choice.
 
     Args:
         placed: The stages of a schedule.
+        settings: Of blocks, by name.
+        has_data_ranks: Whether gradients are reduced over several ranks.
+    """
+    if len(schedules) == 1:
+        return None
+    if against_parts(settings):
+        schedules = [schedule for schedule in schedules if not schedule.splits_backwards] or schedules
+    return best([(schedule, placed(schedule).stages) for schedule in schedules], has_data_ranks=has_data_ranks)
+
+
+def agree(schedules: Sequence[Schedule], choice: Choice | None, groups: Groups) -> Schedule:
+    """The same one on every rank: of a choice the first rank's, which is told; a collective call.
 
     Raises:
         ConfigurationError: The ranks have read different files.
     """
-    if len(schedules) == 1:
+    if choice is None:
         _check_same(schedules[0], groups)
         return schedules[0]
-    timelines = [
-        simulate(schedule, Costs.of_forwards([float(stage.cost) for stage in placed(schedule).stages]))
-        for schedule in schedules
-    ]
-    chosen = fastest(timelines)
-    shares = "; ".join(map(str, timelines))
-    rank_zero_info(
-        f'schedule="auto" chose {chosen.schedule.name}, by a simulation of the stages\' costs that takes no time for'
-        f" transfers ({shares})"
-    )
-    return chosen.schedule
+    number = groups.from_first_rank(schedules.index(choice.schedule))
+    rank_zero_info(str(choice))
+    return schedules[number]
 
 
 def _check_same(schedule: Schedule, groups: Groups) -> None:
