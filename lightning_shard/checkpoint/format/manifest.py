@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_shard.checkpoint.format.header import DTYPES, item_bytes
 from lightning_shard.checkpoint.format.strict_json import integer, text
 from lightning_shard.checkpoint.format.text import (
     OWN_DIGEST,
+    OWN_WRITER,
     TENSOR_SECTIONS,
     ChunkText,
     Lines,
@@ -41,6 +42,9 @@ MAX_DIMS = 64
 MAX_TENSOR_BYTES = 2**63 - 1
 MAX_BLOCK_BYTES = 2**28
 """A block is read whole, so its length is memory that a reader needs."""
+LARGE_BYTES = 64 * 2**20
+"""Of larger manifests that this program wrote, and that fit their own digest, the lines of tensors are looked at only
+as far as they are needed: a rank needs few of them, and all take seconds."""
 KINDS_KEPT = 256
 """Of dtypes and shapes: most tensors have those of others."""
 MAX_PATH_CHARS, MAX_NAME_BYTES = 1024, 255
@@ -50,8 +54,6 @@ _FIELDS = {
     *_SECTIONS,
     OWN_DIGEST,
 }
-_ALWAYS_SIGNS = "lightning_shard "
-"""How a ``writer`` begins that has written manifests with their own digest from its first version on."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 
@@ -188,8 +190,9 @@ class Manifest:
             CorruptCheckpointError: Not a manifest, torn, one that differs from its own digest, or one that names files
                 outside of the checkpoint.
         """
+        fits = own_digest_fits(data)
         try:
-            raw = parse(data)
+            raw = parse(data, at_once=not fits or len(data) <= LARGE_BYTES)
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{source} is not valid JSON ({error}): it is damaged, use another checkpoint."
@@ -197,7 +200,7 @@ class Manifest:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
         signed_by_itself = OWN_DIGEST in raw
-        if signed_by_itself and not own_digest_fits(data):
+        if signed_by_itself and not fits:
             raise CorruptCheckpointError(
                 f"{source} differs from its own digest: it was damaged, or changed by hand. Use another checkpoint."
             )
@@ -227,7 +230,7 @@ class Manifest:
             raise CorruptCheckpointError(f"{source} is damaged: it has no {error}.") from error
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpointError(f"{source} is damaged: {error}.") from error
-        if not signed_by_itself and manifest.writer.startswith(_ALWAYS_SIGNS):
+        if not signed_by_itself and manifest.writer.startswith(OWN_WRITER):
             raise manifest.corrupt(
                 f"it has lost its {OWN_DIGEST}, which {manifest.writer} always writes: it was damaged, or changed by"
                 " hand. Use another checkpoint"
@@ -270,8 +273,18 @@ class Manifest:
         return TensorEntry(
             dtype,
             shape,
-            Chunks(text_of.chunks, partial(self._tiling, title, shape), partial(self._chunk, title, width)),
+            Chunks(
+                partial(self._chunks, title, text_of.chunks),
+                partial(self._tiling, title, shape),
+                partial(self._chunk, title, width),
+            ),
         )
+
+    def _chunks(self, title: str, text_of: Callable[[], bytes]) -> bytes:
+        try:
+            return text_of()
+        except ValueError as error:
+            raise self._damaged(title, error) from error
 
     def _tiling(self, title: str, shape: tuple[int, ...], places: Places) -> Tiling:
         try:
