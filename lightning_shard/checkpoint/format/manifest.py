@@ -113,6 +113,36 @@ class Section(Mapping[str, TensorEntry]):
         return len(self.raw)
 
 
+class RankSections(Mapping[int, Section]):
+    """The sections of what belongs to single ranks. Those of a large manifest are parsed when they are asked for."""
+
+    def __init__(self, raw: Mapping[str, Any], manifest: Manifest) -> None:
+        self._raw = raw
+        self._manifest = manifest
+        self._names = {int(rank): rank for rank in raw}
+        self._parsed: dict[int, Section] = {}
+
+    def __getitem__(self, rank: int) -> Section:
+        name = self._names[rank]
+        if rank not in self._parsed:
+            try:
+                section = self._raw[name]
+                _check_section(name, section)
+            except ValueError as error:
+                raise self._manifest.corrupt(f"the section of rank {rank} is damaged: {error}") from error
+            self._parsed[rank] = Section(section, self._manifest, f"rank {rank}")
+        return self._parsed[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._names
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _is_alias(raw: Any) -> bool:
     return not isinstance(raw, TensorText) and "same_as" in raw
 
@@ -142,7 +172,7 @@ class Manifest:
         self.model = Section(raw.get("model", {}), self, "model")
         self.optimizer = Section(raw.get("optimizer", {}), self, "optimizer")
         self.trainer = Section(raw.get("trainer", {}), self, "trainer")
-        self.ranks = {int(rank): Section(value, self, f"rank {rank}") for rank, value in raw.get("ranks", {}).items()}
+        self.ranks = RankSections(raw.get("ranks", {}), self)
 
     def sections(self) -> dict[str, Section]:
         """Every section by its title: ``model``, ``optimizer``, ``trainer``, ``rank 0`` …"""
@@ -192,7 +222,7 @@ class Manifest:
         """
         fits = own_digest_fits(data)
         try:
-            raw = parse(data, at_once=not fits or len(data) <= LARGE_BYTES)
+            raw = parse(data, at_once=not (fits and is_large(data)))
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{source} is not valid JSON ({error}): it is damaged, use another checkpoint."
@@ -332,6 +362,11 @@ def _on_one_line(section: Mapping[str, Any]) -> bytes:
     return b"{%b}" % b",".join(dump(name).encode() + b":" + line for name, line in _lines(section))
 
 
+def is_large(data: bytes) -> bool:
+    """Whether of a manifest only what is needed is looked at."""
+    return len(data) > LARGE_BYTES
+
+
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "chunks": chunks}
 
@@ -361,12 +396,12 @@ def is_safe_path(path: str) -> bool:
 
 def _sections(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     sections = {name: raw[name] for name in _SECTIONS}
-    for name, tensors in [*sections.items(), *sections["ranks"].items()]:
-        if not isinstance(tensors, Mapping):
-            raise ValueError(f"its section {name!r} is no object")
-        if "__metadata__" in tensors:
-            raise ValueError("it has a tensor with the name __metadata__, which no file can hold")
-    lost = next((rank for rank in sections["ranks"] if not _RANK.fullmatch(rank)), None)
+    for name, tensors in sections.items():
+        _check_section(name, tensors)
+    ranks = sections["ranks"]
+    for rank, tensors in ranks.items() if isinstance(ranks, dict) else ():
+        _check_section(rank, tensors)
+    lost = next((rank for rank in ranks if not _RANK.fullmatch(rank)), None)
     if lost is not None:
         raise ValueError(f"{lost!r} is no rank")
     for name, value in raw.items():
@@ -376,6 +411,13 @@ def _sections(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
                 f"{source} has a section {name!r} of tensors, unknown here: upgrade lightning-shard."
             )
     return sections
+
+
+def _check_section(name: str, tensors: Any) -> None:
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"its section {name!r} is no object")
+    if "__metadata__" in tensors:
+        raise ValueError("it has a tensor with the name __metadata__, which no file can hold")
 
 
 def _block_bytes(grid: Any, source: str) -> int:

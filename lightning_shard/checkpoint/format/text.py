@@ -33,6 +33,8 @@ def _end(own_digest: str) -> bytes:
     return b'%b"%b"}\n' % (_END, own_digest.encode())
 
 
+Span = tuple[int, int]
+"""Where something begins and ends in the manifest's bytes: a line's without what separates it from the next."""
 Bring = Callable[[int, int], bytes]
 """Gives the manifest's bytes from ``begin`` to ``end``."""
 
@@ -103,6 +105,30 @@ class Lines(Mapping[str, "TensorText | dict[str, Any]"]):
         return len(self.lines)
 
 
+class Objects(Mapping[str, Any]):
+    """Objects as text, a line each, which is parsed when it is asked for. That raises ValueError where it is no JSON.
+
+    Args:
+        spans: By name, where each lies in the manifest's bytes.
+    """
+
+    def __init__(self, spans: Mapping[str, Span], bring: Bring) -> None:
+        self.spans = spans
+        self._bring = bring
+
+    def __getitem__(self, name: str) -> Any:
+        return loads(self._bring(*self.spans[name]))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.spans
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+
 def tensor_text(raw: Mapping[str, Any]) -> TensorText:
     """The same of a tensor's JSON, however that was laid out; fields that this version doesn't know are left out.
 
@@ -134,8 +160,8 @@ def parse(data: bytes, *, at_once: bool = True) -> Any:
     A text that is laid out otherwise in a single place is parsed as any JSON: both ways give the same.
 
     Args:
-        at_once: Look at all of a tensor's line. Else, where this program is the writer, only at its beginning and end:
-            for manifests that are known by their own digest to be what was written.
+        at_once: Look at all of the lines of tensors and ranks. Else, where this program is the writer, only at their
+            beginnings and ends: for manifests that are known by their own digest to be what was written.
 
     Raises:
         ValueError: As :func:`loads`.
@@ -166,6 +192,7 @@ _TENSOR_START = re.compile(
     % {b"s": _STRING, b"ns": _NUMBERS, b"c": re.escape(_CHUNKS)}
 )
 _TENSOR_END = b"]}"
+_RANK_START = re.compile(rb'"(%b)":(?=\{)' % _NUMBER)
 
 
 def _parse_lines(data: bytes, at_once: bool) -> dict[str, Any]:
@@ -174,20 +201,17 @@ def _parse_lines(data: bytes, at_once: bool) -> dict[str, Any]:
     reader = _Reader(data)
     raw: dict[str, Any] = {name: reader.field(name) for name in HEAD_FIELDS}
     at_once = at_once or not str(raw["writer"]).startswith(OWN_WRITER)
-    raw["files"] = loads(b"[" + reader.text(reader.block("files", b"[]")) + b"]")
+    raw["files"] = loads(b"[%b]" % reader.text(reader.block("files", b"[]")))
     raw["state_file"] = reader.field("state_file")
     for name in TENSOR_SECTIONS:
         tensors = _named(data, reader.block(name, b"{}"), at_once)
         raw[name] = Lines(tensors, partial(_cut, data), checked=at_once)
-    raw["ranks"] = loads(b"{" + reader.text(reader.block("ranks", b"{}")) + b"}")
+    ranks, bring = reader.block("ranks", b"{}"), partial(_cut, data)
+    raw["ranks"] = loads(b"{%b}" % reader.text(ranks)) if at_once else Objects(_objects(data, ranks), bring)
     raw[OWN_DIGEST] = reader.field(OWN_DIGEST, end=b"}")
     if reader.at != len(data):
         raise _OtherwiseLaidOut
     return raw
-
-
-Span = tuple[int, int]
-"""Where a line begins and ends, without what separates it from the next."""
 
 
 class _Reader:
@@ -257,6 +281,19 @@ def _named(data: bytes, lines: list[Span], at_once: bool) -> dict[str, bytes | P
             found[name] = Placed(head, *chunks)
         if not whole:
             raise _OtherwiseLaidOut
+    if len(found) != len(lines):
+        raise _OtherwiseLaidOut
+    return found
+
+
+def _objects(data: bytes, lines: list[Span]) -> dict[str, Span]:
+    """Lines ``"number":{…}``: where the objects lie, by number."""
+    found = {}
+    for begin, end in lines:
+        start = _RANK_START.match(data, begin, end)
+        if start is None or not data.endswith(b"}", begin, end):
+            raise _OtherwiseLaidOut
+        found[start[1].decode()] = start.end(), end
     if len(found) != len(lines):
         raise _OtherwiseLaidOut
     return found
