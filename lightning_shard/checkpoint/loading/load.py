@@ -134,7 +134,7 @@ def load(
     unexpected: list[str] = []
     restored: list[Restored] = []
 
-    def ask() -> _Asked:
+    def ask() -> Asked:
         nonlocal through
         wanted[""], through = _asked_of(into)
         restored.extend(Restored.of(optimizer, into))
@@ -142,14 +142,14 @@ def load(
             wanted["optimizer:"] = flatten(optimizer)
         named = [prefix + name for prefix, names in wanted.items() for name in names]
         named += [name for each in restored for name in each.asked]
-        return _Asked(set(named), through is not None or bool(restored))
+        return Asked(set(named), through is not None or bool(restored))
 
-    def find_it(everyone: list[_Asked]) -> tuple[Found, bool, _Asked]:
+    def find_it(everyone: list[Asked]) -> tuple[Found, bool, Asked]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        return to_tell(_find(root, storage_options), ranks), share, _joined(everyone)
+        return to_tell(_find(root, storage_options), ranks), share, all_asked(everyone)
 
-    found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, _joined, find_it)
+    found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, all_asked, find_it)
     found = in_reach(found, storage_options, ranks)
 
     def pairs() -> list[Pair]:
@@ -192,7 +192,7 @@ def load(
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What a rank, or several, ask for."""
 
     names: set[str]
@@ -200,8 +200,8 @@ class _Asked(NamedTuple):
     """Whether something follows when the tensors are filled."""
 
 
-def _joined(asked: Sequence[_Asked]) -> _Asked:
-    return _Asked(set().union(*(each.names for each in asked)), any(each.more_to_do for each in asked))
+def all_asked(asked: Sequence[Asked]) -> Asked:
+    return Asked(set().union(*(each.names for each in asked)), any(each.more_to_do for each in asked))
 
 
 def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tensor], _Through | None]:
