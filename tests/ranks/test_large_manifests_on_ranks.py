@@ -160,7 +160,7 @@ def fail_together(path: Path, rank: int) -> None:
         checkpoint.load(path, emptied())
 
 
-@ranks(2, timeout_s=1200)
+@ranks(2, timeout_s=120)
 def test_ranks_load_by_an_outline_as_by_the_whole_and_fail_together(tmp_path: Path) -> None:
     rank, path = dist.get_rank(), tmp_path / "c"
     of_rank = {"seed": torch.tensor(rank)}
