@@ -24,10 +24,12 @@ from lightning_shard.checkpoint.format.text import (
     TENSOR_SECTIONS,
     ChunkText,
     Lines,
+    Objects,
     TensorText,
     array_of_lines,
     dump,
     object_of_lines,
+    object_on_a_line,
     own_digest_fits,
     parse,
     signed,
@@ -205,7 +207,7 @@ class Manifest:
             parts += object_of_lines(name, _lines(self.raw_sections.get(name, {})))
         parts.append(b",\n")
         of_ranks = self.raw_sections.get("ranks", {})
-        parts += object_of_lines("ranks", ((str(rank), _on_one_line(of_ranks[rank])) for rank in of_ranks))
+        parts += object_of_lines("ranks", ((str(rank), _line_of_rank(of_ranks, rank)) for rank in of_ranks))
         return signed(*parts)
 
     @classmethod
@@ -358,8 +360,8 @@ def _lines(section: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
         yield name, section.line(name) if isinstance(section, Lines) else dump(section[name]).encode()
 
 
-def _on_one_line(section: Mapping[str, Any]) -> bytes:
-    return b"{%b}" % b",".join(dump(name).encode() + b":" + line for name, line in _lines(section))
+def _line_of_rank(ranks: Mapping[str, Any], rank: str) -> bytes:
+    return ranks.line(rank) if isinstance(ranks, Objects) else object_on_a_line(_lines(ranks[rank]))
 
 
 def is_large(data: bytes) -> bool:

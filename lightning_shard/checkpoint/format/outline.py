@@ -30,7 +30,7 @@ class Outline:
 
     fields: dict[str, Any]
     lines: dict[str, Mapping[str, bytes | Placed]]
-    ranks: Mapping[str, Span]
+    ranks: Mapping[str, bytes | Span]
     bytes: int
     end: bytes
     digests: tuple[Digest, ...]
@@ -54,7 +54,7 @@ class Outline:
                 if field.name != "raw_sections"
             },
             lines={name: raw[name].lines for name in TENSOR_SECTIONS},
-            ranks=raw["ranks"].spans,
+            ranks=raw["ranks"].lines,
             bytes=len(data),
             end=data[-END_BYTES:],
             digests=tuple(digest(view[begin : begin + BLOCK_BYTES]) for begin in range(0, len(data), BLOCK_BYTES)),

@@ -109,24 +109,32 @@ class Objects(Mapping[str, Any]):
     """Objects as text, a line each, which is parsed when it is asked for. That raises ValueError where it is no JSON.
 
     Args:
-        spans: By name, where each lies in the manifest's bytes.
+        lines: By name, the text, or where it lies in the manifest's bytes.
+        bring: Gives what lies there.
     """
 
-    def __init__(self, spans: Mapping[str, Span], bring: Bring) -> None:
-        self.spans = spans
+    def __init__(self, lines: Mapping[str, bytes | Span], bring: Bring | None = None) -> None:
+        self.lines = lines
         self._bring = bring
 
     def __getitem__(self, name: str) -> Any:
-        return loads(self._bring(*self.spans[name]))
+        return loads(self.line(name))
+
+    def line(self, name: str) -> bytes:
+        found = self.lines[name]
+        if isinstance(found, bytes):
+            return found
+        assert self._bring is not None
+        return self._bring(*found)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.spans
+        return name in self.lines
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.spans)
+        return iter(self.lines)
 
     def __len__(self) -> int:
-        return len(self.spans)
+        return len(self.lines)
 
 
 def tensor_text(raw: Mapping[str, Any]) -> TensorText:
@@ -286,9 +294,9 @@ def _named(data: bytes, lines: list[Span], at_once: bool) -> dict[str, bytes | P
     return found
 
 
-def _objects(data: bytes, lines: list[Span]) -> dict[str, Span]:
+def _objects(data: bytes, lines: list[Span]) -> dict[str, bytes | Span]:
     """Lines ``"number":{…}``: where the objects lie, by number."""
-    found = {}
+    found: dict[str, bytes | Span] = {}
     for begin, end in lines:
         start = _RANK_START.match(data, begin, end)
         if start is None or not data.endswith(b"}", begin, end):
@@ -331,6 +339,10 @@ def dump(value: Any) -> str:
 def array_of_lines(name: str, items: Iterable[bytes]) -> Iterator[bytes]:
     """In parts: a large manifest's text is copied once."""
     return _block(name, ((b"", item) for item in items), b"[]")
+
+
+def object_on_a_line(items: Iterable[tuple[str, bytes]]) -> bytes:
+    return b"{%b}" % b",".join(dump(key).encode() + b":" + value for key, value in items)
 
 
 def object_of_lines(name: str, items: Iterable[tuple[str, bytes]]) -> Iterator[bytes]:
