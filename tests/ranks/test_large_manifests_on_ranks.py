@@ -126,10 +126,10 @@ def fail_together(path: Path, rank: int) -> None:
 
     def damaged(self: Brought, begin: int, end: int) -> bytes:
         data = read(self, begin, end)
-        return data if end == self._outline.bytes else bytes([data[0] ^ 1]) + data[1:]
+        return data if end == self._outline.size else bytes([data[0] ^ 1]) + data[1:]
 
     def failing(self: Brought, begin: int, end: int) -> bytes:
-        if end == self._outline.bytes:
+        if end == self._outline.size:
             return read(self, begin, end)
         raise OSError(5, "Input/output error")
 

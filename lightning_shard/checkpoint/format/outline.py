@@ -23,7 +23,7 @@ class Outline:
         fields: What else :class:`Manifest` has.
         lines: Of each section, by tensor; see :class:`Lines`.
         ranks: The lines of what belongs to single ranks.
-        bytes: The manifest's size.
+        size: The manifest's, in bytes.
         end: Its end, by which it is told from any other.
         digests: Of its blocks of :data:`BLOCK_BYTES`.
     """
@@ -31,7 +31,7 @@ class Outline:
     fields: dict[str, Any]
     lines: dict[str, Mapping[str, bytes | Placed]]
     ranks: Mapping[str, bytes | Span]
-    bytes: int
+    size: int
     end: bytes
     digests: tuple[Digest, ...]
 
@@ -55,7 +55,7 @@ class Outline:
             },
             lines={name: raw[name].lines for name in TENSOR_SECTIONS},
             ranks=raw["ranks"].lines,
-            bytes=len(data),
+            size=len(data),
             end=data[-END_BYTES:],
             digests=tuple(digest(view[begin : begin + BLOCK_BYTES]) for begin in range(0, len(data), BLOCK_BYTES)),
         )

@@ -294,9 +294,9 @@ def _named(data: bytes, lines: list[Span], at_once: bool) -> dict[str, bytes | P
     return found
 
 
-def _objects(data: bytes, lines: list[Span]) -> dict[str, bytes | Span]:
+def _objects(data: bytes, lines: list[Span]) -> dict[str, Span]:
     """Lines ``"number":{…}``: where the objects lie, by number."""
-    found: dict[str, bytes | Span] = {}
+    found: dict[str, Span] = {}
     for begin, end in lines:
         start = _RANK_START.match(data, begin, end)
         if start is None or not data.endswith(b"}", begin, end):

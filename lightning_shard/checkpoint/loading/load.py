@@ -201,7 +201,7 @@ class Asked(NamedTuple):
 
 
 def all_asked(asked: Sequence[Asked]) -> Asked:
-    return Asked(set().union(*(each.names for each in asked)), any(each.more_to_do for each in asked))
+    return Asked(set[str]().union(*(each.names for each in asked)), any(each.more_to_do for each in asked))
 
 
 def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tensor], _Through | None]:

@@ -18,29 +18,30 @@ class Brought:
         self._blocks: dict[int, bytes] = {}
 
     def __call__(self, begin: int, end: int) -> bytes:
-        """
+        """The bytes from ``begin`` to ``end``.
+
         Raises:
             CheckpointReplacedError: Another manifest is there by now, or none.
             CorruptCheckpointError: It was damaged on its way to this rank, or since.
             CheckpointError: It can't be read.
         """
-        first = begin // BLOCK_BYTES
-        blocks = [self._block(number) for number in range(first, -(-end // BLOCK_BYTES))]
-        return b"".join(blocks)[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
+        numbers = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        parts = [(self._block(number), number * BLOCK_BYTES) for number in numbers]
+        return b"".join(block[max(begin - at, 0) : end - at] for block, at in parts)
 
     def is_there(self) -> bool:
         """Whether this rank sees the manifest that the first one read."""
         outline = self._outline
         try:
-            at_the_end = self._read(outline.bytes - len(outline.end), outline.bytes)
-            return at_the_end == outline.end and self._store.size(MANIFEST_NAME) == outline.bytes
+            at_the_end = self._read(outline.size - len(outline.end), outline.size)
+            return at_the_end == outline.end and self._store.size(MANIFEST_NAME) == outline.size
         except Exception:
             return False
 
     def _block(self, number: int) -> bytes:
         if number not in self._blocks:
             begin = number * BLOCK_BYTES
-            self._blocks[number] = self._checked(number, begin, min(begin + BLOCK_BYTES, self._outline.bytes))
+            self._blocks[number] = self._checked(number, begin, min(begin + BLOCK_BYTES, self._outline.size))
         return self._blocks[number]
 
     def _checked(self, number: int, begin: int, end: int) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
-from lightning_shard.checkpoint.format.text import Lines, Objects, Placed, Span, chunk_texts, dump, tensor_line
+from lightning_shard.checkpoint.format.text import Lines, Objects, chunk_texts, dump, tensor_line
 from lightning_shard.checkpoint.saving.accounts import Alias, Joined, Party, Places
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.errors import CheckpointError
@@ -74,7 +74,7 @@ class Merged:
         self._again: dict[tuple[str, str, int], _Held] = {}
         """What further meshes hold of tensors that an earlier one has, by section, name and mesh."""
         self._aliases: dict[str, dict[str, str]] = {}
-        self._of_ranks: dict[str, bytes | Span] = {}
+        self._of_ranks: dict[str, bytes] = {}
         """The manifest's text of what belongs to single ranks."""
         self._pairs: list[tuple[str, tuple[str, _Held], tuple[str, _Held]]] = []
         """What must be equal."""
@@ -200,7 +200,7 @@ class Merged:
         )
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
-        sections: dict[str, dict[str, bytes | Placed]] = {"model": {}, "optimizer": {}, "trainer": {}}
+        sections: dict[str, dict[str, bytes]] = {"model": {}, "optimizer": {}, "trainer": {}}
         for title, tensors in self._tensors.items():
             sections[title] = {name: held.line() for name, held in tensors.items()}
         for section, aliases in self._aliases.items():
