@@ -1,8 +1,9 @@
 """How does the work of planning a checkpoint grow with the ranks? 10¹² parameters, 8 to 16,384 ranks; nothing is saved.
 
-A GPT of 128 layers with AdamW's state on pipeline × data × tensor ranks. Stages are alike, so one is planned, on all
-its ranks, and counts for all. Embeddings aren't counted. Seconds are of CPU, which a busy machine changes less. How
-long bytes take between ranks depends on the network: their number is told.
+A GPT of 128 layers with AdamW's state on pipeline × data × tensor ranks, each of which also saves the states of its
+random generators. Stages are alike, so one is planned, on all its ranks, and counts for all. Embeddings aren't counted.
+Seconds are of CPU, which a busy machine changes less. How long bytes take between ranks depends on the network: their
+number is told. A large manifest is read as ranks read it, a small one as a whole by each.
 
     python benchmarks/planning_scale.py            # results/planning_scale-<date>.json
 """
@@ -10,26 +11,39 @@ long bytes take between ranks depends on the network: their number is told.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
-from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of
-from lightning_shard.checkpoint.format.manifest import Manifest
+from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
+from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.folder import named_files
+from lightning_shard.checkpoint.format import manifest as manifests
+from lightning_shard.checkpoint.format.manifest import Manifest, is_large
+from lightning_shard.checkpoint.format.outline import Outline
 from lightning_shard.checkpoint.leaders import GROUP_RANKS
+from lightning_shard.checkpoint.loading.load import Asked, all_asked
+from lightning_shard.checkpoint.loading.outlined import Brought
 from lightning_shard.checkpoint.loading.ranges import plan_reads
 from lightning_shard.checkpoint.saving import merge
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
+from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.merge import Merged
+from lightning_shard.checkpoint.saving.save import WRITER
+from lightning_shard.checkpoint.store import Reader, Segment, Store
 
 LAYERS, WIDTH = 128, 25_600
 SIZES = [(2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 32, 8), (16, 64, 8), (16, 128, 8)]
@@ -38,8 +52,15 @@ PLAN_SAVE, PLAN_LOAD = "plan a save, each rank", "plan a load, each rank"
 JOIN = f"read and join {GROUP_RANKS} accounts, leaders"
 MERGE, WRITE = "read and merge what they joined, first rank", "the manifest to bytes, first rank"
 FIRST_MERGE = f"{MERGE}, in a run's first save"
-PARSE = "parse the manifest, each rank"
-ACCOUNT = "account_bytes"
+LOOK = "look at the manifest that is replaced, first rank"
+ASK = "join the names that ranks ask for, first rank"
+OUTLINE, TAKE_UP = "check and outline the manifest, first rank", "take up what is told of it, each rank"
+ACCOUNT, BROUGHT = "account_bytes", "brought_bytes"
+GENERATORS = {
+    **{"torch": torch.uint8, "cuda": torch.uint8, "python": torch.int64, "numpy": torch.int64},
+    **{"python.gauss": torch.float64, "numpy.gauss": torch.float64},
+}
+"""What the strategy saves of each rank's random generators."""
 LIMIT = Target("seconds", 2, most=True)
 
 
@@ -66,14 +87,16 @@ def main() -> None:
 
 def whole(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
     """Seconds by task; bytes and counts. Of all stages, from those of one."""
-    seconds, facts = measure(layout, layers // layout.pipeline, width, rounds)
+    with mock.patch.object(manifests, "LARGE_BYTES", manifests.LARGE_BYTES // layout.pipeline):
+        seconds, facts = measure(layout, layers // layout.pipeline, width, rounds)
     seconds[JOIN] *= min(layout.pipeline, -(-GROUP_RANKS // (layout.data * layout.tensor)))
     # stages are cut alike: that a cut makes up a tensor is checked once
     first = max(seconds.pop(FIRST_MERGE) - seconds[MERGE], 0)
-    for what in (MERGE, WRITE, PARSE):
+    for what in (MERGE, WRITE, LOOK, ASK, OUTLINE, TAKE_UP):
         seconds[what] *= layout.pipeline
     seconds[MERGE] += first
-    return seconds, {what: value * (layout.pipeline if what != ACCOUNT else 1) for what, value in facts.items()}
+    of_a_rank = (ACCOUNT, BROUGHT)
+    return seconds, {what: value * (1 if what in of_a_rank else layout.pipeline) for what, value in facts.items()}
 
 
 def _clear() -> None:
@@ -90,7 +113,8 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
 
     def account(data: int, tensor: int) -> Account:
         rank = mesh_ranks[data * layout.tensor + tensor]
-        return account_of(pieces_of(parameters, layout, stage, data, tensor), rank, mesh_ranks)
+        pieces = pieces_of(parameters, layout, stage, data, tensor)
+        return account_of(pieces | {"rank": _generators()}, rank, mesh_ranks)
 
     places = itertools.product(range(layout.data), range(layout.tensor))
     sent = [pickle.dumps(account(data, tensor)) for data, tensor in places]  # as it goes to the leaders
@@ -116,16 +140,24 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
             merged = timed(what, partial(_merge, sent_on))
         data = timed(WRITE, partial(_to_bytes, merged))
         del part, merged
-        manifest = timed(PARSE, partial(Manifest.from_bytes, data))
+        timed(LOOK, partial(named_files, data))
+        asked = pickle.dumps(Asked({name for section in sections(parameters).values() for name in section}, False))
+        timed(ASK, partial(_ask, asked, -(-layout.data * layout.tensor // GROUP_RANKS)))
+        told = timed(OUTLINE, partial(_told, data))
+        memory = _Memory(data)
+        manifest = timed(TAKE_UP, partial(_taken_up, told, memory))
         reads = reads_of(manifest, parameters, Layout(1, layout.data * 2, layout.tensor // 2), 0, 0)
         timed(PLAN_LOAD, partial(plan_reads, manifest, reads, verify=True))
         tried.append(seconds)
+        brought = memory.read_bytes
     tensors = [entry for section in (manifest.model, manifest.optimizer) for entry in section.values()]
     facts = {
         ACCOUNT: max(map(len, sent)),
         "accounts_bytes": sum(map(len, sent)),
         "joined_bytes": sum(map(len, sent_on)),
         "manifest_bytes": len(data),
+        "told_bytes": len(told),
+        BROUGHT: brought,
         "files": len(manifest.files),
         "tensors": len(tensors),
         "chunks": sum(len(entry.chunks) for entry in tensors),
@@ -142,7 +174,52 @@ def _merge(sent: Sequence[bytes]) -> Merged:
 
 
 def _to_bytes(merged: Merged) -> bytes:
-    return merged.manifest(attempt=ATTEMPT, layout=None, writer="planning", digests=True).to_bytes()
+    return merged.manifest(attempt=ATTEMPT, layout=None, writer=WRITER, digests=True).to_bytes()
+
+
+def _ask(asked: bytes, groups: int) -> Asked:
+    """By the leaders of a stage: what their ranks ask for, which is the same."""
+    return all_asked([pickle.loads(asked) for _ in range(groups)])
+
+
+def _generators() -> list[Piece]:
+    sizes = {torch.uint8: (5056,), torch.int64: (627,), torch.float64: ()}
+    return [
+        Piece(name, sizes[dtype], Box.whole(sizes[dtype]), torch.empty(sizes[dtype], dtype=dtype, device="meta"))
+        for name, dtype in GENERATORS.items()
+    ]
+
+
+class _Memory:
+    """A store that has only the manifest."""
+
+    root = ""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self.read_bytes = 0
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[Reader]:
+        def read(segments: Sequence[Segment]) -> None:
+            for at, buffer in segments:
+                buffer[:] = self._data[at : at + buffer.nbytes]
+                self.read_bytes += buffer.nbytes
+
+        yield read
+
+
+def _told(data: bytes) -> bytes:
+    """What all ranks are told, as it travels."""
+    outline = Outline.of(data, "manifest.json") if is_large(data) else None
+    return pickle.dumps(data if outline is None else outline)
+
+
+def _taken_up(told: bytes, memory: _Memory) -> Manifest:
+    found = pickle.loads(told)
+    if isinstance(found, Outline):
+        return found.manifest(Brought(cast(Store, memory), found))
+    return Manifest.from_bytes(found)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -166,6 +243,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ("accounts_bytes", "all accounts"),
         ("joined_bytes", "what leaders joined"),
         ("manifest_bytes", "manifest"),
+        ("told_bytes", "what ranks are told of it"),
+        ("brought_bytes", "what each reads of it"),
     ):
         points = [(size["ranks"], size[key]) for size in result["sizes"]]
         right.plot(*zip(*points), marker="o", markersize=4, label=label)

@@ -60,7 +60,12 @@ def look(store: Store) -> Earlier:
             f"{store.root}/{MANIFEST_NAME} is another program's: it has no format=lightning_shard. It is neither"
             " replaced nor removed: use another path, or move it away."
         )
-    return Earlier(stamp, frozenset(match[1].decode() for match in _NAMED.finditer(data)))
+    return Earlier(stamp, named_files(data))
+
+
+def named_files(manifest: bytes) -> frozenset[str]:
+    """The files that a manifest names, of those that only this format gives such names."""
+    return frozenset(match[1].decode() for match in _NAMED.finditer(manifest))
 
 
 def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:

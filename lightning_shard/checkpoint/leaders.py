@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_shard.checkpoint.ranks import Failure, Ranks, attempt, conclude
+from lightning_shard.checkpoint.ranks import Failure, Ranks, attempt, conclude, raised_or_given
 
 GROUP_RANKS = 64
 """About the square root of the largest worlds: so a leader has about as many ranks as the first rank has leaders."""
@@ -48,6 +48,17 @@ def exchange_by_groups(
         fault, result = attempt(ranks, partial(join, reports, before))
         own = own or fault
     return conclude(ranks, own, leaders.bring(result), decide)
+
+
+def together_by_groups(
+    ranks: Ranks,
+    work: Callable[[], Report],
+    join: Callable[[Sequence[Report]], Joined],
+    decide: Callable[[list[Joined]], Outcome],
+) -> Outcome:
+    """As :func:`~lightning_shard.checkpoint.ranks.together`, whose results each group's leader joins to one."""
+    own, outcome = exchange_by_groups(ranks, work, lambda _: 0, lambda reports, _: join(reports), decide)
+    return raised_or_given(ranks, own, outcome)
 
 
 class _Leaders:

@@ -166,7 +166,11 @@ def conclude(
 
 def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
     """The same, raising what failed: the ranks that failed raise their own error, the others that of the first one."""
-    own, outcome = exchange(ranks, work, decide)
+    return raised_or_given(ranks, *exchange(ranks, work, decide))
+
+
+def raised_or_given(ranks: Ranks, own: BaseException | None, outcome: Outcome | Failure) -> Outcome:
+    """What an exchange has come to: its outcome, or on all ranks the error."""
     try:
         if own is not None:
             raise own

@@ -79,18 +79,24 @@ class Chunks(Sequence[Chunk]):
     of other parts would else read other values where two overlap.
 
     Args:
+        text: Gives them, joined by commas.
         tile: Gives the tiling that the boxes are; raises if they are none.
         check: Gives a chunk of its text and its box; raises if its numbers don't fit.
     """
 
-    def __init__(self, text: bytes, tile: Callable[[Places], Tiling], check: Callable[[ChunkText, Box], Chunk]) -> None:
+    def __init__(
+        self,
+        text: Callable[[], bytes],
+        tile: Callable[[Places], Tiling],
+        check: Callable[[ChunkText, Box], Chunk],
+    ) -> None:
         self._text = text
         self._tile = tile
         self._check = check
         self._tiling: Tiling | None = None
 
     def _look(self) -> tuple[list[ChunkText], Tiling]:
-        texts = chunk_texts(self._text)
+        texts = chunk_texts(self._text())
         if self._tiling is None:
             self._tiling = self._tile(tuple(map(_place, texts)))
         return texts, self._tiling

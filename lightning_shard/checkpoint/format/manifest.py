@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -20,13 +20,16 @@ from lightning_shard.checkpoint.format.header import DTYPES, item_bytes
 from lightning_shard.checkpoint.format.strict_json import integer, text
 from lightning_shard.checkpoint.format.text import (
     OWN_DIGEST,
+    OWN_WRITER,
     TENSOR_SECTIONS,
     ChunkText,
     Lines,
+    Objects,
     TensorText,
     array_of_lines,
     dump,
     object_of_lines,
+    object_on_a_line,
     own_digest_fits,
     parse,
     signed,
@@ -41,6 +44,9 @@ MAX_DIMS = 64
 MAX_TENSOR_BYTES = 2**63 - 1
 MAX_BLOCK_BYTES = 2**28
 """A block is read whole, so its length is memory that a reader needs."""
+LARGE_BYTES = 64 * 2**20
+"""Of larger manifests that this program wrote, and that fit their own digest, the lines of tensors are looked at only
+as far as they are needed: a rank needs few of them, and all take seconds."""
 KINDS_KEPT = 256
 """Of dtypes and shapes: most tensors have those of others."""
 MAX_PATH_CHARS, MAX_NAME_BYTES = 1024, 255
@@ -50,8 +56,6 @@ _FIELDS = {
     *_SECTIONS,
     OWN_DIGEST,
 }
-_ALWAYS_SIGNS = "lightning_shard "
-"""How a ``writer`` begins that has written manifests with their own digest from its first version on."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 
@@ -111,6 +115,36 @@ class Section(Mapping[str, TensorEntry]):
         return len(self.raw)
 
 
+class RankSections(Mapping[int, Section]):
+    """The sections of what belongs to single ranks. Those of a large manifest are parsed when they are asked for."""
+
+    def __init__(self, raw: Mapping[str, Any], manifest: Manifest) -> None:
+        self._raw = raw
+        self._manifest = manifest
+        self._names = {int(rank): rank for rank in raw}
+        self._parsed: dict[int, Section] = {}
+
+    def __getitem__(self, rank: int) -> Section:
+        name = self._names[rank]
+        if rank not in self._parsed:
+            try:
+                section = self._raw[name]
+                _check_section(name, section)
+            except ValueError as error:
+                raise self._manifest.corrupt(f"the section of rank {rank} is damaged: {error}") from error
+            self._parsed[rank] = Section(section, self._manifest, f"rank {rank}")
+        return self._parsed[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._names
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _is_alias(raw: Any) -> bool:
     return not isinstance(raw, TensorText) and "same_as" in raw
 
@@ -140,7 +174,7 @@ class Manifest:
         self.model = Section(raw.get("model", {}), self, "model")
         self.optimizer = Section(raw.get("optimizer", {}), self, "optimizer")
         self.trainer = Section(raw.get("trainer", {}), self, "trainer")
-        self.ranks = {int(rank): Section(value, self, f"rank {rank}") for rank, value in raw.get("ranks", {}).items()}
+        self.ranks = RankSections(raw.get("ranks", {}), self)
 
     def sections(self) -> dict[str, Section]:
         """Every section by its title: ``model``, ``optimizer``, ``trainer``, ``rank 0`` …"""
@@ -173,7 +207,7 @@ class Manifest:
             parts += object_of_lines(name, _lines(self.raw_sections.get(name, {})))
         parts.append(b",\n")
         of_ranks = self.raw_sections.get("ranks", {})
-        parts += object_of_lines("ranks", ((str(rank), _on_one_line(of_ranks[rank])) for rank in of_ranks))
+        parts += object_of_lines("ranks", ((str(rank), _line_of_rank(of_ranks, rank)) for rank in of_ranks))
         return signed(*parts)
 
     @classmethod
@@ -188,8 +222,9 @@ class Manifest:
             CorruptCheckpointError: Not a manifest, torn, one that differs from its own digest, or one that names files
                 outside of the checkpoint.
         """
+        fits = own_digest_fits(data)
         try:
-            raw = parse(data)
+            raw = parse(data, at_once=not (fits and is_large(data)))
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{source} is not valid JSON ({error}): it is damaged, use another checkpoint."
@@ -197,7 +232,7 @@ class Manifest:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
         signed_by_itself = OWN_DIGEST in raw
-        if signed_by_itself and not own_digest_fits(data):
+        if signed_by_itself and not fits:
             raise CorruptCheckpointError(
                 f"{source} differs from its own digest: it was damaged, or changed by hand. Use another checkpoint."
             )
@@ -227,7 +262,7 @@ class Manifest:
             raise CorruptCheckpointError(f"{source} is damaged: it has no {error}.") from error
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpointError(f"{source} is damaged: {error}.") from error
-        if not signed_by_itself and manifest.writer.startswith(_ALWAYS_SIGNS):
+        if not signed_by_itself and manifest.writer.startswith(OWN_WRITER):
             raise manifest.corrupt(
                 f"it has lost its {OWN_DIGEST}, which {manifest.writer} always writes: it was damaged, or changed by"
                 " hand. Use another checkpoint"
@@ -270,8 +305,18 @@ class Manifest:
         return TensorEntry(
             dtype,
             shape,
-            Chunks(text_of.chunks, partial(self._tiling, title, shape), partial(self._chunk, title, width)),
+            Chunks(
+                partial(self._chunks, title, text_of.chunks),
+                partial(self._tiling, title, shape),
+                partial(self._chunk, title, width),
+            ),
         )
+
+    def _chunks(self, title: str, text_of: Callable[[], bytes]) -> bytes:
+        try:
+            return text_of()
+        except ValueError as error:
+            raise self._damaged(title, error) from error
 
     def _tiling(self, title: str, shape: tuple[int, ...], places: Places) -> Tiling:
         try:
@@ -315,8 +360,13 @@ def _lines(section: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
         yield name, section.line(name) if isinstance(section, Lines) else dump(section[name]).encode()
 
 
-def _on_one_line(section: Mapping[str, Any]) -> bytes:
-    return b"{%b}" % b",".join(dump(name).encode() + b":" + line for name, line in _lines(section))
+def _line_of_rank(ranks: Mapping[str, Any], rank: str) -> bytes:
+    return ranks.line(rank) if isinstance(ranks, Objects) else object_on_a_line(_lines(ranks[rank]))
+
+
+def is_large(data: bytes) -> bool:
+    """Whether of a manifest only what is needed is looked at."""
+    return len(data) > LARGE_BYTES
 
 
 def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -348,12 +398,12 @@ def is_safe_path(path: str) -> bool:
 
 def _sections(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     sections = {name: raw[name] for name in _SECTIONS}
-    for name, tensors in [*sections.items(), *sections["ranks"].items()]:
-        if not isinstance(tensors, Mapping):
-            raise ValueError(f"its section {name!r} is no object")
-        if "__metadata__" in tensors:
-            raise ValueError("it has a tensor with the name __metadata__, which no file can hold")
-    lost = next((rank for rank in sections["ranks"] if not _RANK.fullmatch(rank)), None)
+    for name, tensors in sections.items():
+        _check_section(name, tensors)
+    ranks = sections["ranks"]
+    for rank, tensors in ranks.items() if isinstance(ranks, dict) else ():
+        _check_section(rank, tensors)
+    lost = next((rank for rank in ranks if not _RANK.fullmatch(rank)), None)
     if lost is not None:
         raise ValueError(f"{lost!r} is no rank")
     for name, value in raw.items():
@@ -363,6 +413,13 @@ def _sections(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
                 f"{source} has a section {name!r} of tensors, unknown here: upgrade lightning-shard."
             )
     return sections
+
+
+def _check_section(name: str, tensors: Any) -> None:
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"its section {name!r} is no object")
+    if "__metadata__" in tensors:
+        raise ValueError("it has a tensor with the name __metadata__, which no file can hold")
 
 
 def _block_bytes(grid: Any, source: str) -> int:

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from torch import Tensor
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.excluded import told_of
-from lightning_shard.checkpoint.loading.open import Found, find, open_found, starting_over
+from lightning_shard.checkpoint.leaders import together_by_groups
+from lightning_shard.checkpoint.loading.open import Found, find, in_reach, open_found, starting_over, to_tell
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
-from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Buffer, as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, StateMismatchError
@@ -133,22 +134,23 @@ def load(
     unexpected: list[str] = []
     restored: list[Restored] = []
 
-    def ask() -> tuple[list[str], bool]:
+    def ask() -> Asked:
         nonlocal through
         wanted[""], through = _asked_of(into)
         restored.extend(Restored.of(optimizer, into))
         if optimizer is not None and not restored:
             wanted["optimizer:"] = flatten(optimizer)
         named = [prefix + name for prefix, names in wanted.items() for name in names]
-        return named + [name for each in restored for name in each.asked], through is not None or bool(restored)
+        named += [name for each in restored for name in each.asked]
+        return Asked(set(named), through is not None or bool(restored))
 
-    def find_it(everyone: list[tuple[list[str], bool]]) -> tuple[Found, bool, set[str], bool]:
+    def find_it(everyone: list[Asked]) -> tuple[Found, bool, Asked]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        names = {name for asked, _ in everyone for name in asked}
-        return _find(root, storage_options), share, names, any(more for _, more in everyone)
+        return to_tell(_find(root, storage_options), ranks), share, all_asked(everyone)
 
-    found, share, asked_by_any, more_to_do = together(ranks, ask, find_it)
+    found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, all_asked, find_it)
+    found = in_reach(found, storage_options, ranks)
 
     def pairs() -> list[Pair]:
         nonlocal attempt
@@ -188,6 +190,18 @@ def load(
         for each in restored:
             each.finish()
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
+
+
+class Asked(NamedTuple):
+    """What a rank, or several, ask for."""
+
+    names: set[str]
+    more_to_do: bool
+    """Whether something follows when the tensors are filled."""
+
+
+def all_asked(asked: Sequence[Asked]) -> Asked:
+    return Asked(set[str]().union(*(each.names for each in asked)), any(each.more_to_do for each in asked))
 
 
 def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tensor], _Through | None]:

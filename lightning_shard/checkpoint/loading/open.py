@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest, is_large
+from lightning_shard.checkpoint.format.outline import Outline
+from lightning_shard.checkpoint.loading.outlined import Brought
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
 from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_store
@@ -44,27 +46,62 @@ class Found(NamedTuple):
     root: str
     """The directory of the files."""
     manifest: bytes
+    """Nothing where there is an outline of it."""
     state: Any = None
     """The trainer state of another program's file, which isn't in a file of its own."""
     foreign: bool = False
     """Whether the files are another program's."""
+    outline: Outline | None = None
 
 
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
     """The checkpoint at a path, of which :func:`find` has found the rest, here or on another rank."""
+    store = _store_of(found, storage_options)
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
-    manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
+    if found.outline is not None:
+        manifest = found.outline.manifest(Brought(store, found.outline))
+    else:
+        manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
     if not manifest.signed:
         warnings.warn(
             f"{source} has no digest of its own (it was written by {manifest.writer or 'an unnamed writer'}): damage to"
             " it may not be found. Saving the checkpoint anew adds one.",
             stacklevel=3,
         )
+    return Checkpoint(path, store, manifest, verify, found.state)
+
+
+def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
     store = open_store(found.root, storage_options)
     if isinstance(store, LocalStore):
         # other programs' folders may be of links, as the cache of Hugging Face's hub is
         store.links_lead_anywhere = found.foreign
-    return Checkpoint(path, store, manifest, verify, found.state)
+    return store
+
+
+def to_tell(found: Found, ranks: Ranks) -> Found:
+    """What the first rank tells the others of what it has found: of a large manifest the outline."""
+    if ranks.alone or found.foreign or not is_large(found.manifest):
+        return found
+    outline = Outline.of(found.manifest, f"{found.root}/{MANIFEST_NAME}")
+    return found if outline is None else found._replace(manifest=b"", outline=outline)
+
+
+def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
+    """What all ranks were told, if each of them can read the rest of it; else all of it. A collective call.
+
+    Machines may have disks of their own, and only the first rank's the manifest.
+    """
+    if found.outline is None:
+        return found
+    try:
+        there = Brought(_store_of(found, storage_options), found.outline).is_there()
+    except Exception:
+        there = False
+    (out_of_reach,) = ranks.any(not there)
+    if not out_of_reach:
+        return found
+    return together(ranks, lambda: None, lambda _: find(found.root, storage_options))
 
 
 def read_together(
@@ -75,8 +112,9 @@ def read_together(
     group: Any = None,
 ) -> Checkpoint:
     """As :func:`read`, but only the first rank reads the manifest, for all. A collective call."""
-    root = as_path(path)
-    found = together(Ranks.of(group), lambda: None, lambda _: find(root, storage_options))
+    root, ranks = as_path(path), Ranks.of(group)
+    found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), ranks))
+    found = in_reach(found, storage_options, ranks)
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_shard.checkpoint.format.manifest import FileEntry
+from lightning_shard.checkpoint.format.text import object_on_a_line, tensor_line
 from lightning_shard.checkpoint.saving.files import Written
 
 
@@ -64,7 +65,7 @@ class Held(NamedTuple):
     """A tensor, as the ranks of a group hold it that are of one mesh. If they disagree on it, there are several.
 
     Attributes:
-        title: The section: ``model``, ``optimizer``, ``trainer``, ``rank 0`` …
+        title: The section: ``model``, ``optimizer`` or ``trainer``.
         mesh: The number of their ``mesh_ranks``.
         head: Its dtype and shape, as the manifest has them.
         rank: The first of them that has written of it.
@@ -101,6 +102,7 @@ class Joined:
     Attributes:
         state_file: Its index in the manifest.
         hosts: What the ranks of each machine have written.
+        of_ranks: The manifest's text of what belongs to single ranks, by rank.
     """
 
     ranks: list[int]
@@ -112,6 +114,7 @@ class Joined:
     tensors: list[Held]
     places: list[Places]
     aliases: list[Alias]
+    of_ranks: dict[str, bytes]
 
 
 def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
@@ -127,6 +130,7 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
     state_file = None
     aliases: dict[tuple[str, str, str, int], int] = {}
     tensors: dict[tuple[str, str, int, str], _Chunks] = {}
+    of_ranks: dict[str, bytes] = {}
     for account in accounts:
         mesh = meshes.setdefault(account.mesh_ranks, len(meshes))
         told = mesh, account.fingerprint, account.replicated, account.contents
@@ -137,21 +141,24 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
         number = files_before + len(files) + (account.state_file is not None)
         files += account.files()
         for section, of_section in account.written.items():
-            title = f"rank {account.rank}" if section == "rank" else section
+            found: dict[tuple[str, str, int, str], _Chunks] = {} if section == "rank" else tensors
             for written in of_section:
                 for name, head, place, text in written.chunks(number):
-                    own = tensors.get((title, name, mesh, head))
+                    own = found.get((section, name, mesh, head))
                     if own is None:
-                        own = tensors[title, name, mesh, head] = _Chunks(account.rank)
+                        own = found[section, name, mesh, head] = _Chunks(account.rank)
                     own.places.append(place)
                     own.texts.append(text)
                 number += 1
+            if section == "rank":
+                lines = ((name, tensor_line(head, [own.text()])) for (_, name, _, head), own in found.items())
+                of_ranks[str(account.rank)] = object_on_a_line(lines)
         for section, targets in account.aliases.items():
             for name, target in targets.items():
                 aliases.setdefault((section, name, target, mesh), account.rank)
     places: dict[Places, int] = {}
     held = [
-        Held(*key, own.rank, places.setdefault(tuple(own.places), len(places)), ",".join(own.texts).encode())
+        Held(*key, own.rank, places.setdefault(tuple(own.places), len(places)), own.text())
         for key, own in tensors.items()
     ]
     return Joined(
@@ -164,6 +171,7 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
         tensors=held,
         places=list(places),
         aliases=[Alias(*alias, rank) for alias, rank in aliases.items()],
+        of_ranks=of_ranks,
     )
 
 
@@ -174,3 +182,7 @@ class _Chunks:
         self.rank = rank
         self.places: list[str] = []
         self.texts: list[str] = []
+
+    def text(self) -> bytes:
+        """In the manifest."""
+        return ",".join(self.texts).encode()

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
-from lightning_shard.checkpoint.format.text import Lines, chunk_texts, dump, tensor_line
+from lightning_shard.checkpoint.format.text import Lines, Objects, chunk_texts, dump, tensor_line
 from lightning_shard.checkpoint.saving.accounts import Alias, Joined, Party, Places
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.errors import CheckpointError
@@ -74,6 +74,8 @@ class Merged:
         self._again: dict[tuple[str, str, int], _Held] = {}
         """What further meshes hold of tensors that an earlier one has, by section, name and mesh."""
         self._aliases: dict[str, dict[str, str]] = {}
+        self._of_ranks: dict[str, bytes] = {}
+        """The manifest's text of what belongs to single ranks."""
         self._pairs: list[tuple[str, tuple[str, _Held], tuple[str, _Held]]] = []
         """What must be equal."""
         meshes = [[self._meshes.setdefault(ranks, len(self._meshes)) for ranks in part.meshes] for part in parts]
@@ -98,6 +100,7 @@ class Merged:
         if part.state_file is not None:
             self._state_file = part.state_file
         self.files += part.files
+        self._of_ranks |= part.of_ranks
         for host, files in part.hosts.items():
             self.files_by_host.setdefault(host, []).extend(files)
         places = [self._places.setdefault(places, len(self._places)) for places in part.places]
@@ -198,13 +201,8 @@ class Merged:
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
         sections: dict[str, dict[str, bytes]] = {"model": {}, "optimizer": {}, "trainer": {}}
-        ranks: dict[str, Lines] = {}
         for title, tensors in self._tensors.items():
-            lines = {name: held.line() for name, held in tensors.items()}
-            if title in sections:
-                sections[title] = lines
-            else:
-                ranks[title.removeprefix("rank ")] = Lines(lines)
+            sections[title] = {name: held.line() for name, held in tensors.items()}
         for section, aliases in self._aliases.items():
             sections[section].update({name: dump({"same_as": of}).encode() for name, of in aliases.items()})
         return Manifest(
@@ -215,7 +213,10 @@ class Merged:
             writer=writer,
             block_bytes=BLOCK_BYTES if digests else 0,
             state_file=self._state_file,
-            raw_sections={**{title: Lines(lines) for title, lines in sections.items()}, "ranks": ranks},
+            raw_sections={
+                **{title: Lines(lines) for title, lines in sections.items()},
+                "ranks": Objects(self._of_ranks),
+            },
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, digest
 from lightning_shard.checkpoint.format.decode import parse
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, TensorEntry
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, Section, TensorEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.store import as_path
@@ -76,6 +76,7 @@ def verify(
     report = VerifyReport(as_path(path))
     try:
         checkpoint = read(path, storage_options=storage_options)
+        sections = checkpoint.manifest.sections()
     except CorruptCheckpointError as error:
         report.faults.append(Fault(MANIFEST_NAME, None, str(error)))
         return report
@@ -84,7 +85,7 @@ def verify(
     report.files = len(manifest.files)
     report.manifest_digest = manifest.signed
     chunks: list[list[tuple[str, TensorEntry, Chunk]]] = [[] for _ in manifest.files]
-    for name, entry in _tensors(checkpoint, report):
+    for name, entry in _tensors(sections, report):
         report.tensors += 1
         for chunk in entry.chunks:
             chunks[chunk.file].append((name, entry, chunk))
@@ -115,9 +116,9 @@ def verify(
     return report
 
 
-def _tensors(checkpoint: Checkpoint, report: VerifyReport) -> Iterator[tuple[str, TensorEntry]]:
+def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[tuple[str, TensorEntry]]:
     """Every tensor that has bytes of its own; what can't be parsed is a fault."""
-    for title, section in checkpoint.manifest.sections().items():
+    for title, section in sections.items():
         for name in section:
             label = name if title == "model" else f"{title}: {name}"
             try:

@@ -1,0 +1,174 @@
+"""Ranks load by a large manifest: the first reads it, all are told its outline, each reads what it needs of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint import leaders
+from lightning_shard.checkpoint.format import manifest as manifests
+from lightning_shard.checkpoint.format import outline as outlines
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from lightning_shard.checkpoint.loading import load as loading
+from lightning_shard.checkpoint.loading import open as opening
+from lightning_shard.checkpoint.loading import outlined
+from lightning_shard.checkpoint.loading.outlined import Brought
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
+from lightning_shard.testing import ranks
+
+WHOLE = {"rows": torch.arange(40.0).view(8, 5), "columns": torch.arange(21.0).view(3, 7), "plain": torch.arange(9)}
+
+
+def laid_out(add: float = 0.0, dim: int = 0) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        name: distribute_tensor(tensor + add, mesh, [Shard(dim)], src_data_rank=None) if tensor.ndim == 2 else tensor
+        for name, tensor in WHOLE.items()
+    }
+
+
+def emptied(dim: int = 1) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in laid_out(dim=dim).items()}
+
+
+def holds(state: dict[str, Any], add: float = 0.0) -> bool:
+    whole = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state.items()}
+    return all(torch.equal(whole[name], t + add if t.ndim == 2 else t) for name, t in WHOLE.items())
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """Which of two ways this rank reads the manifest."""
+    ways: list[str] = []
+    read, parsed = LocalStore.read, Manifest.from_bytes.__func__  # type: ignore[attr-defined]
+    brought = Brought._block
+
+    def reading(self: LocalStore, name: str) -> bytes:
+        ways.extend(["read"] if name == MANIFEST_NAME else [])
+        return read(self, name)
+
+    def parsing(cls: type[Manifest], *args: Any, **kwargs: Any) -> Manifest:
+        ways.append("parsed")
+        return parsed(cls, *args, **kwargs)
+
+    def bringing(self: Brought, number: int) -> bytes:
+        ways.append("brought")
+        return brought(self, number)
+
+    with (
+        mock.patch.object(LocalStore, "read", reading),
+        mock.patch.object(Manifest, "from_bytes", classmethod(parsing)),
+        mock.patch.object(Brought, "_block", bringing),
+    ):
+        yield ways
+
+
+def on_rank(rank: int, owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    return mock.patch.object(owner, name, change) if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def fails_on_rank_1(change: Callable[..., bytes], error: type[Exception], path: Path) -> None:
+    state = emptied()
+    with on_rank(1, Brought, "_read", change), pytest.raises(error, match=r"manifest\.json") as caught:
+        checkpoint.load(path, state)
+    assert str(caught.value).startswith("rank 1: ") == (dist.get_rank() != 1)
+    assert all(not getattr(t, "to_local", lambda t=t: t)().any() for t in state.values())
+
+
+def load_in_all_ways(path: Path, rank: int) -> None:
+    """The first rank reads the manifest, and all read of it what they need; in one group, and by leaders."""
+    for size in (64, 1):
+        state, moment = emptied(), emptied()["rows"]
+        with mock.patch.object(leaders, "GROUP_RANKS", size), counted() as ways:
+            assert checkpoint.load(path, state, optimizer={"m": moment}) == ([], [])
+        assert holds({**state, "rows": moment})
+        assert holds(state)
+        assert ways[:2] == (["read", "parsed"] if rank == 0 else ["brought"] * 2)
+        assert {"read", "parsed"} & set(ways[2:]) == set()
+    stored = checkpoint.read_together(path)
+    assert stored.rank_state(rank) == {"seed": torch.tensor(rank)}
+    assert stored.trainer_state() == {"n": 1}
+    assert torch.equal(stored["columns"].full(), WHOLE["columns"])
+    checkpoint.gather(path, path.parent / "whole.safetensors")
+    gathered = checkpoint.read(path.parent / "whole.safetensors")
+    assert all(torch.equal(tensor.full(), WHOLE[name]) for name, tensor in gathered.items())
+
+    # names that only some ask for are joined by leaders too
+    without = {name: tensor for name, tensor in emptied().items() if name != "plain"}
+    with mock.patch.object(leaders, "GROUP_RANKS", 1):
+        assert checkpoint.load(path, emptied() if rank == 1 else without) == ([], [])
+        with pytest.raises(StateMismatchError, match="1 in it and not asked for"):
+            checkpoint.load(path, without)
+
+    # where a rank doesn't see the manifest, all are told all of it
+    state = emptied()
+    with on_rank(1, Brought, "is_there", lambda self: False), counted() as ways:
+        checkpoint.load(path, state)
+    assert holds(state)
+    assert ways == (["read", "parsed", "read", "parsed"] if rank == 0 else ["parsed"])
+
+
+def fail_together(path: Path, rank: int) -> None:
+    """What one rank can't read, or reads damaged, fails on all, and nothing has been written."""
+    read = Brought._read
+
+    def damaged(self: Brought, begin: int, end: int) -> bytes:
+        data = read(self, begin, end)
+        return data if end == self._outline.size else bytes([data[0] ^ 1]) + data[1:]
+
+    def failing(self: Brought, begin: int, end: int) -> bytes:
+        if end == self._outline.size:
+            return read(self, begin, end)
+        raise OSError(5, "Input/output error")
+
+    fails_on_rank_1(damaged, CorruptCheckpointError, path)
+    fails_on_rank_1(failing, CheckpointError, path)
+
+    # another save that replaces it after the first rank has read it: all begin anew, and have the other
+    replaced: list[int] = []
+
+    def replacing(*args: Any) -> Any:
+        found = in_reach(*args)
+        if not replaced:
+            replaced.append(1)
+            checkpoint.save(laid_out(add=1.0), path, optimizer={"m": laid_out()["rows"]})
+        return found
+
+    in_reach, state = opening.in_reach, emptied()
+    with mock.patch.object(loading, "in_reach", replacing):
+        assert checkpoint.load(path, state) == ([], [])
+    assert holds(state, add=1.0)
+
+    dist.barrier()
+    if rank == 0:
+        data = (path / MANIFEST_NAME).read_bytes()
+        (path / MANIFEST_NAME).write_bytes(data.replace(b'"offsets":[0', b'"offsets":[1', 1))
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError, match="differs from its own digest"):
+        checkpoint.load(path, emptied())
+
+
+@ranks(2, timeout_s=120)
+def test_ranks_load_by_an_outline_as_by_the_whole_and_fail_together(tmp_path: Path) -> None:
+    rank, path = dist.get_rank(), tmp_path / "c"
+    of_rank = {"seed": torch.tensor(rank)}
+    checkpoint.save(laid_out(), path, optimizer={"m": laid_out()["rows"]}, rank_state=of_rank, trainer_state={"n": 1})
+    with (
+        mock.patch.object(manifests, "LARGE_BYTES", 0),
+        mock.patch.object(outlines, "BLOCK_BYTES", 64),
+        mock.patch.object(outlined, "BLOCK_BYTES", 64),
+    ):
+        load_in_all_ways(path, rank)
+        fail_together(path, rank)
