@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -99,12 +99,18 @@ class StageMemory:
 
 @dataclass
 class Unit:
-    """What FSDP2 gathers at once; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
+    """What FSDP2 gathers for a block; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
 
     parameters: list[ParameterCount] = field(default_factory=list)
     shards: int = 1
     expert_shards: int = 1
     is_sharded: bool = True
+
+    @cached_property
+    def gathered_apart(self) -> tuple[Unit, ...]:
+        """A block, and the experts in it that are dealt to ranks: in the order of a forward."""
+        kinds = [[p for p in self.parameters if p.is_expert is dealt] for dealt in (False, True)]
+        return tuple(replace(self, parameters=own) for own in kinds if own) if all(kinds) else (self,)
 
     def _parts(self, parameter: ParameterCount) -> int:
         return self.expert_shards if parameter.is_expert else self.shards
@@ -236,8 +242,8 @@ class Stage:
                 root.parameters += own
                 continue
             cast = [p for p in own if p.gathered_dtype is not None]
-            units[name] = Unit(cast or own, *sizes)
-            root.parameters += [p for p in own if cast and p.gathered_dtype is None]
+            units[name] = Unit([p for p in own if p in cast or p.is_expert] if cast else own, *sizes)
+            root.parameters += [p for p in own if cast and p.gathered_dtype is None and not p.is_expert]
         return units, root
 
     def _is_sharded(self) -> bool:
@@ -260,6 +266,11 @@ class Stage:
     @property
     def knows_optimizer(self) -> bool:
         return self.optimizer is not None
+
+    def units_of(self, part: PartCount) -> tuple[Unit, ...]:
+        """What is gathered for a part apart from the root, in the order of a forward."""
+        unit = self.units.get(part.name)
+        return () if unit is None else unit.gathered_apart
 
     @property
     def all_units(self) -> list[Unit]:
