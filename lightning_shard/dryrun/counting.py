@@ -7,7 +7,7 @@ twice; where both runs cost the same, those after stand for themselves by tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from lightning_shard.dryrun.counts import (
     PartCount,
     Work,
 )
-from lightning_shard.dryrun.experts import DealtEvenly
+from lightning_shard.dryrun.experts import DealtEvenly, ListDealtEvenly
 from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.kernels import AsOnDevices
 from lightning_shard.dryrun.ledger import Ledger
@@ -39,7 +39,7 @@ from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import is_cast, not_cast, with_forward
 from lightning_shard.parallel.expert import deal_stack, resolve_experts
-from lightning_shard.parallel.expert_lists import is_list
+from lightning_shard.parallel.expert_lists import RunsAgain, deal_list, is_list
 from lightning_shard.parallel.recompute import leave_out_caches, recompute
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline import tree
@@ -104,7 +104,7 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
         expert_parallel_size=expert_parallel_size,
         counted=not reason,
         reason=reason,
-        assumed=_assumptions(model, expert_parallel_size, outcomes.values()),
+        assumed=_assumptions(model, [module.get_submodule(name) for name in experts], outcomes.values()),
     )
 
 
@@ -118,10 +118,11 @@ def _first(batch: Any, samples: int) -> Any:
     return tree.split(batch, size // samples)[0]
 
 
-def _assumptions(model: Model, experts: int, outcomes: Iterable[_Outcome]) -> tuple[str, ...]:
+def _assumptions(model: Model, dealt: Sequence[nn.Module], outcomes: Iterable[_Outcome]) -> tuple[str, ...]:
     found = []
-    if experts > 1:
-        found.append("tokens are spread evenly over the expert-parallel ranks")
+    if dealt:
+        each = ", and on each over its experts" if any(map(is_list, dealt)) else ""
+        found.append(f"tokens are spread evenly over the expert-parallel ranks{each}")
     if model.device_type != "cpu":
         found.append("attention and dropout are fused kernels, as torch has on GPUs")
     if any(outcome.takes_unpacked for outcome in outcomes):
@@ -153,21 +154,21 @@ def _lay_out(
     names = {id(p): name for name, p in module.named_parameters()}
     dealt = tuple(f"{name}." for name in experts)  # these stay as they are
     in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}
+    lists = {name for name in experts if is_list(module.get_submodule(name))}
     if tensor > 1:
         apply_tensor_parallel(module, init_device_mesh("cpu", (tensor,), mesh_dim_names=(TENSOR,)), styles)
     if expert > 1:
         mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
         for name in experts:
-            if is_list(module.get_submodule(name)):
-                raise ConfigurationError(
-                    f"{name} is a list of experts, and what one takes when its experts are dealt to"
-                    f" expert_parallel_size={expert} ranks can't be counted: plan with expert_parallel_size=1."
-                )
-            deal_stack(module, name, mesh, DealtEvenly)
+            if name in lists:
+                deal_list(module, name, mesh, mesh, _runs_again, ListDealtEvenly)
+            else:
+                deal_stack(module, name, mesh, DealtEvenly)
 
     def counted(name: str, parameter: Tensor) -> ParameterCount:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        is_expert = name.startswith(dealt)
+        is_listed = name.startswith(tuple(f"{each}." for each in lists))
+        local = parameter.to_local() if isinstance(parameter, DTensor) and not is_listed else parameter
+        is_expert = name.startswith(dealt) and not is_listed
         return ParameterCount(
             name,
             shapes[name],
@@ -176,6 +177,7 @@ def _lay_out(
             parameter.requires_grad,
             is_expert,
             in_half.get(name),
+            is_listed,
         )
 
     first_names = {id(p): name for name, p in module.named_parameters()}
@@ -192,6 +194,11 @@ def _lay_out(
         whole = module.get_parameter(name)
         module.get_submodule(owner)._parameters[key] = nn.Parameter(whole.detach().to(dtype), whole.requires_grad)
     return {holder: tuple(held.values()) for holder, held in found.items()}
+
+
+def _runs_again(_owner: nn.Module) -> AbstractContextManager[RunsAgain]:
+    """What a second run changes is of no use to a count."""
+    return nullcontext((lambda: None, nullcontext))
 
 
 def _estimated(model: Model, name: str) -> tuple[Work, Work]:
@@ -345,6 +352,8 @@ class _Watched:
                     stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
             for name in self.experts:
                 experts = module.get_submodule(name)
+                if is_list(experts):  # gathered with nothing but themselves
+                    continue
                 stack.callback(experts.register_forward_pre_hook(self._begin_experts, with_kwargs=True).remove)
             for parameter in module.parameters():
                 if parameter.requires_grad:

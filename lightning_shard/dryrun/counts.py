@@ -80,6 +80,8 @@ class ParameterCount:
         is_expert: Whether it is dealt to expert-parallel ranks: then it is sharded over the data ranks that hold the
             same experts, not over all.
         gathered_dtype: In which it is gathered to compute with it.
+        is_listed: Whether it is of a list of experts that are dealt to ranks: then all data ranks share it, and those
+            who compute with it gather it, so that it is among what its part keeps.
     """
 
     name: str
@@ -89,6 +91,7 @@ class ParameterCount:
     requires_grad: bool = True
     is_expert: bool = False
     gathered_dtype: torch.dtype | None = None
+    is_listed: bool = False
 
     @property
     def numel(self) -> int:

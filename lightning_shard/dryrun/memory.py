@@ -121,6 +121,10 @@ class Unit:
         return [(p, shard_numel(p, self._parts(p))) for p in self.parameters]
 
     @cached_property
+    def _gathers(self) -> list[tuple[ParameterCount, int]]:
+        return [pair for pair in self.padded if not pair[0].is_listed]
+
+    @cached_property
     def held(self) -> int:
         return sum(numel * p.dtype.itemsize for p, numel in self.padded)
 
@@ -128,12 +132,12 @@ class Unit:
     def gathered(self) -> int:
         if not self.is_sharded:
             return 0
-        return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in self.padded)
+        return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in self._gathers)
 
     @cached_property
     def flat(self) -> int:
         """The buffer of an all-gather; a single rank copies without one."""
-        many = ((p, numel) for p, numel in self.padded if self._parts(p) > 1)
+        many = ((p, numel) for p, numel in self._gathers if self._parts(p) > 1)
         return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in many)
 
     @cached_property
@@ -165,12 +169,12 @@ class Unit:
         """The buffer of a reduce-scatter: whole gradients."""
         if not self.is_sharded:
             return 0
-        trained = ((p, numel) for p, numel in self.padded if p.requires_grad)
+        trained = ((p, numel) for p, numel in self._gathers if p.requires_grad)
         return sum(numel * self._parts(p) * self.gradient(p).itemsize for p, numel in trained)
 
     @property
     def _trained(self) -> Iterator[ParameterCount]:
-        return (p for p in self.parameters if p.requires_grad)
+        return (p for p, _ in self._gathers if p.requires_grad)
 
 
 def shard_numel(parameter: ParameterCount, parts: int) -> int:
@@ -181,7 +185,8 @@ def shard_numel(parameter: ParameterCount, parts: int) -> int:
     sizes = parameter.local_shape
     if not sizes or not parameter.numel:
         return parameter.numel
-    dim = next((d for d, size in enumerate(sizes) if size % parts == 0), 0) if parameter.is_expert else 0
+    is_dealt = parameter.is_expert or parameter.is_listed
+    dim = next((d for d, size in enumerate(sizes) if size % parts == 0), 0) if is_dealt else 0
     return parameter.numel // sizes[dim] * -(-sizes[dim] // parts)
 
 
