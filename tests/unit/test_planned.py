@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from lightning_shard import plan
 from lightning_shard.cli import main
+from lightning_shard.cli_plan import _first_batch
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.planning import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
 from lightning_shard.pipeline.schedule import to_csv
 from recipes.gpt import LanguageModel
+from recipes.text import TextFolder
 from tests.mixtures import ListedMixture, Mixture
 
 GPT_PLAN = {
@@ -398,6 +400,11 @@ class TestTheCommand:
         assert main(["plan", *recipe, "--pipeline", "2", "--tensor", "2"]) == 0
         said = capsys.readouterr().out
         assert "4 cuda devices, 2 pipeline × 1 data × 2 tensor" in said
+
+    def test_a_recipes_global_batch_is_dealt_to_the_planned_ranks(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"ab" * 1000)
+        data = TextFolder(str(tmp_path), context=10, global_batch_size=12)
+        assert len(_first_batch(data, 4)) == 3
 
     def test_says_what_a_function_must_give(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", f"{__name__}:gpt"]) == 1
