@@ -259,8 +259,7 @@ class Owner:
             device = rows.device.type
             kind = rows.shape[1:], rows.dtype, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             if kind not in self._shapes:
-                on = [] if device == "cpu" else [rows.device]
-                with torch.no_grad(), torch.random.fork_rng(on, device_type=device):
+                with torch.no_grad(), from_the_beginning():
                     result = self._compute(weights, full, 0, rows.new_zeros(1, *rows.shape[1:]))
                 self._shapes[kind] = result.shape[1:], result.dtype
             return self._shapes[kind]
