@@ -267,7 +267,7 @@ class TestExperts:
         half_of_what_is_sent = (2 * rows * 16 + rows) * 4 // 2
         assert block.plain.forward.traffic == {"expert": half_of_what_is_sent}
 
-    @pytest.mark.parametrize("how", ["chosen", "dense"])
+    @pytest.mark.parametrize("how", ["chosen", pytest.param("dense", marks=pytest.mark.long)])
     def test_of_lists_are_gathered_by_their_owner_and_pick_rows_evenly(self, how: str) -> None:
         sizes = {"data_parallel_size": 4, "expert_parallel_size": 2}
         build = partial(OfMixtures, partial(Residual, how))
