@@ -6,12 +6,17 @@ apart: shards of parameters, the optimizer's state, gradients (whole ones, shard
 reduced), gathered parameters (with the buffers of all-gathers), and the rest: activations, what was received, the loss
 and what operations work with. What kernels take inside and what an allocator adds isn't in either number.
 
+A plan takes tokens to be spread evenly over expert-parallel ranks. So kinds are compared where they are; where the
+router's weights decide, only the sum.
+
     python benchmarks/planned_memory.py          # minutes; results/planned_memory-<date>.json
+    python benchmarks/planned_memory.py --measured benchmarks/results/planned_memory-<date>.json  # plans of now
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,10 +54,13 @@ GPT_PLAN = {
 class Measured(L.LightningModule):
     """A network of tokens to logits, in an ordinary module."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, is_even: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = network(kind)
+        for name, part in self.net.named_modules():
+            if is_even and name.endswith(".gate"):
+                part.register_forward_hook(evenly)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         output = self.net(tokens)
@@ -87,6 +95,13 @@ def network(kind: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def evenly(router: Any, given: Any, routed: Any) -> Any:
+    """As many tokens for each expert, whatever the router's weights say."""
+    logits, scores, indices = routed
+    experts = torch.arange(indices.numel(), device=indices.device) % router.num_experts
+    return logits, scores, experts.view_as(indices).to(indices.dtype)
+
+
 @dataclass(frozen=True)
 class Case:
     network: str
@@ -94,6 +109,14 @@ class Case:
     ranks: int
     sizes: dict[str, int]
     settings: dict[str, Any] = field(default_factory=dict)
+    is_even: bool = False
+
+    def module(self) -> Measured:
+        return Measured(self.network, is_even=self.is_even)
+
+    @property
+    def compares_kinds(self) -> bool:
+        return self.is_even or "expert_parallel_size" not in self.sizes
 
     @property
     def strategy(self) -> dict[str, Any]:
@@ -124,6 +147,7 @@ def cases() -> Iterator[Case]:
     for settings in ({}, {"activation_checkpointing": True}):
         sizes = {"data_parallel_size": 2, "expert_parallel_size": 2}
         yield Case("mixture", "ep 2" + _said(settings), 2, sizes, settings)
+        yield Case("mixture", "ep 2, tokens spread evenly" + _said(settings), 2, sizes, settings, is_even=True)
     others: list[tuple[int, dict[str, Any]]] = [
         (0, {"activation_checkpointing": "selective"}),
         (0, {"precision": "bf16-mixed"}),
@@ -238,7 +262,7 @@ def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
             enable_model_summary=False,
         )
         loader: Any = DataLoader(tokens, batch_size=BATCH)  # type: ignore[arg-type]
-        trainer.fit(Measured(case.network), loader)
+        trainer.fit(case.module(), loader)
         found.append(watch.at_peak)
     return found
 
@@ -249,7 +273,7 @@ def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
 def planned(case: Case) -> Plan:
     batch = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
     return plan(
-        lambda: Measured(case.network),
+        case.module,
         batch,
         layout=case.sizes,
         device_type="cpu",
@@ -267,24 +291,57 @@ def kinds_of(made: Plan, stage: int) -> dict[str, int]:
     return {**known, "rest": sum(together.values())}
 
 
-def rows_of(chosen: list[Case]) -> Iterator[Row]:
+Seen = dict[str, dict[str, int]]
+"""Bytes by kind, by the name of a case and its stage."""
+
+
+def name_of(case: Case, stage: int) -> str:
+    is_cut = case.sizes.get("pipeline_parallel_size", 1) > 1
+    return f"{case.network}, {case.name}" + (f", stage {stage}" if is_cut else "")
+
+
+def measured_of(chosen: list[Case]) -> Seen:
+    found: Seen = {}
     for ranks in sorted({case.ranks for case in chosen}):
         own = [case for case in chosen if case.ranks == ranks]
         by_rank = run_ranks(measure, ranks, ranks, own, elastic=True, timeout_s=1800)
         for number, case in enumerate(own):
-            made = planned(case)
-            assert not made.unknown, f"{case}: {made.unknown}"
-            for stage, of_stage in enumerate(made.layout.stages()):
-                measured = by_rank[of_stage[0]][number]
-                name = f"{case.network}, {case.name}" + (f", stage {stage}" if len(made.stages) > 1 else "")
-                yield _row(name, "all", sum(kinds_of(made, stage).values()), sum(measured.values()), AGREES)
-                for kind, nbytes in kinds_of(made, stage).items():
-                    yield _row(name, kind, nbytes, measured[kind])
+            stages = case.sizes.get("pipeline_parallel_size", 1)
+            found |= {name_of(case, stage): by_rank[stage * ranks // stages][number] for stage in range(stages)}
+    return found
 
 
-def _row(name: str, kind: str, predicted: int, measured: int, target: Target | None = None) -> Row:
+def measured_before(result: Path) -> tuple[Seen, str]:
+    """What an earlier result has measured, and when."""
+    earlier = json.loads(result.read_text())
+    found: Seen = {}
+    for row in earlier["rows"]:
+        if row["contender"] != "all":
+            found.setdefault(row["what"], {})[row["contender"]] = round(row.get("mib", 0) * MIB)
+    return found, earlier["date"]
+
+
+def rows_of(chosen: list[Case], measured: Seen, since: dict[str, str]) -> Iterator[Row]:
+    """Rows of comparisons.
+
+    Args:
+        since: The date of what wasn't measured just now, by name.
+    """
+    for case in chosen:
+        made = planned(case)
+        assert not made.unknown, f"{case}: {made.unknown}"
+        for stage in range(len(made.stages)):
+            name, kinds = name_of(case, stage), kinds_of(made, stage)
+            seen, date = measured[name], since.get(name, "")
+            yield _row(name, "all", sum(kinds.values()), sum(seen.values()), date, AGREES)
+            target = AGREES if case.compares_kinds else None
+            yield from (_row(name, kind, nbytes, seen[kind], date, target) for kind, nbytes in kinds.items())
+
+
+def _row(name: str, kind: str, predicted: int, measured: int, date: str, target: Target | None) -> Row:
     agreement = min(predicted, measured) / max(predicted, measured) if max(predicted, measured) else 1.0
     note = f"planned {predicted / MIB:.2f} MiB, {100 * (predicted / measured - 1):+.1f} %" if measured else "none"
+    note += f"; measured {date}" if date else ""
     return Row(name, kind, mib=measured / MIB, of_reference=agreement, reference="the plan", target=target, note=note)
 
 
@@ -292,12 +349,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this; no result unless --results is given")
     parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
+    parser.add_argument("--measured", type=Path, help="an earlier result: what it has measured isn't run again")
     options = parser.parse_args()
     chosen = [case for case in cases() if options.only in f"{case.network}, {case.name}"]
-    rows = list(rows_of(chosen))
+    measured, date = measured_before(options.measured) if options.measured else ({}, "")
+    since = dict.fromkeys(measured, date)
+    measured |= measured_of([case for case in chosen if name_of(case, 0) not in measured])
+    rows = list(rows_of(chosen, measured, since))
     show("bytes of live tensors at the peak of a step", rows)
     misses = [row for row in rows if row.target is not None and (row.of_reference or 0) < 0.95]
-    print(f"{len(rows)} rows; of {sum(row.target is not None for row in rows)} peaks {len(misses)} beyond 5 %")
+    print(f"{len(rows)} rows; of {sum(row.target is not None for row in rows)} numbers {len(misses)} beyond 5 %")
     results = options.results or (None if options.only else RESULTS)
     if results is not None:
         print(write_result("planned_memory", rows, results))

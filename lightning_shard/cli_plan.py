@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import ConfigurationError
@@ -96,6 +97,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         settings = dict(_settings_of_recipe(arguments.what, Path(arguments.recipes)))
     sizes = {setting: given[name] for name, setting in _SIZES.items() if name in given}
     settings["layout"] = _sizes({**settings.pop("layout", {}), **sizes}, settings.pop("world_size", None))
+    if "data" in settings:
+        settings["batch"] = _first_batch(settings.pop("data"), settings["layout"]["data_parallel_size"])
     trainers = ("precision", "accumulate_grad_batches", "device_memory", "device_type", "asynchronous_saving", "device")
     settings.update((name, given[name]) for name in (*_OF_STRATEGY, *trainers) if name in given)
     if arguments.search:
@@ -215,10 +218,15 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
     yield "accumulate_grad_batches", trainer.accumulate_grad_batches
     yield "asynchronous_saving", bool(strategy.get("checkpoint_io", {}).get("asynchronous"))
     yield "module", lambda: instantiate(config.model)
-    data = instantiate(config.data)
+    yield "data", instantiate(config.data)
+
+
+def _first_batch(data: Any, ranks: int) -> Any:
+    """Of a data module, as one of so many data-parallel ranks reads it."""
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": ranks, "rank": 0})
     data.prepare_data()
     data.setup("fit")
-    yield "batch", next(iter(data.train_dataloader()))
+    return next(iter(data.train_dataloader()))
 
 
 def _value(text: str) -> Any:

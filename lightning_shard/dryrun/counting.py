@@ -6,8 +6,8 @@ twice; where both runs cost the same, those after stand for themselves by tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from lightning_shard.dryrun.counts import (
     PartCount,
     Work,
 )
-from lightning_shard.dryrun.experts import DealtEvenly
+from lightning_shard.dryrun.experts import DealtEvenly, ListDealtEvenly
 from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.kernels import AsOnDevices
 from lightning_shard.dryrun.ledger import Ledger
@@ -39,10 +39,11 @@ from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import is_cast, not_cast, with_forward
 from lightning_shard.parallel.expert import deal_stack, resolve_experts
-from lightning_shard.parallel.expert_lists import is_list
+from lightning_shard.parallel.expert_lists import RunsAgain, deal_list, is_list
 from lightning_shard.parallel.recompute import leave_out_caches, recompute
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline import tree
+from lightning_shard.pipeline.packed import nothing_packed
 from lightning_shard.plugin.example import part_of
 
 Way = Literal["plain", "recomputed", "selective"]
@@ -74,9 +75,10 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
     batch = _first(model.batch, samples)
     with fake_ranks(max(tensor_parallel_size, expert_parallel_size)):
         module = model.copy()
-        parameters = _lay_out(module, model, tensor_parallel_size, expert_parallel_size)
+        experts = resolve_experts(module, model.settings.expert_parallel_plan, expert_parallel_size)
+        parameters = _lay_out(module, model, tensor_parallel_size, expert_parallel_size, experts)
         blocks = model.blocks.names if model.blocks else ()
-        outcomes, reason = _outcomes(module, model, batch, WAYS if blocks else WAYS[:1])
+        outcomes, reason = _outcomes(module, model, batch, WAYS if blocks else WAYS[:1], experts)
     around = [name for name, _ in model.blocks.parts] if model.blocks else []
 
     def part(name: str, place: int | None = None) -> PartCount:
@@ -102,7 +104,7 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
         expert_parallel_size=expert_parallel_size,
         counted=not reason,
         reason=reason,
-        assumed=_assumptions(model, expert_parallel_size),
+        assumed=_assumptions(model, [module.get_submodule(name) for name in experts], outcomes.values()),
     )
 
 
@@ -116,12 +118,15 @@ def _first(batch: Any, samples: int) -> Any:
     return tree.split(batch, size // samples)[0]
 
 
-def _assumptions(model: Model, experts: int) -> tuple[str, ...]:
+def _assumptions(model: Model, dealt: Sequence[nn.Module], outcomes: Iterable[_Outcome]) -> tuple[str, ...]:
     found = []
-    if experts > 1:
-        found.append("tokens are spread evenly over the expert-parallel ranks")
+    if dealt:
+        each = ", and on each over its experts" if any(map(is_list, dealt)) else ""
+        found.append(f"tokens are spread evenly over the expert-parallel ranks{each}")
     if model.device_type != "cpu":
         found.append("attention and dropout are fused kernels, as torch has on GPUs")
+    if any(outcome.takes_unpacked for outcome in outcomes):
+        found.append("a row that comes without a mask and positions is one sequence, so attention needs no mask")
     return tuple(found)
 
 
@@ -129,11 +134,14 @@ def _assumptions(model: Model, experts: int) -> tuple[str, ...]:
 
 
 def _lay_out(
-    module: pl.LightningModule, model: Model, tensor: int, expert: int
+    module: pl.LightningModule, model: Model, tensor: int, expert: int, experts: Sequence[str]
 ) -> dict[str, tuple[ParameterCount, ...]]:
-    """Cut the module's tensors over the tensor- and expert-parallel axes, in place; says who holds which parameters."""
+    """Cut the module's tensors over the tensor- and expert-parallel axes, in place; says who holds which parameters.
+
+    Args:
+        experts: Modules to be dealt.
+    """
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
     styles = resolve_plan(module, model.settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
     blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
     gathered: dict[int, torch.dtype] = {}
@@ -144,22 +152,23 @@ def _lay_out(
                 of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
                 gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
     names = {id(p): name for name, p in module.named_parameters()}
-    in_half = {names[key]: dtype for key, dtype in gathered.items()}
+    dealt = tuple(f"{name}." for name in experts)  # these stay as they are
+    in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}
+    lists = {name for name in experts if is_list(module.get_submodule(name))}
     if tensor > 1:
         apply_tensor_parallel(module, init_device_mesh("cpu", (tensor,), mesh_dim_names=(TENSOR,)), styles)
     if expert > 1:
         mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
         for name in experts:
-            if is_list(module.get_submodule(name)):
-                raise ConfigurationError(
-                    f"{name} is a list of experts, and what one takes when its experts are dealt to"
-                    f" expert_parallel_size={expert} ranks can't be counted: plan with expert_parallel_size=1."
-                )
-            deal_stack(module, name, mesh, DealtEvenly)
+            if name in lists:
+                deal_list(module, name, mesh, mesh, _runs_again, ListDealtEvenly)
+            else:
+                deal_stack(module, name, mesh, DealtEvenly)
 
     def counted(name: str, parameter: Tensor) -> ParameterCount:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        is_expert = any(name.startswith(f"{dealt}.") for dealt in experts)
+        is_listed = name.startswith(tuple(f"{each}." for each in lists))
+        local = parameter.to_local() if isinstance(parameter, DTensor) and not is_listed else parameter
+        is_expert = name.startswith(dealt) and not is_listed
         return ParameterCount(
             name,
             shapes[name],
@@ -168,6 +177,7 @@ def _lay_out(
             parameter.requires_grad,
             is_expert,
             in_half.get(name),
+            is_listed,
         )
 
     first_names = {id(p): name for name, p in module.named_parameters()}
@@ -184,6 +194,11 @@ def _lay_out(
         whole = module.get_parameter(name)
         module.get_submodule(owner)._parameters[key] = nn.Parameter(whole.detach().to(dtype), whole.requires_grad)
     return {holder: tuple(held.values()) for holder, held in found.items()}
+
+
+def _runs_again(_owner: nn.Module) -> AbstractContextManager[RunsAgain]:
+    """What a second run changes is of no use to a count."""
+    return nullcontext((lambda: None, nullcontext))
 
 
 def _estimated(model: Model, name: str) -> tuple[Work, Work]:
@@ -206,6 +221,10 @@ class _Outcome:
     left: Mapping[Hashable, int]
     outputs: dict[str | int, int]
     stands_for: dict[int, int]
+    carried: Mapping[Hashable, int]
+    of_gradients: Mapping[Hashable, int]
+    experts_done: Mapping[Hashable, int]
+    takes_unpacked: bool
 
     def cost(self, key: str | int, tensor: int, expert: int) -> Cost:
         if isinstance(key, int):
@@ -220,6 +239,9 @@ class _Outcome:
             self.growth.get(backward, 0),
             self.adding.get(backward, 0),
             max(0, kept - self.left.get(forward, kept)),
+            self.carried.get(forward, 0),
+            self.of_gradients.get(backward, 0),
+            self.experts_done.get(backward, 0),
         )
 
 
@@ -244,9 +266,13 @@ def _work(entered: Entered | None, tensor: int, expert: int) -> Work:
 
 
 def _outcomes(
-    module: pl.LightningModule, model: Model, batch: Any, ways: Sequence[Way]
+    module: pl.LightningModule, model: Model, batch: Any, ways: Sequence[Way], experts: Sequence[str]
 ) -> tuple[dict[Way, _Outcome], str]:
-    """A run each, and why there is none."""
+    """A run each, and why there is none.
+
+    Args:
+        experts: Modules that are dealt to ranks.
+    """
     outcomes: dict[Way, _Outcome] = {}
     with fake_tensors():
         make_fake(module)
@@ -255,7 +281,7 @@ def _outcomes(
             try:
                 if has_dtensors:
                     _get_to_know(module, model, batch, way, adds=not outcomes)
-                outcomes[way] = _outcome(module, model, batch, way)
+                outcomes[way] = _outcome(module, model, batch, way, experts)
             except Exception as error:  # of the user's code, and of torch's in it
                 return {}, f"{type(error).__name__}: {error}".partition("\n")[0]
     return outcomes, ""
@@ -271,15 +297,15 @@ def _get_to_know(module: pl.LightningModule, model: Model, batch: Any, way: Way,
         _Watched(module, model).run(batch, way)
 
 
-def _outcome(module: pl.LightningModule, model: Model, batch: Any, way: Way) -> _Outcome:
+def _outcome(module: pl.LightningModule, model: Model, batch: Any, way: Way, experts: Sequence[str]) -> _Outcome:
     for parameter in module.parameters():
         parameter.grad = None
-    watched = _Watched(module, model)
+    watched = _Watched(module, model, experts)
     outcome = watched.run(batch, way)
     stands_in = not watched.differ(outcome)
     if not stands_in:
-        outcome = _Watched(module, model, stands_in=False).run(batch, way)
-    again = _Watched(module, model, stands_in=stands_in).run(batch, way)
+        outcome = _Watched(module, model, experts, stands_in=False).run(batch, way)
+    again = _Watched(module, model, experts, stands_in=stands_in).run(batch, way)
     return replace(outcome, adding=again.growth)
 
 
@@ -287,12 +313,16 @@ class _Watched:
     """The module with hooks around its blocks and parts, for one run.
 
     Args:
+        experts: Modules in it that are dealt to ranks.
         stands_in: Whether blocks alike are run twice and no more.
     """
 
-    def __init__(self, module: pl.LightningModule, model: Model, *, stands_in: bool = True) -> None:
+    def __init__(
+        self, module: pl.LightningModule, model: Model, experts: Sequence[str] = (), *, stands_in: bool = True
+    ) -> None:
         self.module = module
         self.model = model
+        self.experts = experts
         self.ledger = Ledger()
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(model.blocks.names if model.blocks else ()):
@@ -303,6 +333,8 @@ class _Watched:
         self._likes = Likes() if stands_in else None
         self._outputs: dict[str | int, int] = {}
         self._left: dict[Hashable, int] = {}
+        self._alive: dict[Hashable, dict[Hashable, int]] = {}
+        self._experts_done: dict[Hashable, int] = {}
 
     def run(self, batch: Any, way: Way) -> _Outcome:
         """A forward and a backward of the user's step."""
@@ -318,19 +350,44 @@ class _Watched:
                 if isinstance(part, nn.Module):
                     stack.callback(part.register_forward_pre_hook(partial(self._begin_part, name)).remove)
                     stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
+            for name in self.experts:
+                experts = module.get_submodule(name)
+                if is_list(experts):  # gathered with nothing but themselves
+                    continue
+                stack.callback(experts.register_forward_pre_hook(self._begin_experts, with_kwargs=True).remove)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._mark_gradient).remove)
             given = tree.map_leaves(_without_data, batch)
+            asked = stack.enter_context(nothing_packed(given))
             if self.model.device_type != "cpu":
                 stack.enter_context(AsOnDevices())
             stack.enter_context(ledger)
             ledger.around = ("forward", AROUND)
-            ledger.begin(("forward", AROUND if self.places else LOSS))
+            self._begin_forward(AROUND if self.places else LOSS)
             with self.model.autocast():
                 loss = self.model.loss_of(module, given)
             kept = dict(ledger.by_label())
             ledger.begin(("backward", LOSS))
             loss.backward()
         stands_for = self._likes.stands_for if self._likes else {}
-        return _Outcome(dict(ledger.work), kept, dict(ledger.growth), {}, self._left, self._outputs, stands_for)
+        carried = {
+            key: sum(max(0, nbytes - kept.get(label, 0)) for label, nbytes in alive.items() if label != key)
+            for key, alive in self._alive.items()
+        }
+        return _Outcome(
+            dict(ledger.work),
+            kept,
+            dict(ledger.growth),
+            {},
+            self._left,
+            self._outputs,
+            stands_for,
+            carried,
+            dict(ledger.of_gradients),
+            self._experts_done,
+            asked.is_asked,
+        )
 
     def differ(self, outcome: _Outcome) -> bool:
         """Whether of two blocks that were taken to be alike one costs more."""
@@ -366,6 +423,11 @@ class _Watched:
 
     def _begin(self, key: str | int) -> None:
         self._running.append(key)
+        self._begin_forward(key)
+
+    def _begin_forward(self, key: str | int) -> None:
+        if key != AROUND:  # which goes on after each block
+            self._alive["forward", key] = self.ledger.by_label()
         self.ledger.begin(("forward", key))
 
     def _end_block(self, block: nn.Module, args: Any, output: Any) -> None:
@@ -383,11 +445,34 @@ class _Watched:
             self.ledger.begin(("forward", self._running[-1]))
         else:
             done = self._begun >= sum(map(len, self.places.values()))
-            self.ledger.begin(("forward", LOSS if done else AROUND))
+            self._begin_forward(LOSS if done else AROUND)
 
     def _begin_backward(self, key: str | int, _gradient: Tensor) -> None:
         self.ledger.begin(("backward", key))
         self._left["forward", key] = self.ledger.by_label()["forward", key]
+
+    def _mark_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        self.ledger.mark(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+
+    def _begin_experts(self, _experts: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Have it noticed when the gradient of what goes in is there; not in a block's second forward."""
+        if not self._running:
+            return None
+        key = "backward", self._running[-1]
+
+        def done(_gradient: Tensor) -> None:
+            self._experts_done[key] = self.ledger.grown()
+
+        def noticed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                return leaf
+            own = leaf.view_as(leaf)
+            own.register_hook(done)
+            return own
+
+        return tree.map_leaves(noticed, args), tree.map_leaves(noticed, kwargs)
 
 
 def _without_data(leaf: Any) -> Any:

@@ -51,6 +51,11 @@ class Cost:
         backward_peak: The same in its backward, where weights have no gradients yet: those it makes are among it.
         adding_peak: The same where they have, and new ones are added to them one at a time.
         freed: What of ``kept`` is free when its backward begins, since what runs after it had been its last user.
+        carried: What lives when its forward begins of what ran before it, apart from what that keeps: values that code
+            has at hand, such as logits, and that no backward needs.
+        of_gradients: What of ``backward_peak`` is gradients of whole parameters.
+        experts_done: By how much more lives, or less, than when its backward began, gradients of parameters apart, when
+            the backward of experts in it is done that were dealt to ranks.
     """
 
     forward: Work = Work()
@@ -60,6 +65,9 @@ class Cost:
     backward_peak: int = 0
     adding_peak: int = 0
     freed: int = 0
+    carried: int = 0
+    of_gradients: int = 0
+    experts_done: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class ParameterCount:
         is_expert: Whether it is dealt to expert-parallel ranks: then it is sharded over the data ranks that hold the
             same experts, not over all.
         gathered_dtype: In which it is gathered to compute with it.
+        is_listed: Whether it is of a list of experts that are dealt to ranks: then all data ranks share it, and those
+            who compute with it gather it, so that it is among what its part keeps.
     """
 
     name: str
@@ -81,6 +91,7 @@ class ParameterCount:
     requires_grad: bool = True
     is_expert: bool = False
     gathered_dtype: torch.dtype | None = None
+    is_listed: bool = False
 
     @property
     def numel(self) -> int:

@@ -164,6 +164,8 @@ _V100_SHEET = (
 
 _OF_A_DGX = "between machines: one {0} Gb/s network adapter for each device, as in a {1}"
 _NO_NETWORK = "between machines: {0} is assumed, since that is the machine's and not the device's"
+_PCIE = {"3.0": 16e9, "4.0": 32e9, "5.0": 64e9}
+"""Bytes per second of 16 lanes in one direction, by generation: half of what data sheets print."""
 _OVER_PCIE = "within a machine: PCIe {0}; bridges between pairs aren't taken into account"
 
 
@@ -178,13 +180,14 @@ def _a100(name: str, memory: int, memory_bandwidth: float, *, sxm: bool = True) 
         {**_halves(312e12), "tfloat32": 156e12, "float32": 19.5e12},
         memory * GB,
         memory_bandwidth,
-        _switched(300e9 if sxm else 32e9),
+        _switched(300e9 if sxm else _PCIE["4.0"]),
         _network(200e9),
         8,
         source=_A100_SHEET,
         notes=(_OF_A_DGX.format(200, "DGX A100"),)
         if sxm
         else (_OVER_PCIE.format("4.0 × 16"), _NO_NETWORK.format("200 Gb/s for each device")),
+        host_bandwidth=_PCIE["4.0"],
     )
 
 
@@ -199,6 +202,7 @@ def _hopper(name: str, memory: int, memory_bandwidth: float, source: str) -> Dev
         8,
         source=source,
         notes=(_OF_A_DGX.format(400, "DGX H100 or H200"),),
+        host_bandwidth=_PCIE["5.0"],
     )
 
 
@@ -213,11 +217,12 @@ _PROFILES = (
         {**_halves(756e12), "tfloat32": 378e12, "float32": 51.2e12},
         80 * GB,
         2e12,
-        _switched(64e9),
+        _switched(_PCIE["5.0"]),
         _network(400e9),
         8,
         source=_H100_SHEET,
         notes=(_OVER_PCIE.format("5.0 × 16"), _NO_NETWORK.format("400 Gb/s for each device")),
+        host_bandwidth=_PCIE["5.0"],
     ),
     Device(
         "b200",
@@ -243,24 +248,26 @@ _PROFILES = (
             "within a machine: a link of 64 GB/s each way to each of 7 others; fewer devices use fewer of them",
             _NO_NETWORK.format("400 Gb/s for each device"),
         ),
+        host_bandwidth=_PCIE["5.0"],
     ),
     Device(
         "l4",
         {**_halves(121e12), "tfloat32": 60e12, "float32": 30.3e12},
         24 * GB,
         300e9,
-        _switched(32e9),
+        _switched(_PCIE["4.0"]),
         _network(100e9 / 8),
         8,
         source=_L4_SHEET,
         notes=(_OVER_PCIE.format("4.0 × 16"), _NO_NETWORK.format("100 Gb/s for a machine of 8")),
+        host_bandwidth=_PCIE["4.0"],
     ),
     Device(
         "rtx-4090",
         {**_halves(165.2e12), "tfloat32": 82.6e12, "float32": 82.6e12},
         24 * GB,
         1008e9,
-        _switched(32e9),
+        _switched(_PCIE["4.0"]),
         _network(100e9 / 8),
         8,
         source=_ADA_PAPER,
@@ -275,11 +282,12 @@ _PROFILES = (
         {"float16": 65e12, "float32": 8.1e12},
         16 * GB,
         320e9,
-        _switched(16e9),
+        _switched(_PCIE["3.0"]),
         _network(50e9 / 4),
         4,
         source=_T4_SHEET,
         notes=(_OVER_PCIE.format("3.0 × 16"), _NO_NETWORK.format("50 Gb/s for a machine of 4")),
+        host_bandwidth=_PCIE["3.0"],
     ),
     Device(
         "v100",

@@ -53,6 +53,7 @@ class Ledger(TorchDispatchMode):
         live: Bytes of all storages that were made inside and still live.
         peak: The most that ``live`` was.
         growth: The most by which ``live`` grew after a :meth:`begin`, until the next, by label.
+        of_gradients: What of that was parameters' gradients that :meth:`mark` had told of, by label.
         on_peak: Told whenever more lives than ever before.
     """
 
@@ -64,7 +65,10 @@ class Ledger(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.growth: dict[Hashable, int] = defaultdict(int)
+        self.of_gradients: dict[Hashable, int] = defaultdict(int)
         self._at_begin = 0
+        self._gradients = self._gradients_at_begin = 0
+        self._marked: dict[int, int] = {}
         self._on_peak = on_peak
         self._made: dict[int, tuple[weakref.ref[Any], int, Hashable]] = {}
 
@@ -72,6 +76,18 @@ class Ledger(TorchDispatchMode):
         """From here on, operations are ``label``'s."""
         self.label = label
         self._at_begin = self.live
+        self._gradients_at_begin = self._gradients
+
+    def grown(self) -> int:
+        """By how much more lives than at the last :meth:`begin`, but for parameters' gradients."""
+        return self.live - self._at_begin - (self._gradients - self._gradients_at_begin)
+
+    def mark(self, gradient: Tensor) -> None:
+        """From here on, this is the gradient of a parameter."""
+        key = gradient.untyped_storage()._cdata
+        if key in self._made and key not in self._marked:
+            self._marked[key] = self._made[key][1]
+            self._gradients += self._marked[key]
 
     def by_label(self) -> dict[Hashable, int]:
         """Bytes that live, by the label of what made them."""
@@ -140,7 +156,9 @@ class Ledger(TorchDispatchMode):
 
     def _grow(self, nbytes: int) -> None:
         self.live += nbytes
-        self.growth[self.label] = max(self.growth[self.label], self.live - self._at_begin)
+        if self.live - self._at_begin > self.growth[self.label]:
+            self.growth[self.label] = self.live - self._at_begin
+            self.of_gradients[self.label] = self._gradients - self._gradients_at_begin
         if self.live > self.peak:
             self.peak = self.live
             if self._on_peak is not None:
@@ -150,6 +168,7 @@ class Ledger(TorchDispatchMode):
         entry = self._made.pop(key, None)
         if entry is not None:
             self.live -= entry[1]
+        self._gradients -= self._marked.pop(key, 0)
 
     @contextmanager
     def seeing_resizes(self) -> Iterator[Ledger]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -99,12 +99,18 @@ class StageMemory:
 
 @dataclass
 class Unit:
-    """What FSDP2 gathers at once; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
+    """What FSDP2 gathers for a block; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
 
     parameters: list[ParameterCount] = field(default_factory=list)
     shards: int = 1
     expert_shards: int = 1
     is_sharded: bool = True
+
+    @cached_property
+    def gathered_apart(self) -> tuple[Unit, ...]:
+        """A block, and the experts in it that are dealt to ranks: in the order of a forward."""
+        kinds = [[p for p in self.parameters if p.is_expert is dealt] for dealt in (False, True)]
+        return tuple(replace(self, parameters=own) for own in kinds if own) if all(kinds) else (self,)
 
     def _parts(self, parameter: ParameterCount) -> int:
         return self.expert_shards if parameter.is_expert else self.shards
@@ -115,6 +121,10 @@ class Unit:
         return [(p, shard_numel(p, self._parts(p))) for p in self.parameters]
 
     @cached_property
+    def _gathers(self) -> list[tuple[ParameterCount, int]]:
+        return [pair for pair in self.padded if not pair[0].is_listed]
+
+    @cached_property
     def held(self) -> int:
         return sum(numel * p.dtype.itemsize for p, numel in self.padded)
 
@@ -122,12 +132,12 @@ class Unit:
     def gathered(self) -> int:
         if not self.is_sharded:
             return 0
-        return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in self.padded)
+        return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in self._gathers)
 
     @cached_property
     def flat(self) -> int:
         """The buffer of an all-gather; a single rank copies without one."""
-        many = ((p, numel) for p, numel in self.padded if self._parts(p) > 1)
+        many = ((p, numel) for p, numel in self._gathers if self._parts(p) > 1)
         return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in many)
 
     @cached_property
@@ -159,12 +169,12 @@ class Unit:
         """The buffer of a reduce-scatter: whole gradients."""
         if not self.is_sharded:
             return 0
-        trained = ((p, numel) for p, numel in self.padded if p.requires_grad)
+        trained = ((p, numel) for p, numel in self._gathers if p.requires_grad)
         return sum(numel * self._parts(p) * self.gradient(p).itemsize for p, numel in trained)
 
     @property
     def _trained(self) -> Iterator[ParameterCount]:
-        return (p for p in self.parameters if p.requires_grad)
+        return (p for p, _ in self._gathers if p.requires_grad)
 
 
 def shard_numel(parameter: ParameterCount, parts: int) -> int:
@@ -175,7 +185,8 @@ def shard_numel(parameter: ParameterCount, parts: int) -> int:
     sizes = parameter.local_shape
     if not sizes or not parameter.numel:
         return parameter.numel
-    dim = next((d for d, size in enumerate(sizes) if size % parts == 0), 0) if parameter.is_expert else 0
+    is_dealt = parameter.is_expert or parameter.is_listed
+    dim = next((d for d, size in enumerate(sizes) if size % parts == 0), 0) if is_dealt else 0
     return parameter.numel // sizes[dim] * -(-sizes[dim] // parts)
 
 
@@ -236,8 +247,8 @@ class Stage:
                 root.parameters += own
                 continue
             cast = [p for p in own if p.gathered_dtype is not None]
-            units[name] = Unit(cast or own, *sizes)
-            root.parameters += [p for p in own if cast and p.gathered_dtype is None]
+            units[name] = Unit([p for p in own if p in cast or p.is_expert] if cast else own, *sizes)
+            root.parameters += [p for p in own if cast and p.gathered_dtype is None and not p.is_expert]
         return units, root
 
     def _is_sharded(self) -> bool:
@@ -260,6 +271,11 @@ class Stage:
     @property
     def knows_optimizer(self) -> bool:
         return self.optimizer is not None
+
+    def units_of(self, part: PartCount) -> tuple[Unit, ...]:
+        """What is gathered for a part apart from the root, in the order of a forward."""
+        unit = self.units.get(part.name)
+        return () if unit is None else unit.gathered_apart
 
     @property
     def all_units(self) -> list[Unit]:

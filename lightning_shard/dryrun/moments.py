@@ -54,8 +54,9 @@ class Rank:
 
     @cached_property
     def units(self) -> list[Unit]:
-        """Of the blocks of all stages."""
-        return [unit for stage in self.stages.values() for unit in stage.units.values()]
+        """Of the blocks of all stages, and of experts in them."""
+        of_blocks = (unit for stage in self.stages.values() for unit in stage.units.values())
+        return [unit for of_block in of_blocks for unit in of_block.gathered_apart]
 
     @cached_property
     def root(self) -> Unit:
@@ -138,6 +139,8 @@ class _Step:
         """Bytes of blocks that stay gathered, or are being gathered to stay so."""
         self._gathered: set[int] = set()
         self._whole: dict[int, int] = {}
+        self._fresh = 0
+        """Bytes of the root's gradients that this backward made in a type in which they aren't added up."""
         self._reduced = 0
         self._buffer = 0
         self._flight: dict[tuple[int, int], Counter[str]] = {}
@@ -162,7 +165,7 @@ class _Step:
             part,
             {
                 **self._base,
-                "gradients": reduced + self._buffer + sum(self._whole.values()) + gradients,
+                "gradients": reduced + self._buffer + sum(self._whole.values()) + self._fresh + gradients,
                 "gathered": gathered,
                 **kept,
                 "working": working,
@@ -188,17 +191,21 @@ class _Step:
             received=rank.brought[action.stage] + stage.received
         )
         flat = 0
+        is_first = stage.received > 0
         for part, cost in zip(stage.parts, stage.costs):
-            unit = stage.units.get(part.name)
+            units = stage.units_of(part)
             gathered = rank.root.gathered
-            if unit is not None and id(unit) not in self._gathered:
-                flat = unit.flat
-                if self._keeps:
-                    self._gathered.add(id(unit))
-                    self._blocks += unit.gathered - (unit.flat if self._is_pipeline else 0)
-                else:
-                    gathered += unit.gathered
-            yield self._moment(action, part.name, gathered + self._blocks + flat, 0, cost.forward_peak)
+            for unit in units:
+                if id(unit) not in self._gathered:
+                    flat = unit.flat
+                    if self._keeps:
+                        self._gathered.add(id(unit))
+                        self._blocks += unit.gathered - (unit.flat if self._is_pipeline else 0)
+                    else:
+                        gathered += unit.gathered
+            carried = 0 if is_first and units else cost.carried  # of another stage, and among what was received
+            is_first = is_first and not units
+            yield self._moment(action, part.name, gathered + self._blocks + flat, 0, cost.forward_peak + carried)
             kept[_kind(stage, part)] += cost.kept
 
     def backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
@@ -211,36 +218,42 @@ class _Step:
         reduces = adds and (reduces or self._held.reduce_each_microbatch)
         kept = self._flight[action.stage, action.microbatch]
         order = list(zip(stage.parts, stage.costs))[::-1]
-        units = [unit for part, _ in order if (unit := stage.units.get(part.name)) is not None]
+        to_gather = [unit for part, _ in order for unit in stage.units_of(part)]
         crossing = 0
         for part, cost in order:
-            unit = stage.units.get(part.name)
+            units = stage.units_of(part)
             gathered = rank.root.gathered + self._blocks
-            if unit is not None and not self._keeps:
-                following = units[units.index(unit) + 1 :]
-                gathered += unit.gathered + (following[0].flat if following else 0)
-            first = rank.root if unit is None else unit
+            if not self._keeps:
+                # FSDP2 begins to gather what comes next where the backward comes to a unit, or to the root
+                del to_gather[: len(units)]
+                gathered += sum(unit.gathered for unit in units) + sum(unit.flat for unit in to_gather[:1])
+            first = units[0] if units else rank.root
             adds_in_place = id(first) in self._whole and first.reduces_in is None
-            working = (cost.adding_peak if adds_in_place else cost.backward_peak) + part.output
+            fresh = 0 if adds_in_place else cost.of_gradients
+            working = (cost.adding_peak if adds_in_place else cost.backward_peak) - fresh + part.output
             is_sent = stage.handed_on > 0 and part is order[0][0]  # a copy of its output lives until the end
             freed = 0 if is_sent or not adds else cost.freed
             kept[_kind(stage, part)] -= freed
-            yield self._moment(action, part.name, gathered, 0, working, crossing)
+            yield self._moment(action, part.name, gathered, fresh, working, crossing)
             if is_sent:
                 crossing = 2 * stage.handed_on  # that copy, and its gradient
             if not adds:
                 kept[_kind(stage, part)] += cost.kept
                 continue
+            gone = min(max(0, -part.output - cost.experts_done), cost.kept - freed)
+            for unit in units[:0:-1]:  # experts, which are done before their block is
+                left = max(0, part.output + cost.experts_done)
+                kept[_kind(stage, part)] -= gone
+                gathered, moment = self._done(action, part, unit, gathered, left, crossing, ends_batch, reduces)
+                yield moment
+                kept[_kind(stage, part)] += gone
             kept[_kind(stage, part)] -= (2 * cost.kept if action.kind == "W" else cost.kept) - freed
-            if unit is None:
-                self._add_to_root(part)
-            elif reduces:
-                gathered -= self._free(unit, ends_batch=ends_batch)
-                yield self._reduce(action, part.name, unit, gathered, part.output, crossing)
+            if units:
+                _, moment = self._done(action, part, units[0], gathered, part.output, crossing, ends_batch, reduces)
+                yield moment
             else:
-                converting = unit.fresh if unit.reduces_in is not None else 0
-                yield self._moment(action, part.name, gathered, converting, part.output, crossing)
-                self._whole[id(unit)] = unit.accumulated
+                self._add_to_root(part)
+        self._convert_root(reduces=reduces)
         if reduces:
             yield from self._reduce_others(action, order[-1][0].name, crossing, ends_batch=ends_batch)
         if action.kind != "W":
@@ -253,10 +266,40 @@ class _Step:
             self._blocks = self._leaving = 0
             self._buffer = 0 if reduces else self._buffer
 
+    def _done(
+        self,
+        action: Action,
+        part: PartCount,
+        unit: Unit,
+        gathered: int,
+        working: int,
+        crossing: int,
+        ends_batch: bool,
+        reduces: bool,
+    ) -> tuple[int, Moment]:
+        """A unit's backward is done; gives what is gathered then, and the moment."""
+        if reduces:
+            gathered -= self._free(unit, ends_batch=ends_batch)
+            return gathered, self._reduce(action, part.name, unit, gathered, working, crossing)
+        converting = unit.fresh if unit.reduces_in is not None else 0
+        moment = self._moment(action, part.name, gathered, converting, working, crossing)
+        self._whole[id(unit)] = unit.accumulated
+        return gathered, moment
+
     def _add_to_root(self, part: PartCount) -> None:
         root = self._rank.root
-        whole = sum(p.numel * root.gradient(p).itemsize for p in part.parameters if p.requires_grad)
-        self._whole[id(root)] = min(self._whole.get(id(root), 0) + whole, root.accumulated)
+        trained = [p for p in part.parameters if p.requires_grad]
+        if root.reduces_in is not None:
+            self._fresh = min(self._fresh + sum(p.gathered_bytes for p in trained), root.fresh)
+        else:
+            whole = sum(p.numel * root.gradient(p).itemsize for p in trained)
+            self._whole[id(root)] = min(self._whole.get(id(root), 0) + whole, root.accumulated)
+
+    def _convert_root(self, *, reduces: bool) -> None:
+        """At the end of a backward, to the type in which gradients are added up; or they are reduced as they are."""
+        if self._fresh and not reduces:
+            self._whole[id(self._rank.root)] = self._rank.root.accumulated
+        self._fresh = 0
 
     def _reduce_others(self, action: Action, part: str, crossing: int, *, ends_batch: bool) -> Iterator[Moment]:
         """What isn't in this stage's blocks: the root and, last of all, what the rank's other stages have added up."""

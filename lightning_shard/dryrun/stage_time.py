@@ -141,8 +141,8 @@ def _of_unit(unit: Unit, *, gradients: bool) -> tuple[float, float]:
     """Bytes of whole parameters or gradients of a unit, that all data ranks share, and that those of experts do."""
     shared = experts = 0.0
     for parameter, numel in unit.padded:
-        if gradients and not parameter.requires_grad:
-            continue
+        if parameter.is_listed or (gradients and not parameter.requires_grad):
+            continue  # experts in lists are among what their part sends
         dtype = (unit.reduces_in if gradients else parameter.gathered_dtype) or parameter.dtype
         nbytes = numel * dtype.itemsize
         if parameter.is_expert:

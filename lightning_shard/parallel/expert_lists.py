@@ -3,11 +3,12 @@
 The code around such a list (its *owner*) decides which rows an expert is called with, and what becomes of the results;
 which experts a rank calls at all depends on its tokens. So the owner's forward runs twice:
 
-* *routing*: calls of experts are noted, and return NaN. Afterwards state and random generators are put back.
+* *routing*: calls of experts are noted, and return NaN. Afterwards state is put back.
 * *dispatch*: all rows go to the ranks of their experts by one all-to-all, each expert runs once on all that came, and
   the results go back by a second.
 * *combining*: the same calls return their results. They must be made with the same rows: an expert whose rows depend on
-  another's results would have had NaN in the first run, and is refused.
+  another's results would have had NaN in the first run, and is refused. It draws the random numbers of the first run;
+  what experts draw comes after these, as it would in one run.
 
 What the first run returned is thrown away, but the rows it made are those that are dispatched, so gradients of routing
 flow through them, and those of combining through the second run: once each.
@@ -38,8 +39,10 @@ from lightning_shard.parallel.exchange import Exchange, all_to_all
 from lightning_shard.parallel.local import split_parameter
 from lightning_shard.sharding import chunk
 
-ToRunAgain = Callable[[nn.Module], AbstractContextManager[Callable[[], None]]]
-"""A context around two runs of a module's code; gives what puts back all that the first has changed."""
+RunsAgain = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
+ToRunAgain = Callable[[nn.Module], AbstractContextManager[RunsAgain]]
+"""A context around two runs of a module's code. Gives what puts back the state that the first has changed, and one for
+the second, in which random generators stand as at the beginning, and after it as before it."""
 
 _MOST_DIMS = 4
 _REMEDY = "call each as experts[i](rows), with rows of the routing only, or use expert_parallel_size=1"
@@ -97,7 +100,12 @@ def _owner(root: nn.Module, name: str) -> tuple[str, str]:
 
 
 def deal_list(
-    root: nn.Module, name: str, mesh: DeviceMesh, data_mesh: DeviceMesh, to_run_again: ToRunAgain
+    root: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    data_mesh: DeviceMesh,
+    to_run_again: ToRunAgain,
+    owner_type: Callable[..., Owner] | None = None,
 ) -> set[nn.Parameter]:
     """Deal a list's experts to the ranks of ``mesh``, in place: their parameters become DTensors on ``data_mesh``.
 
@@ -106,6 +114,7 @@ def deal_list(
         mesh: The expert axis: neighbours among the data ranks.
         data_mesh: One axis to shard over, or two: replicate over the first, shard over the second.
         to_run_again: Around two runs of the code around the list.
+        owner_type: Makes the forward of the module around it. Default: :class:`Owner`.
 
     Raises:
         PlanError: The code around the list is wrapped, as by activation checkpointing of a block.
@@ -128,7 +137,8 @@ def deal_list(
     for place, expert in enumerate(experts):
         expert.forward = MethodType(_Expert(place), expert)  # type: ignore[assignment]
     # methods, so that copies of the modules have ones of their own
-    owner.forward = MethodType(_Owner(name, key, mesh, data_mesh, to_run_again), owner)  # type: ignore[assignment]
+    dealt = (owner_type or Owner)(name, key, mesh, data_mesh, to_run_again)
+    owner.forward = MethodType(dealt, owner)  # type: ignore[assignment]
     return {module.get_parameter(own) for _, module, own in parameters}
 
 
@@ -218,7 +228,7 @@ class _Run:
 _RUN: ContextVar[_Run | None] = ContextVar("the run of an owner's forward that experts are called in", default=None)
 
 
-class _Owner:
+class Owner:
     """The forward of the module around a list: its own, twice, with the exchange between.
 
     Args:
@@ -249,13 +259,13 @@ class _Owner:
             device = rows.device.type
             kind = rows.shape[1:], rows.dtype, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             if kind not in self._shapes:
-                with torch.no_grad():
+                with torch.no_grad(), from_the_beginning():
                     result = self._compute(weights, full, 0, rows.new_zeros(1, *rows.shape[1:]))
                 self._shapes[kind] = result.shape[1:], result.dtype
             return self._shapes[kind]
 
         run = _Run(self._name, experts, shape_of)
-        with self._to_run_again(owner) as put_back:
+        with self._to_run_again(owner) as (put_back, from_the_beginning):
             with run.active():
                 own_forward(owner, *args, **kwargs)
             put_back()
@@ -265,10 +275,13 @@ class _Owner:
                     " are dealt to ranks: have it make a new tensor, or use expert_parallel_size=1."
                 )
             run.begin_again(self._dispatch(run.calls, weights, full, called))
-            with run.active():
+            with run.active(), from_the_beginning():
                 result = own_forward(owner, *args, **kwargs)
-        run.check()
+        self._check(run)
         return result
+
+    def _check(self, run: _Run) -> None:
+        run.check()
 
     def _refuse(self, owner: nn.Module, arguments: tuple[Any, ...]) -> None:
         """What would see both runs, or change in the first."""

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.pipeline.checkpointing import checkpoints
+from lightning_shard.pipeline.packed import nothing_packed
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "watch"]
 
@@ -273,7 +274,8 @@ def _of_products(counter: FlopCounterMode) -> int:
 @contextmanager
 def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
     on_meta = any(parameter.is_meta for part in parts for parameter in _parameters(part))
-    with torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True), GroupedMatmuls():
+    without_data = torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True)
+    with without_data, GroupedMatmuls(), nothing_packed():
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from lightning_shard.parallel.compiled import compile_block
 from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
 from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.expert_lists import RunsAgain
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
@@ -294,16 +295,17 @@ def _deal(
 
 
 @contextmanager
-def _to_run_again(device: torch.device, module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+def _to_run_again(device: torch.device, module: nn.Module) -> Iterator[RunsAgain]:
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
-    def put_back() -> None:
-        memory.put_back()
-        put_generators_back()
+    @contextmanager
+    def from_the_beginning() -> Iterator[None]:
+        with randomness.preserved(device):
+            put_generators_back()
+            yield
 
     try:
-        yield put_back
+        yield memory.put_back, from_the_beginning
     finally:
         memory.forget()
 

@@ -24,6 +24,11 @@ PRINTED = {  # bfloat16 (float16 where there is none) per second, bytes, bytes p
     "t4": (65e12, 16e9, 320e9),
     "v100": (125e12, 32e9, 900e9),
 }
+TO_THE_HOST = {  # by 16 lanes of PCIe: half of both directions' sum
+    **dict.fromkeys(("a100-40gb", "a100-80gb", "a100-80gb-pcie", "l4"), 64e9 / 2),
+    **dict.fromkeys(("h100", "h100-pcie", "h200", "mi300x"), 128e9 / 2),
+    "t4": 32e9 / 2,
+}
 OWN: dict[str, Any] = {
     "name": "ours",
     "flops": {"bfloat16": 100e12},
@@ -33,6 +38,10 @@ OWN: dict[str, Any] = {
     "between": {"bandwidth": 5e9, "latency_s": 0},
     "per_machine": 4,
 }
+
+
+def test_what_is_not_printed_of_the_way_to_the_host_is_unknown() -> None:
+    assert {name: d.host_bandwidth for name, d in DEVICES.items() if d.host_bandwidth is not None} == TO_THE_HOST
 
 
 def test_the_profiles_are_what_was_printed() -> None:

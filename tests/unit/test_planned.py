@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 from lightning_shard import plan
 from lightning_shard.cli import main
+from lightning_shard.cli_plan import _first_batch
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.planning import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
 from lightning_shard.pipeline.schedule import to_csv
 from recipes.gpt import LanguageModel
-from tests.mixtures import Mixture
+from recipes.text import TextFolder
+from tests.mixtures import ListedMixture, Mixture
 
 GPT_PLAN = {
     **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
@@ -158,6 +161,21 @@ class TestCounting:
         assert sum(part.plain.kept for part in parts) == ledger.live
         loss.backward()
 
+    def test_transformers_models_get_no_mask_that_no_step_makes(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(**sizes, vocab_size=32, intermediate_size=32, use_cache=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # that it can't be run, and is estimated
+            made = planned(lambda: OfTokens(transformers.AutoModelForCausalLM.from_config(config)))
+        assert any("one sequence" in each for each in made.counts.assumed)
+        module, ledger = OfTokens(transformers.AutoModelForCausalLM.from_config(config)), Ledger()
+        with ledger:
+            loss = module.training_step(TOKENS, 0)
+        parts = (*made.counts.everywhere, *(part for _, part in made.counts.in_order()), made.counts.loss)
+        assert sum(part.plain.kept for part in parts) == pytest.approx(ledger.live, rel=0.02)
+        del loss
+
     def test_traffic_of_a_tensor_parallel_block_is_an_all_reduce_for_each_layer_that_needs_one(self) -> None:
         counts = planned(tensor_parallel_size=2, tensor_parallel_plan=GPT_PLAN).counts
         hidden = 4 * 8 * 16 * 32
@@ -172,6 +190,20 @@ class TestCounting:
         attention = 2 * 2 * 8 * 16 * 16 * width
         assert counts.blocks[0].plain.forward.flops == products + attention
         assert counts.blocks[2].plain.backward.flops > 2 * products
+
+
+class OfTokens(L.LightningModule):
+    """A network of tokens to logits."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(tokens).logits.flatten(0, 1), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
 
 
 class Stack(nn.Module):
@@ -207,6 +239,17 @@ class OfMixtures(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class Residual(nn.Module):
+    """A block around a router and a list of experts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.mixture = ListedMixture(16, how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixture(x)
+
+
 class TestExperts:
     STATES = torch.zeros(2, 8, 16)
     PLAN: ClassVar = {"blocks.*.experts": "experts"}
@@ -223,6 +266,27 @@ class TestExperts:
         rows = 2 * 2 * 8
         half_of_what_is_sent = (2 * rows * 16 + rows) * 4 // 2
         assert block.plain.forward.traffic == {"expert": half_of_what_is_sent}
+
+    @pytest.mark.parametrize("how", ["chosen", pytest.param("dense", marks=pytest.mark.long)])
+    def test_of_lists_are_gathered_by_their_owner_and_pick_rows_evenly(self, how: str) -> None:
+        sizes = {"data_parallel_size": 4, "expert_parallel_size": 2}
+        build = partial(OfMixtures, partial(Residual, how))
+        made = planned(build, self.STATES, expert_parallel_plan={"blocks.*.mixture.experts": "experts"}, **sizes)
+        assert made.counts.counted, made.counts.reason
+        assert "over its experts" in made.counts.assumed[0]
+        whole = sum(p.numel() for p in OfMixtures(partial(Residual, how)).parameters())
+        assert 4 * made.stages[0].parameters == pytest.approx(whole, rel=0.05)  # padded where 4 doesn't divide
+        block = made.counts.blocks[1]
+        listed = [p for p in block.parameters if p.is_listed]
+        assert {p.name for p in block.parameters} - {p.name for p in listed} == {
+            "blocks.1.mixture.router.weight",
+            "blocks.1.mixture.router.bias",
+        }
+        # a rank's half of the experts stays gathered, and each row is kept before, between and after its layers
+        rows = (4 if how == "dense" else 2) * 16
+        assert block.plain.kept >= 4 * (sum(p.numel for p in listed) // 2 + rows * (16 + 24 + 16))
+        assert block.plain.forward.flops >= 2 * rows * 2 * 16 * 24
+        assert block.plain.forward.flops < 3 * rows * 2 * 16 * 24
 
     def test_that_pick_their_rows_leave_activations_unknown(self) -> None:
         made = planned(partial(OfMixtures, partial(Mixture, 16)), self.STATES, data_parallel_size=2)
@@ -336,6 +400,11 @@ class TestTheCommand:
         assert main(["plan", *recipe, "--pipeline", "2", "--tensor", "2"]) == 0
         said = capsys.readouterr().out
         assert "4 cuda devices, 2 pipeline × 1 data × 2 tensor" in said
+
+    def test_a_recipes_global_batch_is_dealt_to_the_planned_ranks(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"ab" * 1000)
+        data = TextFolder(str(tmp_path), context=10, global_batch_size=12)
+        assert len(_first_batch(data, 4)) == 3
 
     def test_says_what_a_function_must_give(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", f"{__name__}:gpt"]) == 1
