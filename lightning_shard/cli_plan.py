@@ -203,7 +203,8 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
     with initialize_config_dir(str(folder), version_base="1.3"):
         config = compose("config", overrides)
     strategy: Any = OmegaConf.to_container(config.strategy, resolve=True)
-    yield "layout", {setting: strategy[setting] for setting in _SIZES.values() if setting in strategy}
+    sizes = (*_SIZES.values(), "context_parallel_size")  # which the plan refuses
+    yield "layout", {setting: strategy[setting] for setting in sizes if setting in strategy}
     for name in _OF_STRATEGY:
         if name in strategy:
             yield name, strategy[name]

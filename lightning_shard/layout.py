@@ -2,10 +2,12 @@
 
 The world is one box of ranks, the last axis varying fastest::
 
-    rank = (((stages − 1 − stage) × replicas + replica) × shards + shard) × tensor + tensor_rank
+    rank = ((((stages − 1 − stage) × replicas + replica) × shards + shard) × context + context_rank) × tensor
+           + tensor_rank
 
 so a tensor-parallel group is made of neighbours (it talks in every layer) and the stages of a pipeline are farthest
-apart (they talk once per microbatch). The last stage, which sees losses and results, is on the first ranks: Lightning
+apart (they talk once per microbatch). The ranks that hold parts of one sequence lie inside the data axis, whose ranks
+parameters are sharded over. The last stage, which sees losses and results, is on the first ranks: Lightning
 logs and prints on rank 0.
 """
 
@@ -35,7 +37,8 @@ class Layout:
 
     ``data_parallel_size`` counts every data-parallel rank; parameters are sharded over ``shard_size`` of them and
     replicated over ``data_parallel_replicas``. The experts of mixtures are dealt to ``expert_parallel_size`` neighbours
-    among those, and sharded over the ``shard_size / expert_parallel_size`` ranks that hold the same experts.
+    among those, and sharded over the ``shard_size / expert_parallel_size`` ranks that hold the same experts. Each data
+    rank's sequences are dealt to ``context_parallel_size`` ranks, which parameters are sharded over too.
     """
 
     pipeline_parallel_size: int = 1
@@ -44,6 +47,7 @@ class Layout:
     tensor_parallel_size: int = 1
     rank: int = 0
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     @classmethod
     def resolve(
@@ -56,6 +60,7 @@ class Layout:
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicas: int = 1,
         expert_parallel_size: int = 1,
+        context_parallel_size: int = 1,
     ) -> Layout:
         """Sizes that multiply to ``world_size``; ``data_parallel_size="auto"`` takes the ranks that are left.
 
@@ -68,10 +73,13 @@ class Layout:
             data_parallel_size,
             data_parallel_replicas,
             expert_parallel_size,
+            context_parallel_size,
         )
         pipeline, tensor, replicas = pipeline_parallel_size, tensor_parallel_size, data_parallel_replicas
-        model_ranks = pipeline * tensor
+        model_ranks = pipeline * tensor * context_parallel_size
         product = f"pipeline_parallel_size ({pipeline}) × tensor_parallel_size ({tensor})"
+        if context_parallel_size > 1:
+            product += f" × context_parallel_size ({context_parallel_size})"
         if data_parallel_size == "auto":
             if world_size % model_ranks:
                 raise LayoutError(
@@ -92,13 +100,14 @@ class Layout:
                     f" ({world_size}): start {model_ranks * data} processes, or use {fits}."
                 )
         _check_parts(data, replicas, expert_parallel_size)
-        return cls(pipeline, data, replicas, tensor, rank, expert_parallel_size)
+        return cls(pipeline, data, replicas, tensor, rank, expert_parallel_size, context_parallel_size)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The axes by their setting's name: what a layout is, without a rank's place in it.
 
-        Checkpoints hold it; the expert axis is there only where it is used, so that older ones still compare equal.
+        Checkpoints hold it; the expert and context axes are there only where they are used, so that older ones still
+        compare equal.
         """
         sizes = {
             "pipeline_parallel_size": self.pipeline_parallel_size,
@@ -108,16 +117,18 @@ class Layout:
         }
         if self.expert_parallel_size > 1:
             sizes["expert_parallel_size"] = self.expert_parallel_size
+        if self.context_parallel_size > 1:
+            sizes["context_parallel_size"] = self.context_parallel_size
         return sizes
 
     @property
     def world_size(self) -> int:
-        return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
+        return self.pipeline_parallel_size * self.stage_size
 
     @property
     def shard_size(self) -> int:
         """Over how many ranks a parameter is sharded by fully sharded data parallelism."""
-        return self.data_parallel_size // self.data_parallel_replicas
+        return self.data_parallel_size // self.data_parallel_replicas * self.context_parallel_size
 
     @property
     def pipeline_rank(self) -> int:
@@ -126,8 +137,13 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data this rank reads; all ranks of a pipeline and of a tensor group share it."""
-        return self.rank // self.tensor_parallel_size % self.data_parallel_size
+        """Which part of the data this rank reads; all ranks of a pipeline, tensor or context group share it."""
+        return self.rank // (self.tensor_parallel_size * self.context_parallel_size) % self.data_parallel_size
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of each sequence this rank computes."""
+        return self.rank // self.tensor_parallel_size % self.context_parallel_size
 
     @property
     def tensor_rank(self) -> int:
@@ -136,7 +152,7 @@ class Layout:
     @property
     def stage_size(self) -> int:
         """How many ranks hold one pipeline stage."""
-        return self.data_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.context_parallel_size * self.tensor_parallel_size
 
     def at(self, rank: int) -> Layout:
         """The same layout, seen from another rank."""
@@ -151,12 +167,32 @@ class Layout:
         return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]
 
     def data_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model and read different data, in data order."""
+        """The groups of ranks that hold the same part of the model and read different data, in data order.
+
+        Of several context ranks, those that hold the same parts of their sequences.
+        """
+        return self._in_stages(self.tensor_parallel_size * self.context_parallel_size)
+
+    def context_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold the same part of the model and the parts of one sequence, in their order."""
         step = self.tensor_parallel_size
+        span = step * self.context_parallel_size
         return [
-            list(range(stage + tensor, stage + self.stage_size, step))
-            for stage in range(0, self.world_size, self.stage_size)
+            list(range(first + tensor, first + span, step))
+            for first in range(0, self.world_size, span)
             for tensor in range(step)
+        ]
+
+    def gradient_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold the same part of the model: their gradients are averaged."""
+        return self._in_stages(self.tensor_parallel_size)
+
+    def _in_stages(self, step: int) -> list[list[int]]:
+        """Groups of every ``step``-th rank of a stage."""
+        return [
+            list(range(stage + first, stage + self.stage_size, step))
+            for stage in range(0, self.world_size, self.stage_size)
+            for first in range(step)
         ]
 
     @property
@@ -210,8 +246,9 @@ class Layout:
     def __str__(self) -> str:
         replicas = f" in {self.data_parallel_replicas} replicas" if self.data_parallel_replicas > 1 else ""
         experts = f" (experts over {self.expert_parallel_size})" if self.expert_parallel_size > 1 else ""
+        context = f" × {self.context_parallel_size} context" if self.context_parallel_size > 1 else ""
         return (
-            f"{self.pipeline_parallel_size} pipeline × {self.data_parallel_size} data{replicas}{experts}"
+            f"{self.pipeline_parallel_size} pipeline × {self.data_parallel_size} data{replicas}{experts}{context}"
             f" × {self.tensor_parallel_size} tensor"
         )
 
@@ -222,11 +259,13 @@ def check_sizes(
     data_parallel_size: int | Literal["auto"],
     data_parallel_replicas: int,
     expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
 ) -> None:
     """Refuse sizes that fit no world.
 
     Raises:
-        LayoutError: A size that isn't a positive integer, or replicas or experts that don't divide the data ranks.
+        LayoutError: A size that isn't a positive integer, replicas or experts that don't divide the data ranks, or an
+            axis that sequences over ranks don't go with.
     """
     sizes = {
         "pipeline_parallel_size": pipeline_parallel_size,
@@ -234,6 +273,7 @@ def check_sizes(
         "data_parallel_size": data_parallel_size,
         "data_parallel_replicas": data_parallel_replicas,
         "expert_parallel_size": expert_parallel_size,
+        "context_parallel_size": context_parallel_size,
     }
     for name, value in sizes.items():
         if name == "data_parallel_size" and value == "auto":
@@ -241,23 +281,19 @@ def check_sizes(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             auto = ' or "auto"' if name == "data_parallel_size" else ""
             raise LayoutError(f"{name} ({value!r}) must be an integer of at least 1{auto}.")
+    if context_parallel_size > 1:
+        for name, other in (
+            ("pipeline_parallel_size", pipeline_parallel_size),
+            ("tensor_parallel_size", tensor_parallel_size),
+            ("expert_parallel_size", expert_parallel_size),
+        ):
+            if other > 1:
+                raise LayoutError(
+                    f"context_parallel_size ({context_parallel_size}) goes with data-parallel ranks and replicas only:"
+                    f" use {name}=1 (it is {other}), or context_parallel_size=1."
+                )
     if isinstance(data_parallel_size, int):
         _check_parts(data_parallel_size, data_parallel_replicas, expert_parallel_size)
-
-
-def check_context_parallel(size: int) -> None:
-    """Refuse sequences over several ranks; docs/design.md says what they need.
-
-    Raises:
-        LayoutError: Any size but 1.
-    """
-    if isinstance(size, bool) or size != 1:
-        raise LayoutError(
-            f"context_parallel_size ({size!r}) must be 1: torch's context-parallel attention (2.13) doesn't take the"
-            " CPU's kernels, so it couldn't be compared with one process, and a module counts positions and shifts"
-            " labels over whole sequences. For long ones use activation_checkpointing, or tensor_parallel_size with the"
-            " sequence styles of a tensor_parallel_plan."
-        )
 
 
 def _check_parts(data: int, replicas: int, experts: int) -> None:

@@ -29,12 +29,14 @@ QUIET = {
 }
 
 
-def layout(pipeline: int = 1, data: int = 1, tensor: int = 1) -> dict[str, int]:
-    return {"pipeline_parallel_size": pipeline, "data_parallel_size": data, "tensor_parallel_size": tensor}
+def layout(pipeline: int = 1, data: int = 1, tensor: int = 1, context: int = 1) -> dict[str, int]:
+    sizes = {"pipeline_parallel_size": pipeline, "data_parallel_size": data, "tensor_parallel_size": tensor}
+    return sizes if context == 1 else {**sizes, "context_parallel_size": context}
 
 
 def world(sizes: Mapping[str, int]) -> int:
-    return sizes["pipeline_parallel_size"] * sizes["data_parallel_size"] * sizes["tensor_parallel_size"]
+    ranks = sizes["pipeline_parallel_size"] * sizes["data_parallel_size"] * sizes["tensor_parallel_size"]
+    return ranks * sizes.get("context_parallel_size", 1)
 
 
 LAYOUTS = {

@@ -22,7 +22,7 @@ from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
 from lightning_shard.dryrun.step_time import StepTime, share_text
 from lightning_shard.dryrun.stored import Stored, stored
 from lightning_shard.dryrun.time import Timing, model_flops
-from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.errors import ConfigurationError, LayoutError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
@@ -512,6 +512,12 @@ def _other_sizes(layout: Layout) -> Iterator[Layout]:
 
 
 def _layout(given: Layout | Mapping[str, int]) -> Layout:
+    size = given.context_parallel_size if isinstance(given, Layout) else given.get("context_parallel_size", 1)
+    if size != 1:
+        raise LayoutError(
+            f"context_parallel_size ({size!r}): what sequences over ranks take isn't counted yet: plan with 1, whose"
+            " blocks' activations are those of all context ranks together."
+        )
     if isinstance(given, Layout):
         return given
     sizes = dict(given)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,7 @@ from lightning_shard.parallel.between import gather_for_calls
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled import compile_block
+from lightning_shard.parallel.context import DealtSequences
 from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
 from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
@@ -27,6 +28,7 @@ from lightning_shard.parallel.expert_lists import RunsAgain
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
+from lightning_shard.parallel.sequence import Part
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
 from lightning_shard.parallel.units import keep_what_is_set
 from lightning_shard.parallel.whole import whole_of
@@ -43,7 +45,7 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.schedules import agree, choose, that_fit
 
-_PIPELINE, _EXPERTS = "pipeline_parallel_size", "expert_parallel_size"
+_PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
 _LIBRARIES = ("torch.", "transformers.")
 
 
@@ -142,11 +144,13 @@ def assemble(
     if blocks:
         blocks, placement, schedule = _place(module, blocks, layout, settings, schedules, groups, device)
     recomputed = _recomputed(module, blocks, settings)
+    sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
     if blocks and placement:
         own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
         names = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
-        _wrap_blocks(module, names, recomputed, settings, device)  # before the cut, which stands in for some calls
+        # before the cut, which stands in for some calls
+        _wrap_blocks(module, names, recomputed, settings, sequences, device)
 
     named = names_of_parameters(module)
     units, part = listed, _OwnPart()
@@ -256,7 +260,7 @@ def _as_it_shards_itself(
     places: Mapping[str, int],
 ) -> Assembly:
     """A module of Lightning's own kind leaves nothing to do that cuts it, or says how its blocks run."""
-    sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS) and size > 1}
+    sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS, _CONTEXT) and size > 1}
     if sizes:
         name, size = next(iter(sizes.items()))
         raise LayoutError(
@@ -294,6 +298,28 @@ def _deal(
     return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
 
 
+class _Traces(NamedTuple):
+    """What runs of a module's code leave behind."""
+
+    changed: Callable[[], list[str]]
+    put_back: Callable[[], None]
+
+
+@contextmanager
+def looking_at(device: torch.device, module: nn.Module) -> Iterator[_Traces]:
+    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+    memory, put_generators_back = Memory(module), randomness.remember(device)
+
+    def put_back() -> None:
+        memory.put_back()
+        put_generators_back()
+
+    try:
+        yield _Traces(memory.changed, put_back)
+    finally:
+        memory.forget()
+
+
 @contextmanager
 def _to_run_again(device: torch.device, module: nn.Module) -> Iterator[RunsAgain]:
     memory, put_generators_back = Memory(module), randomness.remember(device)
@@ -325,13 +351,40 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
     return {names[place] for place in chosen(len(names), settings.activation_checkpointing)}
 
 
+def _sequences(
+    module: pl.LightningModule, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
+) -> DealtSequences | None:
+    """What deals blocks' sequences to ranks, where they are.
+
+    Raises:
+        ConfigurationError: There are no blocks.
+    """
+    if layout.context_parallel_size == 1:
+        return None
+    if blocks is None:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no list of repeated blocks, whose sequences"
+            f" context_parallel_size={layout.context_parallel_size} could deal to ranks: name modules by"
+            " pipeline_blocks, or use context_parallel_size=1."
+        )
+    sequences = DealtSequences(Part.of(groups.context), partial(looking_at, device))
+    sequences.generate_whole(module)
+    return sequences
+
+
 def _wrap_blocks(
-    module: nn.Module, names: Collection[str], recomputed: Collection[str], settings: Settings, device: torch.device
+    module: nn.Module,
+    names: Collection[str],
+    recomputed: Collection[str],
+    settings: Settings,
+    sequences: DealtSequences | None,
+    device: torch.device,
 ) -> None:
-    """Recompute and compile what is called in blocks: their forward, without the hooks around it."""
+    """Recompute, compile and deal what is called in blocks: their forward, without the hooks around it."""
     generators = partial(randomness.remember, device)
     for name in names:
         for called in with_forward(module.get_submodule(name)):
+            plain = sequences.attend(called) if sequences is not None else called.forward
             if name in recomputed:
                 selective = settings.activation_checkpointing == "selective"
                 recompute(called, generators, selective=selective, is_compiled=bool(settings.compile_blocks))
@@ -339,6 +392,8 @@ def _wrap_blocks(
                 compile_block(called, "inductor" if settings.compile_blocks is True else settings.compile_blocks)
             if name in recomputed or settings.compile_blocks:
                 leave_out_caches(called)
+            if sequences is not None:
+                sequences.deal(called, plain)
 
 
 def _place(

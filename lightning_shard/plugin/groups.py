@@ -35,7 +35,10 @@ class Groups:
         backward: The same ranks; gradients go backward on these.
         control: The same ranks, between their hosts: what they tell each other waits for no device, and never stands
             before or behind values.
-        data: The ranks that hold the same part of the model and read other data.
+        data: The ranks that hold the same part of the model and read other data; of those that hold parts of one
+            sequence, each has a group of its own.
+        context: The ranks that hold the parts of its sequences; only with several context ranks.
+        gradient: The ranks of both: all that hold the same part of the model.
         host: All ranks, between their hosts: what is exchanged on it waits for no device.
         teller: Of what the last stage of its pipeline has.
     """
@@ -45,6 +48,8 @@ class Groups:
     backward: Ways
     control: dist.ProcessGroup
     data: dist.ProcessGroup
+    context: dist.ProcessGroup
+    gradient: dist.ProcessGroup
     host: dist.ProcessGroup
     teller: Teller
 
@@ -74,14 +79,17 @@ class Groups:
             pipeline = forward.later
             control = _own_of(pipelines, timeout, backend="gloo")
         if len(layout.data_axes) == 1:
-            data = mesh[layout.data_axes[0]].get_group()
+            gradient = mesh[layout.data_axes[0]].get_group()
         else:
-            data = _of_axis(layout.data_groups(), timeout)
+            gradient = _of_axis(layout.gradient_groups(), timeout)
+        data = context = gradient
+        if layout.context_parallel_size > 1:
+            data, context = (_of_axis(groups, timeout) for groups in (layout.data_groups(), layout.context_groups()))
         world: Any = dist.group.WORLD
         host = world
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, forward, backward, control, data, host, Teller(control, pipeline))
+        return cls(pipeline, forward, backward, control, data, context, gradient, host, Teller(control, pipeline))
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Every stage's value, in stage order; a collective call over the pipeline."""

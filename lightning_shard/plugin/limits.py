@@ -54,6 +54,11 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
             " sharded. Train without it and prune afterwards, by torch.nn.utils.prune on what load_from_checkpoint"
             ' returns; or train with strategy="auto" on one device.'
         )
+    if layout.context_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"context_parallel_size={layout.context_parallel_size} with manual optimization was never tried: let the"
+            " Trainer optimize (automatic_optimization=True), or use context_parallel_size=1."
+        )
     if layout.pipeline_parallel_size == 1:
         return
     if batch_norms and trainer.state.fn == TrainerFn.FITTING:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
-from lightning_shard.layout import check_context_parallel
 from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import (
     reshard,
@@ -117,7 +116,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: Of collective operations.
-        context_parallel_size: 1: sequences aren't dealt to ranks yet.
+        context_parallel_size: Over how many ranks each sequence is dealt within blocks, whose attention is
+            ``scaled_dot_product_attention``; parameters are sharded over them too. The world is ``data_parallel_size``
+            times as many. Lengths are multiples of twice as many. Not with pipeline, tensor or expert parallelism.
 
     Raises:
         ConfigurationError: Settings that can't work; as early as they can be known.
@@ -149,13 +150,13 @@ class HybridShardStrategy(CheckpointedStrategy):
         timeout: timedelta | None = default_pg_timeout,
         context_parallel_size: int = 1,
     ) -> None:
-        check_context_parallel(context_parallel_size)
         sizes: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "data_parallel_size": data_parallel_size,
             "data_parallel_replicas": data_parallel_replicas,
             "expert_parallel_size": expert_parallel_size,
+            "context_parallel_size": context_parallel_size,
         }
         super().__init__(sizes, process_group_backend, timeout)
         check_recomputing(activation_checkpointing)
@@ -165,10 +166,12 @@ class HybridShardStrategy(CheckpointedStrategy):
             reduce_each_microbatch=reduce_each_microbatch,
             reshard_after_forward=reshard_after_forward or False,
         )
-        if compile_blocks and expert_parallel_size > 1:
-            raise ConfigurationError(
-                f"compile_blocks with expert_parallel_size={expert_parallel_size} was never tried: leave one out."
-            )
+        for name, size in (
+            ("expert_parallel_size", expert_parallel_size),
+            ("context_parallel_size", context_parallel_size),
+        ):
+            if compile_blocks and size > 1:
+                raise ConfigurationError(f"compile_blocks with {name}={size} was never tried: leave one out.")
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
         self._talks_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
         self._microbatches = self._schedules[0].microbatches
@@ -344,7 +347,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         groups, layout, device = self.groups, self.layout, self.root_device
         is_pipelined = known.stages is not None
         weights = LossWeights(self._loss_weight, groups.data, device)
-        gradients = Gradients(module, groups.data, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
+        gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties)
         if known.stages is None:

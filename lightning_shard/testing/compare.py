@@ -176,17 +176,17 @@ def _of_means(state: Mapping[str, Tensor], tolerance: float) -> dict[str, Tensor
 
 
 def _columns(layout: NamedLayout) -> list[tuple[int, ...]]:
-    """For each place in pipeline and tensor group, its data ranks in order: together they have the whole batch."""
-    columns: dict[tuple[int, int], list[int]] = {}
+    """For each place beside the data axis, its data ranks in order: together they have the whole batch."""
+    columns: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(layout.world_size):
         place = layout.at(rank)
-        columns.setdefault((place.pipeline_rank, place.tensor_rank), []).append(rank)
+        columns.setdefault((place.pipeline_rank, place.context_rank, place.tensor_rank), []).append(rank)
     return [tuple(sorted(ranks, key=lambda rank: layout.at(rank).data_rank)) for ranks in columns.values()]
 
 
 def keeps(layout: NamedLayout, rank: int) -> bool:
     place = layout.at(rank)
-    return place.data_rank == place.tensor_rank == 0
+    return place.data_rank == place.context_rank == place.tensor_rank == 0
 
 
 @dataclass

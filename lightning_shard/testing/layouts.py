@@ -13,9 +13,14 @@ from lightning_shard.layout import Layout
 
 DEFAULT = ("pp2", "dp2", "tp2")
 
-_AXES = {"pp": "pipeline_parallel_size", "dp": "data_parallel_size", "tp": "tensor_parallel_size"}
+_AXES = {
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
 _EXPERTS = "expert_parallel_size"
-_NAME = re.compile(r"(pp|dp|tp|ep)(\d+)")
+_NAME = re.compile(r"(pp|dp|cp|tp|ep)(\d+)")
 _BETWEEN = re.compile(r"[\s,×x*]*")
 
 
@@ -56,8 +61,8 @@ def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedL
         found = _NAME.findall(layout)
         if not found or _BETWEEN.fullmatch(_NAME.sub("", layout)) is None or len({a for a, _ in found}) < len(found):
             raise LayoutError(
-                f'A layout ({layout!r}) is named by its axes: pp, dp, tp and ep, each with its size once, such as "pp2"'
-                ' or "pp2 x dp2"; or it is a dict of arguments of HybridShardStrategy.'
+                f"A layout ({layout!r}) is named by its axes: pp, dp, cp, tp and ep, each with its size once, such as"
+                ' "pp2" or "pp2 x dp2"; or it is a dict of arguments of HybridShardStrategy.'
             )
         sizes = {axis: int(size) for axis, size in found}
         name, arguments = layout, {_AXES[axis]: size for axis, size in sizes.items() if axis in _AXES}

@@ -222,7 +222,7 @@ def test_functions_that_other_processes_cannot_import_are_refused() -> None:
         assert_trains_alike(local, batches)
     with pytest.raises(ConfigurationError, match=r"make_batches .* is a lambda"):
         assert_trains_alike(Module, lambda: batches(4))
-    with pytest.raises(LayoutError, match=r"'pq2'.*pp, dp, tp and ep"):
+    with pytest.raises(LayoutError, match=r"'pq2'.*pp, dp, cp, tp and ep"):
         assert_trains_alike(Module, batches, "pq2")
 
 

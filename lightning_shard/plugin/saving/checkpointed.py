@@ -121,7 +121,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._check_ties()
         parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {
-            key: same_on_data_ranks(checkpoint[key], parameters, self.groups.data)
+            key: same_on_data_ranks(checkpoint[key], parameters, self.groups.gradient)
             for key in ("state_dict", "current_model_state")  # the second is the first's where that is an average
             if key in checkpoint
         }

@@ -1,4 +1,4 @@
-"""When gradients are reduced over the data ranks, outside of a pipelined step, which decides by itself."""
+"""When gradients are reduced over the ranks, outside of a pipelined step, which decides by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Gradients:
 
     Args:
         module: Sharded, on its device.
-        group: The data ranks.
+        group: The ranks that hold the same part of the model.
         reduces_each: Each backward reduces them, and not only the last one before an optimizer step.
         is_pipelined: Steps are.
     """
@@ -60,7 +60,7 @@ class Gradients:
             average_gradients((p for p in self._scalars if p.requires_grad), self._group)
 
     def synchronize(self) -> None:
-        """Reduce those that were held back; a collective call over the data ranks."""
+        """Reduce those that were held back; a collective call over the group."""
         reduce_gradients(self._module)
         average_gradients(self._scalars, self._group)
 

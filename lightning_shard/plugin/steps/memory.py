@@ -71,6 +71,11 @@ class Memory:
                 note.put_back()
         self._iterators.begin_again()
 
+    def changed(self) -> list[str]:
+        """Paths to what isn't as it was noted."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return [note.path for note in self._notes if note.has_changed()]
+
     def forget(self) -> None:
         """Nothing will be put back any more."""
         self._iterators.end()

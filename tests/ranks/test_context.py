@@ -1,0 +1,252 @@
+"""Sequences over ranks: losses, gradients, norms and parameters of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import (
+    LENGTH,
+    NETWORKS,
+    VOCABULARY,
+    Model,
+    Seen,
+    combine,
+    largest_difference,
+    layout,
+    like_llama,
+    train,
+    world,
+)
+
+TWO, FOUR = layout(context=2), layout(context=2, data=2)
+WIDTH, HEADS = 32, 4
+
+
+class OwnBlock(nn.Module):
+    """Turns queries and keys by tables, and has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.output = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.scale: Tensor | float = 1.0
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], *, bias: Tensor, shift: Tensor) -> Tensor:
+        def turned(heads: Tensor) -> Tensor:
+            one, other = heads.chunk(2, -1)
+            cos, sin = tables
+            return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+
+        query, key, value = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(self.norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(turned(query), turned(key), value, attn_mask=bias, scale=0.5)
+        return x + shift + self.gate * self.scale * self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    """A user's network: tied weights, attention with a trained bias, and what blocks know of earlier ones' outputs.
+
+    Of a batch's means, so that data ranks would compute something else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.bias = nn.Parameter(torch.randn(LENGTH, LENGTH))
+        self.blocks = nn.ModuleList(OwnBlock() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        angles = torch.arange(tokens.size(1))[:, None] / 100.0 ** torch.arange(WIDTH // HEADS // 2)
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        for block in self.blocks:
+            block.scale = 1 + x.square().mean()  # which isn't given to it
+            bias = self.bias.masked_fill(later, -torch.inf)
+            x = block(x, (angles.cos(), angles.sin()), bias=bias, shift=x.mean((0, 1)))
+        return x @ self.embedding.weight.T
+
+
+class OwnModel(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.model = Own()
+
+
+class Padded(Model):
+    """Every other sample ends early; transformers make a mask of that."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x, y = batch["x"], batch["y"].clone()
+        mask = torch.ones_like(x)
+        mask[::2, -5:] = 0
+        y[mask == 0] = -100
+        return F.cross_entropy(self.model(x, attention_mask=mask).logits.flatten(0, 1), y.flatten())
+
+
+class Encoder(Model):
+    """torch's own layers, whose attention isn't causal; outputs are joined where layers are called."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        states = self.model(self.embedding(batch["x"]))
+        return F.cross_entropy((states @ self.embedding.weight.T).flatten(0, 1), batch["y"].flatten())
+
+
+class Mixture(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        config = transformers.MixtralConfig(**like_llama(), num_local_experts=4)
+        self.model = transformers.MixtralForCausalLM(config)
+
+
+MODULES: dict[str, Any] = {
+    "own": OwnModel,
+    "padded": lambda: Padded("llama"),
+    "encoder": Encoder,
+    "mixtral": Mixture,
+    **{name: (lambda name=name: Model(name)) for name in NETWORKS},
+}
+
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+"""A network, the strategy's options and the Trainer's settings."""
+
+
+def trained(cases: list[Case], sizes: dict[str, int] | None) -> list[Seen]:
+    return [
+        train(name, sizes, module=MODULES[name], trainer=settings, **(options if sizes else {}))
+        for name, options, settings in cases
+    ]
+
+
+def parameters_apart(ours: Seen, plain: Seen) -> float:
+    """Without those elements whose gradients are rounding, as of keys' biases: AdamW steps by their sign."""
+    known = {name: gradient.abs() > 1e-5 for name, gradient in plain.gradients.items()}
+    apart = ((ours.parameters[name] - plain.parameters[name]).abs() * known[name] for name in known)
+    return max(float(each.max()) for each in apart)
+
+
+def assert_alike(cases: list[Case], sizes: dict[str, int]) -> None:
+    ranks = run_ranks(trained, world(sizes), cases, sizes, elastic=True, timeout_s=300)
+    for case, plain, *found in zip(cases, trained(cases, None), *ranks):
+        ours, is_rounded = combine(found, sizes), "precision" in case[2]
+        assert ours.losses == pytest.approx(plain.losses, rel=2e-3 if is_rounded else 2e-6), case
+        assert ours.metrics == pytest.approx(plain.metrics, rel=2e-3 if is_rounded else 2e-6), case
+        assert ours.norm == pytest.approx(plain.norm, rel=1e-2 if is_rounded else 2e-5), case
+        if not is_rounded:
+            assert largest_difference(ours.gradients, plain.gradients) < 1e-6, case
+            assert parameters_apart(ours, plain) < 2e-5, case  # of steps of 1e-3
+
+
+def test_sequences_over_two_ranks_train_as_one_process() -> None:
+    assert_alike([("llama", {}, {}), ("own", {}, {"gradient_clip_val": 0.5})], TWO)
+
+
+@pytest.mark.long
+def test_networks_and_settings() -> None:
+    mixed = {"precision": "bf16-mixed"}
+    assert_alike(
+        [
+            ("gpt", {"activation_checkpointing": True}, {}),
+            ("llama", {"activation_checkpointing": "selective"}, {}),
+            ("own", {"cpu_offload": True, "reshard_after_forward": False}, {}),
+            ("padded", {}, {}),
+            ("encoder", {}, {}),
+            ("gpt2", {}, {}),
+            ("qwen3", {}, {}),
+            ("mixtral", {}, {}),
+            ("llama", {}, mixed),
+            ("own", {"activation_checkpointing": 2}, mixed),
+        ],
+        TWO,
+    )
+
+
+@pytest.mark.long
+def test_more_ranks() -> None:
+    accumulating: Case = ("llama", {}, {"accumulate_grad_batches": 2})
+    assert_alike([accumulating, ("gpt", {"data_parallel_replicas": 2}, {})], FOUR)
+    assert_alike([("llama", {}, {})], layout(context=4))
+
+
+class SaveAtEnd(L.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def saved(sizes: dict[str, int], path: str) -> Seen:
+    return train("llama", sizes, steps=2, callbacks=[SaveAtEnd(path)], shuffle=True)
+
+
+def resumed(sizes: dict[str, int], path: str) -> Seen:
+    return train("llama", sizes, steps=4, resume=path, shuffle=True)
+
+
+@pytest.mark.long
+def test_saved_on_any_layout_and_resumed_on_any_other(tmp_path: Path) -> None:
+    layouts = {"cp2": TWO, "dp2": layout(data=2), "one": layout()}
+    expected = run_ranks(straight, 1, elastic=True)[0].losses
+    for begins, first in layouts.items():
+        path = str(tmp_path / f"{begins}.ckpt")
+        run_ranks(saved, world(first), first, path, elastic=True)
+        for goes_on in ("cp2",) if begins != "cp2" else layouts:
+            sizes = layouts[goes_on]
+            losses = [seen.losses for seen in run_ranks(resumed, world(sizes), sizes, path, elastic=True)]
+            assert losses == [pytest.approx(expected[2:], rel=2e-6)] * world(sizes), (begins, goes_on)
+
+
+def straight() -> Seen:
+    return train("llama", layout(), steps=4, shuffle=True)
+
+
+class Generating(Model):
+    """Prompts of five tokens, by the network's cache of keys and values; and a step of one's own by it."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__("llama")
+        self.by_hand = by_hand
+        self.generated: list[Any] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        if self.by_hand:
+            out = self.model(batch["x"])
+            self.model(batch["x"], past_key_values=out.past_key_values)
+        made = self.model.generate(batch["x"][:, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        self.generated.append(made.tolist())
+        super().validation_step(batch, batch_idx)
+
+
+def generated(sizes: dict[str, int] | None, by_hand: bool = False) -> tuple[list[Any], float]:
+    module = Generating(by_hand)
+    seen = train("llama", sizes, steps=1, module=lambda: module, trainer={"val_check_interval": 1})
+    return module.generated, seen.metrics["val_loss"]
+
+
+@pytest.mark.long
+def test_generating_text_runs_on_whole_sequences() -> None:
+    tokens, loss = generated(None)
+    for found, val_loss in run_ranks(generated, 2, TWO, elastic=True):
+        assert found == tokens
+        assert val_loss == pytest.approx(loss, rel=2e-6)
+    with pytest.raises(RanksFailed, match=r"keys and values of an earlier call.*generate"):
+        run_ranks(generated, 2, TWO, True, elastic=True)
