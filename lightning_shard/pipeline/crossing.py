@@ -88,12 +88,15 @@ class BlockCall(tree.Leaf):
         kept: The attributes that modules inside it have set: a module's name, the attribute's, and its value; ``None``
             for what holds no tensor.
         changed: Which of the leaves among its arguments it has written to.
+        handed_on: Which lists, dicts and dataclasses among its arguments it returned: their place in what it returned,
+            ``None`` if they are all of it, and in the arguments.
     """
 
     output: Any
     inside: tuple[tuple[str, Any], ...] = ()
     kept: tuple[tuple[str, str, Any], ...] = ()
     changed: tuple[int, ...] = ()
+    handed_on: tuple[tuple[int | None, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ class Passage:
         missing: What this stage needs and doesn't know.
         hollow: The parameters that other stages hold, by name.
         filler: What unknown values are.
+        in_place_of: What the user's code holds of values that were received and need gradients.
     """
 
     stage: int
@@ -188,6 +192,7 @@ class Passage:
     active: bool = False
     differentiates: bool = False
     filler: float = torch.nan
+    in_place_of: list[Tensor] = field(default_factory=list)
     _kept: dict[int, dict[tuple[str, str], None]] | None = None
 
     def kept_by(self, number: int) -> list[tuple[str, str]]:
@@ -207,11 +212,31 @@ class Passage:
         """Whether what a block does beside returning something goes out."""
         return self.searching or any(key[:2] == (kind, block) for key in self.wanted)
 
+    def forget_hooks(self) -> None:
+        """Of received values' gradients: the stage before has run the same code until now, and has them too."""
+        for tensor in self.in_place_of:
+            for number in _hooks_of_code(tensor):
+                del tensor._backward_hooks[number]  # type: ignore[union-attr]
+
+    def check_hooks(self) -> None:
+        """Once this stage's blocks have begun, no other one has a hook that is set, and it would see a part only.
+
+        Raises:
+            StepError: There is one, on a value that was received.
+        """
+        if self.entered and any(map(_hooks_of_code, self.in_place_of)):
+            raise StepError(
+                "A step registers a hook on a tensor that an earlier pipeline stage computed, after later blocks have"
+                " run: it would see the gradient of these stages only. Register it where the tensor is computed, or"
+                " use pipeline_parallel_size=1."
+            )
+
     def check_differentiates(self) -> None:
         if torch.is_grad_enabled() != self.differentiates:
             raise StepError(
                 "The blocks run with gradients switched off within a step that needs them, so no gradient would cross"
-                " the stages: with activation checkpointing, use use_reentrant=False."
+                " the stages: with activation checkpointing, use use_reentrant=False; to freeze them,"
+                " requires_grad_(False) in place of torch.no_grad(); or use pipeline_parallel_size=1."
             )
 
     def produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...] = (), *, written: bool = False) -> Tensor:
@@ -230,6 +255,8 @@ class Passage:
                 tensor = sent
             elif isinstance(tensor, Unknown):
                 fill(tensor, sent)
+            if sent.requires_grad:
+                self.in_place_of.append(tensor)
         unknown = isinstance(tensor, Unknown)
         if self.searching:
             value = Value(key, parents) if unknown else None
@@ -321,6 +348,12 @@ class Passage:
         if kind != "operation":
             return True
         return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
+
+
+def _hooks_of_code(tensor: Tensor) -> list[int]:
+    """A tensor's hooks, by their numbers, but for those that sharding sets on what it sees."""
+    hooks = tensor._backward_hooks or {}
+    return [n for n, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
 
 
 def _not_yet(values: Iterable[Value], seen: set[int]) -> list[Value]:

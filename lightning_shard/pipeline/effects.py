@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,12 +15,13 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.crossing import Slot
 
-_GIVEN = "a list or dict that it is given"
+_GIVEN = "a list, dict or dataclass that it is given"
 _LISTS = (list, dict, set, deque)
 _SIMPLE = (Tensor, bool, int, float, str, tuple)
 """What code of a user's keeps under names of its own; libraries keep other things under such."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes of every module, such as its hooks."""
+_RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,21 @@ class Before:
     """What a block could change, as it was before its call.
 
     Attributes:
-        lists: Lists, dicts and sets that it could add to: where they are, themselves, and what was in them.
+        lists: Lists, dicts, sets and dataclasses that it could add to: where they are, themselves, and what was in
+            them.
+        objects: Objects of other classes that it is given, and the tensors among their attributes.
     """
 
     arguments: list[tuple[Any, int]]
     lists: list[tuple[str, Any, list[Any]]]
+    objects: list[tuple[Any, list[Tensor]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
 
     @classmethod
     def of(cls, block: nn.Module, arguments: Any) -> Before:
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
-        given = [(_GIVEN, each, _entries(each)) for each in _containers(arguments)]
+        given = [(_GIVEN, each, _entries(each)) for each in containers(arguments)]
+        objects = [(leaf, tensors_of(leaf)) for _, leaf in tree.walk(arguments) if is_opaque(leaf)]
         own = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
@@ -45,28 +51,48 @@ class Before:
             if isinstance(value, _LISTS) and key not in _OF_TORCH
         ]
         attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
-        return cls(noted, [*given, *own], attributes)
+        return cls(noted, [*given, *own], objects, attributes)
 
     def slot(self, leaf: Any) -> Any:
         """An output's; it may be an argument, handed on."""
         place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
         return replace(Slot.of(leaf), argument=place) if isinstance(leaf, Tensor) else leaf
 
-    def changed(self, name: str) -> list[tuple[int, Tensor]]:
+    def handed_on(self, output: Any) -> tuple[tuple[int | None, int], ...]:
+        """Which containers that it was given a block returns: their place in a tuple, if it's one, and in these."""
+        places = {id(each): place for place, (what, each, _) in enumerate(self.lists) if what == _GIVEN}
+        if id(output) in places:
+            return ((None, places[id(output)]),)
+        returned = output if type(output) is tuple else ()
+        return tuple((number, places[id(each)]) for number, each in enumerate(returned) if id(each) in places)
+
+    def changed(self, name: str, output: Any) -> list[tuple[int, Tensor]]:
         """The tensors among the arguments that were written to, by their place.
 
+        Args:
+            name: The block's.
+            output: What it returned: containers that it was given may be changed and returned.
+
         Raises:
-            StepError: A list or dict among them has more or fewer entries, or one of the block's own has new ones with
-                gradients: what else it keeps there, such as masks made once, is its own matter.
+            StepError: Another container among them has other entries, an object other tensors, or a list of the
+                block's own new ones with gradients: what else it keeps there, such as masks made once, is its matter.
         """
+        returned = {id(each) for each in containers(output)}
         for what, each, entries in self.lists:
+            now = _entries(each)
             known = set(map(id, entries))
-            added = [entry for entry in _entries(each) if id(entry) not in known]
-            is_given = what == _GIVEN
-            if (is_given and len(_entries(each)) != len(entries)) or (not is_given and _has_gradients(added)):
+            is_changed = (
+                id(each) not in returned and _differ(entries, now)
+                if what == _GIVEN
+                else _has_gradients([entry for entry in now if id(entry) not in known])
+            )
+            if is_changed:
+                raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
+        for each, tensors in self.objects:
+            if _differ(tensors, tensors_of(each)):
                 raise StepError(
-                    f"{name} changes {what}, which the other pipeline stages don't see: return what it adds, or set an"
-                    " attribute to it anew, which they do."
+                    f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
+                    " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
                 )
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
@@ -89,6 +115,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
 
 def _entries(container: Any) -> list[Any]:
     """What is in it; sharding exchanges parameters, also in lists of them."""
+    if dataclasses.is_dataclass(container):
+        return [value for _, value in tree.children(container)]
     entries = [*container, *container.values()] if isinstance(container, dict) else list(container)
     return [entry for entry in entries if not isinstance(entry, nn.Parameter)]
 
@@ -101,8 +129,29 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _containers(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, dict)):
+def _differ(before: list[Any], now: list[Any]) -> bool:
+    """Whether entries were exchanged; numbers and texts have no identity."""
+
+    def same(one: Any, other: Any) -> bool:
+        return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
+
+    return len(before) != len(now) or not all(map(same, before, now))
+
+
+def containers(value: Any) -> Iterator[Any]:
+    """The lists, dicts and dataclasses in a value, in order."""
+    is_object = tree.is_node(value) and dataclasses.is_dataclass(value)
+    if is_object != isinstance(value, (list, dict)):  # transformers' outputs are both, and don't change
         yield value
     for _, child in tree.children(value):
-        yield from _containers(child)
+        yield from containers(child)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether it is an object that isn't looked into, neither a tensor nor any nesting of these."""
+    return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """An opaque object's attributes that are tensors."""
+    return [each for each in vars(value).values() if isinstance(each, Tensor)]

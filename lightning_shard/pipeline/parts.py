@@ -68,7 +68,7 @@ class ForeignPart:
             isinstance(leaf, Unknown) and not leaf.requires_grad and id(leaf) not in given
             for _, leaf in tree.walk(output)
         )
-        returns_only = is_new and drawn == _generators() and not _changes(before, self.name)
+        returns_only = is_new and drawn == _generators() and not _changes(before, self.name, output)
         self.returned[kind] = tree.map_leaves(Slot.of, output) if returns_only else None
         return output
 
@@ -101,9 +101,9 @@ def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
     return bool(hollow) and here <= hollow and any(True for _ in part.children())
 
 
-def _changes(before: Before, name: str) -> bool:
+def _changes(before: Before, name: str, output: Any) -> bool:
     try:
-        return bool(before.changed(name) or before.kept())
+        return bool(before.changed(name, output) or before.kept())
     except StepError:  # a list or dict: what it does there it does on each stage
         return True
 

@@ -36,7 +36,7 @@ from lightning_shard.pipeline.crossing import (
     parameters_in_place,
     unknown_states,
 )
-from lightning_shard.pipeline.effects import Before
+from lightning_shard.pipeline.effects import Before, is_opaque, tensors_of
 from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.trace import Trace
 
@@ -194,7 +194,12 @@ class Stage:
                 stack.enter_context(self._trace.running())
             stack.callback(setattr, self, "in_step", self.in_step)
             self.in_step = True
-            yield
+            try:
+                yield
+            except StageEnd:
+                self.passage.check_hooks()
+                raise
+            self.passage.check_hooks()
             if self.passage.searching and self.is_last:
                 refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
 
@@ -251,7 +256,10 @@ class Stage:
         if not self.is_shown or not self.in_step or self._trace is None:
             return output
         kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
-        return self._trace.ends(name, output, part, kept)
+        result = self._trace.ends(name, output, part, kept)
+        if result is not output:
+            _refuse_backward_hooks(name, part)  # it was received, as what is sent to later stages will be
+        return result
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
         if self.passage.active:
@@ -304,6 +312,8 @@ class Stage:
             return  # recomputation under activation checkpointing
         index = self._place_of(name)
         self._running.append(index)
+        if passage.searching and passage.differentiates and self._sends_or_received(index):
+            _refuse_backward_hooks(name, block)
         if self._trace is not None:
             self._trace.suspend()
         if self.calls is not None and index is not None:
@@ -312,6 +322,7 @@ class Stage:
             return
         if index == self.owned.start:
             passage.entered_at = passage.counted
+            passage.forget_hooks()
         if self._trace is not None:
             self._trace.see_written((args, kwargs))
         refuse((args, kwargs), name)
@@ -321,6 +332,10 @@ class Stage:
             self._watch_inside(index, block)
         if passage.wants("kept", index) or passage.wants("changed", index):
             self._before = Before.of(block, (args, kwargs))
+
+    def _sends_or_received(self, index: int | None) -> bool:
+        """Whether what a block returned is sent from here, or came from another stage."""
+        return index is not None and index < (self.owned.start if self.is_last else self.owned.stop)
 
     def _watch_inside(self, index: int, block: nn.Module) -> None:
         """Note what hooks inside of a block see, for the stages where its forward is stood in for."""
@@ -388,15 +403,18 @@ class Stage:
                 passage.known[key] = None
             if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
                 passage.sent[key] = leaf.clone()  # code may change it in place
-        changed, kept = (before.changed(self.blocks[index]), before.kept()) if before is not None else ([], [])
+        name = self.blocks[index]
+        changed, kept = (before.changed(name, output), before.kept()) if before is not None else ([], [])
         self._note_effects(index, changed, kept)
         if passage.searching:
             assert before is not None
+            _check_sendable(name, output)
             passage.blocks[index] = BlockCall(
                 tree.map_leaves(before.slot, output),
                 tuple(self._seen_inside),
                 tuple((path, key, _slots(value)) for path, key, value in kept),
                 tuple(place for place, _ in changed),
+                before.handed_on(output),
             )
             return
         slots = tree.map_leaves(Slot.of, output) if is_handed_on or tree.is_node(output) else None
@@ -419,6 +437,33 @@ def _around_all(blocks: Sequence[str]) -> list[str]:
 def _attribute(root: nn.Module, name: str) -> Any:
     parent, _, key = name.rpartition(".")
     return getattr(root.get_submodule(parent), key)
+
+
+def _refuse_backward_hooks(name: str, module: nn.Module) -> None:
+    """torch has those of a module see what leaves it after all other hooks; what is sent left before.
+
+    Raises:
+        StepError: It has such hooks.
+    """
+    if module._backward_hooks:
+        raise StepError(
+            f"{name} has a backward hook (register_full_backward_hook), and what it hands on to another pipeline stage"
+            " would pass it by: put the hook on a module inside of it, or use pipeline_parallel_size=1."
+        )
+
+
+def _check_sendable(name: str, output: Any) -> None:
+    """Of what a block returns, tensors are sent, and what is the same for each microbatch.
+
+    Raises:
+        StepError: It returns objects that hold tensors, or an iterator.
+    """
+    for _, leaf in tree.walk(output):
+        if isinstance(leaf, Iterator) or (is_opaque(leaf) and tensors_of(leaf)):
+            raise StepError(
+                f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return"
+                " tensors, or tuples, lists, dicts or dataclasses of these; or use pipeline_parallel_size=1."
+            )
 
 
 def _slots(value: Any) -> Any:

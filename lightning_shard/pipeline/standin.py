@@ -14,6 +14,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.checkpointing import checkpoints, function_of
 from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd
+from lightning_shard.pipeline.effects import containers
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
 
@@ -76,6 +77,7 @@ class StandIn:
         for place in done.changed:
             self._change(tensors[place], ("changed", index, place))
         given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
+        given = _in_place(given, done.handed_on, [*containers((args, kwargs))])
         self.stage.given[index] = given
         return given
 
@@ -137,3 +139,19 @@ class StandIn:
             given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
             result = hook(module, *given, output)
             output = output if result is None else result
+
+
+def _in_place(output: Any, handed_on: Sequence[tuple[int | None, int]], arguments: Sequence[Any]) -> Any:
+    """An output in which containers are those that the block was given, changed to what they hold there."""
+    for number, place in handed_on:
+        held, new = arguments[place], output if number is None else output[number]
+        if isinstance(held, dict):
+            held.clear()
+            held.update(new)
+        elif isinstance(held, list):
+            held[:] = new
+        else:
+            for key, value in tree.children(new):
+                object.__setattr__(held, key, value)
+        output = held if number is None else (*output[:number], held, *output[number + 1 :])
+    return output

@@ -25,12 +25,13 @@ from lightning_shard.parallel.data import Sharding, apply_fully_sharded, paralle
 from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import ExpertPlan, apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.expert_lists import RunsAgain
+from lightning_shard.parallel.given import keep_what_is_given
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, chosen, leave_out_caches, recompute
 from lightning_shard.parallel.sequence import Part
 from lightning_shard.parallel.tensor import Plan, apply_tensor_parallel, resolve_plan
-from lightning_shard.parallel.units import keep_what_is_set
+from lightning_shard.parallel.units import keep_what_is_set, sharded_units
 from lightning_shard.parallel.whole import whole_of
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.cut import cut
@@ -186,6 +187,7 @@ def assemble(
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
     keep_what_is_set(module)
+    keep_what_is_given(sharded_units(module))
     whole = whole_of(module)
     if whole is not None:
         whole.refuses_changes = part.stages is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -532,6 +533,142 @@ class WorksInPlace(nn.Module):
         return x.add_(self.scale)
 
 
+@dataclass
+class State:
+    """What blocks are given, and change."""
+
+    hidden: Any
+
+
+class Plain:
+    """The same, of no kind that is looked into."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+def put(hidden: Any, held: Any) -> None:
+    if isinstance(held, (dict, list)):
+        held["hidden" if isinstance(held, dict) else 0] = hidden
+    else:
+        held.hidden = hidden
+
+
+def held_by(held: Any) -> Any:
+    return held["hidden"] if isinstance(held, dict) else held[0] if isinstance(held, list) else held.hidden
+
+
+class Passes(Block):
+    """Changes what it is given."""
+
+    returns = True
+
+    def forward(self, held: Any, condition: Tensor | None = None) -> Any:  # type: ignore[override]
+        put(super().forward(held_by(held)), held)
+        return held if self.returns else None
+
+
+class PassesState(Net):
+    """Through blocks whose output it doesn't look at: they change what they are given."""
+
+    kind: Callable[[Any], Any] = State
+    returns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passes() for _ in range(4))
+        for block in self.blocks:
+            block.returns = self.returns  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = type(self).kind(self.embed(x))
+        for block in self.blocks:
+            block(held)
+        return self.head(self.norm(held_by(held)))
+
+
+class PassesDict(PassesState):
+    kind = staticmethod(lambda hidden: {"hidden": hidden, "steps": 3})
+
+
+class PassesList(PassesState):
+    kind = staticmethod(lambda hidden: [hidden])
+
+
+class ChangesDict(PassesDict):
+    returns = False
+
+
+class ChangesState(PassesState):
+    returns = False
+
+
+class ChangesObject(PassesState):
+    """From the batch alone, so that nothing that a later stage sees is unknown."""
+
+    kind = Plain
+    returns = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = Plain(F.one_hot(x % WIDTH, WIDTH).float())
+        for block in self.blocks:
+            block(held)
+        return self.head(self.norm(held.hidden))
+
+
+class ReturnsObjects(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (getattr(args[0], "hidden", args[0]),))
+            block.register_forward_hook(lambda _, args, output: Plain(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.hidden))
+
+
+class HooksGradients(Net):
+    """On what a block returned, and on a skip that crosses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(hidden + first))
+
+
+class HooksGradientsLate(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        first.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(hidden + first))
+
+
+class HooksBackward(Net):
+    """A block's own backward hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
+
+
+class Freezes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.embed(x)
+            for block in self.blocks:
+                hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 class Aliases(Net):
     """An older name of what blocks change in place."""
 
@@ -584,7 +721,8 @@ class Clamps(Net):
     [
         (Keeps, with_losses_of_blocks),
         (Hides, with_hidden_losses),
-        *((network, loss) for network in (Sums, Aliases, Hooked, Clamps, Counts)),
+        *((network, loss) for network in (Sums, Aliases, Hooked, Clamps, Counts, HooksGradients)),
+        *((network, loss) for network in (PassesState, PassesDict, PassesList)),
     ],
 )
 def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
@@ -836,7 +974,14 @@ class ValuesDecide(Conditioned):
     ("network", "says"),
     [
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
-        (Appends, "changes a list or dict that it is given"),
+        (Appends, "changes a list, dict or dataclass that it is given"),
+        (ChangesDict, "changes a list, dict or dataclass that it is given"),
+        (ChangesState, "changes a list, dict or dataclass that it is given"),
+        (ChangesObject, "net.blocks.0 sets tensors of a Plain that it is given"),
+        (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),
+        (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
+        (HooksBackward, r"net\.blocks\.0 has a backward hook"),
+        (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Lists, r"net\.blocks\.0 changes its list losses"),
         (CapturedFunction, "isn't known there"),
         (Differentiates, r"takes gradients itself \(grad\)"),

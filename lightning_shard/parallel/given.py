@@ -1,0 +1,104 @@
+"""Lists, dicts and dataclasses that a unit of FSDP2's is given, and that its code changes.
+
+FSDP2 gives a unit copies of them, where there are gradients (torch 2.11 to 2.13). So what the unit puts into one, the
+code around it wouldn't see, and would go on with what was there before. What it returns of them is written to those
+that it was given, as without sharding; else it is refused: FSDP2 gathers a unit for its backward when gradients come to
+what it returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_shard.errors import StepError
+
+
+def keep_what_is_given(units: Iterable[nn.Module]) -> None:
+    """Have units that FSDP2 has wrapped change the containers that they are given, not copies.
+
+    Raises:
+        StepError: In a call: a unit changes one that it doesn't return.
+    """
+    for unit in units:
+        call = _Call()
+        unit.register_forward_pre_hook(call.begins, prepend=True, with_kwargs=True)  # before FSDP2 copies
+        unit.register_forward_pre_hook(call.copied, with_kwargs=True)
+        unit.register_forward_hook(call.ends)
+
+
+class _Call:
+    """One call of a unit: containers as they were given, as the unit gets them, and what was in these."""
+
+    def __init__(self) -> None:
+        self._given: list[Any] = []
+        self._copies: list[tuple[Any, Any, list[Any]]] = []
+
+    def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._given = [*_containers((args, kwargs))]
+
+    def copied(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        pairs = zip(self._given, _containers((args, kwargs)))
+        self._copies = [(given, copy, _entries(copy)) for given, copy in pairs if given is not copy]
+
+    def ends(self, unit: nn.Module, _: Any, output: Any) -> Any:
+        copies, self._given, self._copies = self._copies, [], []
+        if not copies:
+            return output
+        returned = {id(each) for each in _containers(output)}
+        given_for: dict[int, Any] = {}
+        for given, copy, before in copies:
+            if _same(before, _entries(copy)):
+                continue
+            if id(copy) not in returned:
+                kind = type(copy).__name__
+                raise StepError(
+                    f"A {type(unit).__name__.removeprefix('FSDP')} changes a {kind} that it is given, and the code"
+                    " around it doesn't see that where its parameters are sharded over data ranks: return what it adds,"
+                    f" or the {kind} itself."
+                )
+            _fill(given, copy)
+            given_for[id(copy)] = given
+        if type(output) is tuple:
+            return tuple(given_for.get(id(each), each) for each in output)
+        return given_for.get(id(output), output)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_object != isinstance(value, (list, dict)):  # transformers' outputs are both, and don't change
+        yield value
+    if is_object or isinstance(value, (list, dict, tuple)):
+        for child in _entries(value):
+            yield from _containers(child)
+
+
+def _entries(container: Any) -> list[Any]:
+    if isinstance(container, Mapping):
+        return [*container.values()]
+    if isinstance(container, (list, tuple)):
+        return [*container]
+    return [getattr(container, field.name) for field in dataclasses.fields(container)]
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    """Numbers and texts have no identity."""
+    return len(before) == len(now) and all(
+        one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
+        for one, other in zip(before, now)
+    )
+
+
+def _fill(given: Any, copy: Any) -> None:
+    """Have one container hold what another of its kind holds."""
+    if isinstance(given, dict):
+        given.clear()
+        given.update(copy)
+    elif isinstance(given, list):
+        given[:] = copy
+    else:
+        for field in dataclasses.fields(given):
+            object.__setattr__(given, field.name, getattr(copy, field.name))
