@@ -13,17 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
 
 
-def keep_what_is_given(units: Iterable[nn.Module]) -> None:
+def keep_what_is_given(units: Iterable[FSDPModule]) -> None:
     """Have units that FSDP2 has wrapped change the containers that they are given, not copies.
 
     Raises:
         StepError: In a call: a unit changes one that it doesn't return.
     """
     for unit in units:
+        assert isinstance(unit, nn.Module)
         call = _Call()
         unit.register_forward_pre_hook(call.begins, prepend=True, with_kwargs=True)  # before FSDP2 copies
         unit.register_forward_pre_hook(call.copied, with_kwargs=True)
