@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
+from lightning_shard.plugin.coupling import depends_on_others
 
 
 def check_switches(**switches: object) -> None:
@@ -162,6 +163,12 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layou
 
 
 def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
+    if layout.pipeline_parallel_size > 1 and depends_on_others(optimizer):
+        return (
+            "takes something over all of its parameters, such as a norm, and with several pipeline stages that would be"
+            " over one stage's only: use an optimizer that steps each parameter by itself (gradient_clip_val clips by"
+            " the norm of all), or pipeline_parallel_size=1."
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     if isinstance(optimizer, torch.optim.LBFGS):
         if layout.pipeline_parallel_size > 1 or layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:

@@ -58,6 +58,7 @@ from lightning_shard.plugin.saving.state import (
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.first_looks import FirstLooks
+from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
 from lightning_shard.plugin.steps.gradients import Gradients
 from lightning_shard.plugin.steps.loss_weight import LossWeights
 from lightning_shard.plugin.steps.metrics import share_metrics
@@ -349,7 +350,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         weights = LossWeights(self._loss_weight, groups.data, device)
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
-        self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties)
+        copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
+        self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties, copies)
         if known.stages is None:
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
@@ -504,6 +506,11 @@ class HybridShardStrategy(CheckpointedStrategy):
         assert self._looks is not None
         self._looks.after_update()
         return result
+
+    def _check_ties(self) -> None:
+        super()._check_ties()
+        if self._looks is not None:
+            self._looks.check_copies()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():

@@ -13,7 +13,12 @@ from lightning_shard.plugin.limits import warning_of_numbers_kept
 from lightning_shard.plugin.saving.state import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
+from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
+from lightning_shard.plugin.steps.world_calls import refusing_world_calls
+
+_STEPS = 3
+"""Before so many training steps frozen copies are compared; beside that, at every save."""
 
 
 class FirstLooks:
@@ -22,6 +27,7 @@ class FirstLooks:
     Args:
         microbatches: Into how many parts a batch is cut.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
+        copies: Of what every stage holds; of several stages.
     """
 
     def __init__(
@@ -31,12 +37,15 @@ class FirstLooks:
         mesh: DeviceMesh,
         microbatches: int,
         check_ties: Callable[[], None],
+        copies: FrozenCopies | None,
     ) -> None:
         self._module = module
         self._layout = layout
         self._mesh = mesh
         self._microbatches = microbatches
         self._check_ties = check_ties
+        self._copies = copies
+        self._steps = 0
         self._kinds: set[str] = set()
         self._updates = 0
 
@@ -44,12 +53,16 @@ class FirstLooks:
     def at(self, method: str, batch: object) -> Iterator[None]:
         """A step runs inside."""
         module, layout = self._module, self._layout
+        if method == "training_step" and self._steps < _STEPS:
+            self._steps += 1
+            self.check_copies()
         with ExitStack() as looks:
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
                 if layout.pipeline_parallel_size > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
+                    looks.enter_context(refusing_world_calls())
                 if layout.tensor_parallel_size > 1:
                     looks.enter_context(tensor_ranks.refusing_parts())
                 if method == "training_step":
@@ -57,6 +70,11 @@ class FirstLooks:
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
             yield
+
+    def check_copies(self) -> None:
+        """Of frozen parameters on several stages; a collective call over the pipeline."""
+        if self._copies is not None:
+            self._copies.check()
 
     def after_update(self) -> None:
         """After an optimizer's step: at once, and not only when the first checkpoint is refused."""

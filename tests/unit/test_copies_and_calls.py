@@ -1,0 +1,73 @@
+"""What each pipeline stage would do for itself: change its copy of a frozen network, call a collective on the world."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
+from lightning_shard.plugin.steps.world_calls import refusing_world_calls
+
+
+def stage(index: int) -> nn.Module:
+    """A student's part, and a whole teacher."""
+    torch.manual_seed(0)
+    student = nn.ModuleDict({str(index): nn.Linear(2, 2)})
+    return nn.ModuleDict({"student": student, "teacher": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+
+
+def on_two_stages(changes: Any) -> list[BaseException | None]:
+    """Errors of both, of a check after each of two changes."""
+    values: list[Any] = [None, None]
+    meeting = threading.Barrier(2, timeout=30)
+
+    def run(index: int) -> None:
+        def gather(own: Any) -> list[Any]:
+            values[index] = own
+            meeting.wait()
+            seen = list(values)
+            meeting.wait()
+            return seen
+
+        root = stage(index)
+        teacher: Any = root["teacher"]
+        teacher.requires_grad_(False)
+        copies = FrozenCopies(root, gather)
+        copies.check()
+        for _ in range(2):
+            changes(index, root)
+            copies.check()
+
+    with ThreadPoolExecutor(2) as pool:
+        return [future.exception() for future in [pool.submit(run, index) for index in range(2)]]
+
+
+def test_copies_of_a_teacher_that_part_are_refused_on_all_stages() -> None:
+    def of_its_part(index: int, root: Any) -> None:
+        root["teacher"][index].weight.lerp_(root["student"][str(index)].weight.detach() + 1, 0.5)
+
+    def alike(index: int, root: Any) -> None:
+        root["teacher"][0].weight.mul_(0.5)
+        with torch.no_grad():
+            root["student"][str(index)].weight.add_(index)
+
+    assert on_two_stages(alike) == [None, None]
+    for error in on_two_stages(of_its_part):
+        assert isinstance(error, StepError)
+        assert "teacher.0.weight is frozen" in str(error) or "teacher.1.weight is frozen" in str(error)
+
+
+def test_a_steps_own_collective_calls_over_the_world_are_refused() -> None:
+    own = dist.all_reduce
+    with refusing_world_calls():
+        for call in (lambda: dist.all_reduce(torch.ones(1)), dist.barrier):
+            with pytest.raises(StepError, match=r"calls torch\.distributed\.(all_reduce|barrier) over all ranks"):
+                call()
+    assert dist.all_reduce is own
