@@ -32,7 +32,7 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
     if layout.world_size == 1:
         return
     digests: list[str] = [""] * layout.world_size
-    dist.all_gather_object(digests, digest_of(batch))
+    dist.all_gather_object(digests, _digest(batch))
     first: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = layout.at(rank).data_rank
@@ -112,7 +112,7 @@ def check_replicas(states: Iterable[dict[str, Any]]) -> None:
             if isinstance(state["parameters"][name], DTensor):
                 for path, value in tree.walk(entries):
                     if _is_plain(value) and value.ndim:
-                        own["/".join((str(index), name, *path))] = digest_of(value)
+                        own["/".join((str(index), name, *path))] = _digest(value)
     everyone: list[dict[str, str]] = [own]
     if dist.is_initialized():
         everyone = [{}] * dist.get_world_size()
@@ -145,12 +145,12 @@ def check_copies(
     Raises:
         UnsupportedStateError: On every stage, where the copies have parted.
     """
-    own = {name: digest_of(local_tensor(parameter)) for name, parameter in tied.items()}
+    own = {name: _digest(local_tensor(parameter)) for name, parameter in tied.items()}
     for optimizer in optimizers:
         for name, parameter in tied.items():
             for path, value in tree.walk(optimizer.state.get(parameter, {})):
                 known = local_tensor(value) if isinstance(value, Tensor) else value
-                own["/".join((name, *path))] = digest_of(known)
+                own["/".join((name, *path))] = _digest(known)
     first: dict[str, str] = {}
     for stage in gather_over_stages(own):
         for key, value in stage.items():
@@ -169,10 +169,10 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
     A collective call over the group. The module's own are left as they are.
     """
     plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
-    if _equal_everywhere(digest_of(plain), group):
+    if _equal_everywhere(_digest(plain), group):
         return state
     digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(digests, {name: digest_of(value) for name, value in plain.items()}, group=group)
+    dist.all_gather_object(digests, {name: _digest(value) for name, value in plain.items()}, group=group)
     agreed = dict(state)
     for name in sorted(set.intersection(*map(set, digests))):
         if any(other[name] != digests[0][name] for other in digests):
@@ -200,8 +200,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def digest_of(batch: Any) -> str:
-    """Of all values in a nesting, with their places."""
+def _digest(batch: Any) -> str:
     digest = xxhash.xxh3_128()
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())

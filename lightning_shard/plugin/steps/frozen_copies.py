@@ -7,18 +7,19 @@ stage's, would be wrong in the rest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.agreement import digest_of
 from lightning_shard.sharding import local_tensor
 
 
 class FrozenCopies:
-    """A stage's frozen parameters, of which other stages may have copies.
+    """A stage's frozen parameters of which other stages have copies; made on all stages together.
 
     Args:
         module: The stage's.
@@ -26,26 +27,24 @@ class FrozenCopies:
     """
 
     def __init__(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]]) -> None:
-        self._held = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
-        self._seen = self._versions()
+        frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
+        holders = Counter(name for stage in gather_over_stages([*frozen]) for name in stage)
+        self._held = {name: parameter for name, parameter in frozen.items() if holders[name] > 1}
+        self._is_any = max(holders.values(), default=0) > 1
         self._gather = gather_over_stages
 
     def check(self) -> None:
-        """Compare those that were changed since the last time; a collective call over the pipeline.
+        """Compare them, by sums; a collective call over the pipeline.
 
         Raises:
             StepError: On every stage, where two of them have changed their copies in different ways.
         """
-        before, self._seen = self._seen, self._versions()
-        own = {name for name, version in self._seen.items() if version != before[name]}
-        changed = set().union(*self._gather(own))
-        if not changed:
+        if not self._is_any:
             return
-        first: dict[str, str] = {}
-        digests = {name: digest_of(local_tensor(self._held[name])) for name in changed & {*self._held}}
-        for stage in self._gather(digests):
-            for name, value in stage.items():
-                if first.setdefault(name, value) != value:
+        first: dict[str, list[int]] = {}
+        for stage in self._gather(self._sums()):
+            for name, sums in stage.items():
+                if first.setdefault(name, sums) != sums:
                     raise StepError(
                         f"{name} is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that"
                         " changes it, as a teacher that averages the weights of the network that trains, sees its"
@@ -53,7 +52,11 @@ class FrozenCopies:
                         " pipeline_parallel_size=1."
                     )
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        """What is another one after a change, without a look at values."""
-        local: dict[str, Tensor] = {name: local_tensor(parameter) for name, parameter in self._held.items()}
-        return {name: (tensor.data_ptr(), tensor._version) for name, tensor in local.items()}
+    @torch.no_grad()
+    def _sums(self) -> dict[str, list[int]]:
+        """Of each the sum and the norm, as bits. No version says that values were changed through ``.data``."""
+        if not self._held:
+            return {}
+        local = (local_tensor(parameter).double() for parameter in self._held.values())  # one copy at a time
+        sums = torch.stack([torch.stack([each.sum(), each.norm()]) for each in local])
+        return dict(zip(self._held, sums.view(torch.int64).tolist()))
