@@ -29,8 +29,8 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import with_forward
 from lightning_shard.pipeline import tree
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Settings
 from lightning_shard.plugin.example import part_of
+from lightning_shard.plugin.settings import Settings
 
 _MATRIX = {"cpu": 512, "cuda": 4096}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

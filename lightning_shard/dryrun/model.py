@@ -19,7 +19,8 @@ from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.data import parallelizes_itself
 from lightning_shard.pipeline.cost import ModelCost
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Settings, blocks_of, costs_of
+from lightning_shard.plugin.placing import blocks_of, costs_of
+from lightning_shard.plugin.settings import Settings
 
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 

@@ -31,7 +31,8 @@ from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.placement import Placement, count_text, place, range_text, short, size_text, table
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Settings, as_run, devices_of
+from lightning_shard.plugin.placing import as_run, devices_of
+from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit
 
 _UNKNOWN = "unknown"

@@ -54,7 +54,7 @@ from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Settings
+from lightning_shard.plugin.settings import Settings
 
 
 def search_module(

@@ -32,7 +32,7 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.assemble import Assembly, Settings, assemble
+from lightning_shard.plugin.assemble import Assembly, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
@@ -55,6 +55,7 @@ from lightning_shard.plugin.saving.state import (
     check_same_groups,
     groups_of,
 )
+from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.first_looks import FirstLooks

@@ -28,7 +28,7 @@ from lightning_shard.pipeline.stages import Stages
 from lightning_shard.pipeline.step import PipelinedStep
 from lightning_shard.pipeline.taint import refuse
 from lightning_shard.pipeline.ties import find_ties
-from lightning_shard.plugin.assemble import Holders, cut_to
+from lightning_shard.plugin.cutting import Holders, cut_to
 from lightning_shard.plugin.steps.apart import StatesApart
 from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.memory import Memory

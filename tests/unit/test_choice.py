@@ -17,8 +17,9 @@ from lightning_shard.pipeline.choice import Choice, best
 from lightning_shard.pipeline.cost import measure, watch
 from lightning_shard.pipeline.placement import Placement, StagePlacement
 from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin import assemble
-from lightning_shard.plugin.assemble import Settings, blocks_of
+from lightning_shard.plugin import placing
+from lightning_shard.plugin.placing import blocks_of
+from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedules import agree, candidates, choose, that_evaluate, that_fit
 
 CPU = torch.device("cpu")
@@ -217,11 +218,11 @@ def test_nor_those_in_a_block_that_is_checkpointed() -> None:
 def test_settings_of_blocks_are_counted() -> None:
     cost = measure([(str(i), Attention()) for i in range(4)], {})
     assert all(block.later for block in cost.blocks)
-    every_second = assemble.as_run(cost, 2)
+    every_second = placing.as_run(cost, 2)
     assert [bool(block.later) for block in every_second.blocks] == [True, False, True, False]
     assert [block.runs_again for block in every_second.blocks] == [False, True, False, True]
-    assert not any(block.runs_again for block in assemble.as_run(cost, "selective").blocks)
-    assert not any(block.later for block in assemble.as_run(cost, None, compiled=True).blocks)
+    assert not any(block.runs_again for block in placing.as_run(cost, "selective").blocks)
+    assert not any(block.later for block in placing.as_run(cost, None, compiled=True).blocks)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_a_plan_chooses_as_a_run_does(blocks: int, settings: dict[str, Any]) -> 
     module, of_run = Module(blocks), Settings("auto", None, None, **settings)
     found = blocks_of(module, of_run, 4)
     assert found is not None
-    _, placement, schedule = assemble._place(
+    _, placement, schedule = placing.place_blocks(
         module,
         found,
         Layout.resolve(4, pipeline_parallel_size=4),

@@ -17,7 +17,7 @@ from lightning_shard.errors import LayoutError, PlanError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import resolve_experts
 from lightning_shard.parallel.expert_lists import deal_list
-from lightning_shard.plugin.assemble import _to_run_again
+from lightning_shard.plugin.looking import to_run_again
 from lightning_shard.testing.layouts import parse
 from tests.mixtures import EXPERTS, NETWORKS, Experts, ListedMixture, Mixtures
 
@@ -188,7 +188,7 @@ def test_noise_of_the_router_is_the_same_in_both_runs_whatever_experts_draw() ->
     mesh = init_device_mesh("cpu", (1,))
     plain = nn.ModuleDict({"mixture": Noisy()})
     dealt = copy.deepcopy(plain)
-    deal_list(dealt, "mixture.experts", mesh, mesh, partial(_to_run_again, torch.device("cpu")))
+    deal_list(dealt, "mixture.experts", mesh, mesh, partial(to_run_again, torch.device("cpu")))
     tokens = torch.randn(16, 8)
     for step in range(2):  # of which the first asks an expert for the shape of its results
         results = []

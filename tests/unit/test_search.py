@@ -30,7 +30,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
-from lightning_shard.plugin.assemble import Settings
+from lightning_shard.plugin.settings import Settings
 
 WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 4, 8
 SLOW = replace(device("h100"), per_machine=2)

@@ -1,0 +1,52 @@
+"""Code of a module that is run to be looked at, or to be run again: what it leaves behind is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_shard.parallel.expert_lists import RunsAgain
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.memory import Memory
+
+
+class Traces(NamedTuple):
+    """What runs of a module's code leave behind."""
+
+    changed: Callable[[], list[str]]
+    put_back: Callable[[], None]
+
+
+@contextmanager
+def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
+    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+    memory, put_generators_back = Memory(module), randomness.remember(device)
+
+    def put_back() -> None:
+        memory.put_back()
+        put_generators_back()
+
+    try:
+        yield Traces(memory.changed, put_back)
+    finally:
+        memory.forget()
+
+
+@contextmanager
+def to_run_again(device: torch.device, module: nn.Module) -> Iterator[RunsAgain]:
+    memory, put_generators_back = Memory(module), randomness.remember(device)
+
+    @contextmanager
+    def from_the_beginning() -> Iterator[None]:
+        with randomness.preserved(device):
+            put_generators_back()
+            yield
+
+    try:
+        yield memory.put_back, from_the_beginning
+    finally:
+        memory.forget()
