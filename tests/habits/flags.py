@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,9 @@ def by_tensorboard(run: Run) -> Any:
 
 @logging_habit("the logger that the Trainer makes by itself", long=True)
 def by_default(run: Run) -> Any:
-    return run.fit(logger=True), run.files("*/*/*")
+    seen = run.fit(logger=True)
+    files = partial(run.folder.glob, "*/*/*")  # of events the names hold a time
+    return seen, run.on_rank_zero(lambda: sorted(file.name.split(".tfevents.")[0] for file in files()))
 
 
 class LogsInHooks(Module):
