@@ -17,6 +17,7 @@ from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.between import gather_for_calls
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
+from lightning_shard.parallel.compared import SplitBlocks
 from lightning_shard.parallel.compiled import compile_block
 from lightning_shard.parallel.context import DealtSequences
 from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
@@ -117,9 +118,11 @@ def assemble(
     recomputed = _recomputed(module, blocks, settings)
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
+    compared = None
     if blocks and placement:
         own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
         names = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+        compared = _to_compare(module, names, settings, styles, device)
         # before the cut, which stands in for some calls
         _wrap_blocks(module, names, recomputed, settings, sequences, device)
 
@@ -156,15 +159,9 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    keep_what_is_set(module)
-    keep_what_is_given(sharded_units(module))
-    whole = whole_of(module)
-    if whole is not None:
-        whole.refuses_changes = part.stages is not None
-    if part.stages is None:
-        gather_for_calls(module, [module.get_submodule(name) for name in units])
-    else:
-        _join(module, part.stages, layout.pipeline_rank, part.ties)
+    if compared is not None:
+        compared.compare(module)
+    _watch(module, layout, part, units)
     return Assembly(
         layout,
         settings,
@@ -176,6 +173,19 @@ def assemble(
         part.is_tied_over_ranks,
         places,
     )
+
+
+def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
+    """Have what users' code does to a sharded module kept or refused, in steps and between them."""
+    keep_what_is_set(module)
+    keep_what_is_given(sharded_units(module))
+    whole = whole_of(module)
+    if whole is not None:
+        whole.refuses_changes = part.stages is not None
+    if part.stages is None:
+        gather_for_calls(module, [module.get_submodule(name) for name in units])
+    else:
+        _join(module, part.stages, layout.pipeline_rank, part.ties)
 
 
 def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:
@@ -261,6 +271,20 @@ def _sequences(
     sequences = DealtSequences(Part.of(groups.context), partial(looking_at, device))
     sequences.generate_whole(module)
     return sequences
+
+
+def _to_compare(
+    module: nn.Module,
+    names: Collection[str],
+    settings: Settings,
+    styles: Mapping[str, ParallelStyle],
+    device: torch.device,
+) -> SplitBlocks | None:
+    """The blocks that a plan of the user's own splits, before they are wrapped."""
+    if settings.tensor_parallel_plan is None or settings.compile_blocks:
+        return None
+    blocks = {name: module.get_submodule(name) for name in sorted(names)}
+    return SplitBlocks(blocks, styles, partial(looking_at, device))
 
 
 def _wrap_blocks(

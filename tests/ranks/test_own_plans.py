@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning as L
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lightning_shard.errors import PlanError
+from lightning_shard.testing import assert_trains_alike
 from tests.mixtures import assert_alike
 from tests.parity import layout
 
@@ -28,3 +34,44 @@ def test_packed_experts_and_shared_rotary_keys() -> None:
 @pytest.mark.parametrize("sizes", [layout(data=2, tensor=2), layout(pipeline=2, tensor=2)], ids=["dp2×tp2", "pp2×tp2"])
 def test_packed_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
     assert_alike(sizes, ["qwen3", "llama with LoRA"], tmp_path)
+
+
+class Fused(nn.Module):
+    """A block whose queries, keys and values are one layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class OfFused(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList([Fused() for _ in range(2)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return (x - batch.roll(1, 1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+
+def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
+    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+    assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=right)
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
+        assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)

@@ -1,0 +1,147 @@
+"""Whether blocks that a user's own tensor-parallel plan splits compute what they compute whole.
+
+A plan that doesn't fit the code needn't fail: of a layer whose output is queries, keys and values, ``colwise`` gives
+each rank a part of them, one after the other, which the code then takes for other queries, keys and values. So in the
+first training step one block of each kind is run once more, on whole parameters, and what it adds is compared.
+
+Not seen: what is hidden by parameters that begin as zeros, layers outside of blocks, blocks with a user's hooks
+inside, compiled ones, and plans that deal sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.func import functional_call
+
+from lightning_shard.errors import PlanError
+from lightning_shard.parallel.tensor import ScatterSequence
+from lightning_shard.sharding import full_tensor
+
+_APART = {torch.float64: 0.02, torch.float32: 0.02}
+_APART_IN_16_BITS = 0.2
+"""By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
+
+PuttingBack = Callable[[nn.Module], AbstractContextManager[Any]]
+"""Around runs of a module that leave nothing behind."""
+
+
+class SplitBlocks:
+    """Blocks of which one of each kind is to be compared.
+
+    Args:
+        blocks: Whole, by name, before anything wraps them.
+        styles: Of modules, by name.
+        putting_back: Around runs that are to leave nothing behind.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], putting_back: PuttingBack
+    ) -> None:
+        kinds: dict[Any, str] = {}
+        deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
+        for name, block in blocks.items() if not deals_sequences else ():
+            inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
+            if inside:
+                kinds.setdefault((type(block), tuple((n, repr(s)) for n, s in inside)), name)
+        self._copies = {name: _without_hooks(blocks[name]) for name in kinds.values()}
+        self._putting_back = putting_back
+
+    def compare(self, root: nn.Module) -> None:
+        """Have the blocks compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
+        for name, whole in self._copies.items():
+            _compare_first_call(root.get_submodule(name), name, whole, self._putting_back)
+
+
+def _without_hooks(block: nn.Module) -> nn.Module:
+    """A copy without memory for its parameters."""
+    of_tensors = {id(t): torch.empty_like(t, device="meta") for t in (*block.parameters(), *block.buffers())}
+    memo = {
+        key: nn.Parameter(tensor, tensor.requires_grad) if key in set(map(id, block.parameters())) else tensor
+        for key, tensor in of_tensors.items()
+    }
+    whole = copy.deepcopy(block, memo)
+    for module in whole.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    return whole.eval()
+
+
+def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, putting_back: PuttingBack) -> None:
+    own, had = block.forward, "forward" in block.__dict__
+
+    @wraps(own)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        if not block.training or not torch.is_grad_enabled() or _is_watched(block):
+            return own(*args, **kwargs)
+        if had:
+            block.__dict__["forward"] = own
+        else:
+            del block.__dict__["forward"]
+        _check(block, name, own, whole, putting_back, args, kwargs)
+        return own(*args, **kwargs)
+
+    block.__dict__["forward"] = compared
+
+
+def _is_watched(block: nn.Module) -> bool:
+    """Whether a user's hooks inside would see one run more."""
+    inner = [module for module in block.modules() if module is not block]
+    hooks = [hook for m in inner for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+@torch.no_grad()
+def _check(
+    block: nn.Module,
+    name: str,
+    own: Callable[..., Any],
+    whole: nn.Module,
+    putting_back: PuttingBack,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    tensors = {key: full_tensor(value) for key, value in (*block.named_parameters(), *block.named_buffers())}
+    training = [module for module in block.modules() if module.training]
+    with putting_back(block):
+        block.eval()
+        split = own(*args, **kwargs)
+        for module in training:
+            module.training = True
+    expected = functional_call(whole, tensors, args, kwargs)
+    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    for ours, theirs in zip(_tensors(split), _tensors(expected)):
+        if ours.shape != theirs.shape or not _are_alike(ours, theirs, given):
+            raise PlanError(
+                f"tensor_parallel_plan: {name} computes something else when it is split than whole. A layer whose"
+                " output holds several things one after the other, such as queries, keys and values, can't be"
+                " 'colwise', which gives each rank a part of all its features: choose 'colwise_gather_output', and"
+                " 'rowwise_split_input' for the layer behind it, or a layer for each. What follows a 'colwise' layer,"
+                " up to a 'rowwise' one, must work on a part of its features or heads."
+            )
+
+
+def _are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
+    if not theirs.is_floating_point():
+        return True
+    added = theirs - given if given is not None and given.shape == theirs.shape else theirs
+    rounding = 4 * torch.finfo(theirs.dtype).eps * theirs.abs().max()
+    apart = _APART.get(ours.dtype, _APART_IN_16_BITS) * added.abs().max() + rounding
+    return not bool((ours - theirs).abs().max() > apart)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
