@@ -5,14 +5,15 @@ each rank a part of them, one after the other, which the code then takes for oth
 first training step one block of each kind is run once more, on whole parameters, and what it adds is compared.
 
 Not seen: what is hidden by parameters that begin as zeros, layers outside of blocks, blocks with a user's hooks
-inside, compiled ones, and plans that deal sequences.
+inside, compiled ones, blocks that are given objects, and plans that deal sequences.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from enum import Enum
 from functools import wraps
 from typing import Any
 
@@ -28,6 +29,8 @@ from lightning_shard.sharding import full_tensor
 _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2
 """By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 PuttingBack = Callable[[nn.Module], AbstractContextManager[Any]]
 """Around runs of a module that leave nothing behind."""
@@ -85,7 +88,8 @@ def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, putting_b
             block.__dict__["forward"] = own
         else:
             del block.__dict__["forward"]
-        _check(block, name, own, whole, putting_back, args, kwargs)
+        with suppress(_Opaque):
+            _check(block, name, own, whole, putting_back, (args, kwargs))
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
@@ -98,6 +102,30 @@ def _is_watched(block: nn.Module) -> bool:
     return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
+class _Opaque(Exception):
+    """Arguments that a run could change, and that can't be copied."""
+
+
+def _copied(value: Any) -> Any:
+    """Arguments for one run more, which may write to them; transformers' caches, to which it would add, are left out.
+
+    Raises:
+        _Opaque: It isn't known what a run would do to them.
+    """
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (tuple, list)):
+        values = [_copied(each) for each in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    if hasattr(value, "get_seq_length"):
+        return None
+    if isinstance(value, _PLAIN):
+        return value
+    raise _Opaque
+
+
 @torch.no_grad()
 def _check(
     block: nn.Module,
@@ -105,9 +133,9 @@ def _check(
     own: Callable[..., Any],
     whole: nn.Module,
     putting_back: PuttingBack,
-    args: Any,
-    kwargs: Any,
+    arguments: tuple[Any, Any],
 ) -> None:
+    (args, kwargs), (again, named) = _copied(arguments), _copied(arguments)
     tensors = {key: full_tensor(value) for key, value in (*block.named_parameters(), *block.named_buffers())}
     training = [module for module in block.modules() if module.training]
     with putting_back(block):
@@ -115,8 +143,8 @@ def _check(
         split = own(*args, **kwargs)
         for module in training:
             module.training = True
-    expected = functional_call(whole, tensors, args, kwargs)
-    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    expected = functional_call(whole, tensors, again, named)
+    given = next(iter(_tensors(arguments)), None)
     for ours, theirs in zip(_tensors(split), _tensors(expected)):
         if ours.shape != theirs.shape or not _are_alike(ours, theirs, given):
             raise PlanError(
