@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +14,7 @@ from lightning_shard.parallel.updates import update_shards
 from lightning_shard.testing import run_ranks
 
 STEPS = 3
+SUMMANDS = "summands"
 SETTINGS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 0.1},
     "amsgrad": {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1},
@@ -59,22 +59,23 @@ def updated(settings: dict[str, Any], of_gradient: Placement, ours: bool) -> tup
     return [tensor.detach() for tensor in tensors], counted.count
 
 
-def both(settings: dict[str, Any], of_gradient: Placement) -> tuple[bool, int, int]:
-    theirs, ours = updated(settings, of_gradient, False), updated(settings, of_gradient, True)
-    return all(map(torch.equal, theirs[0], ours[0])), theirs[1], ours[1]
+def both() -> dict[str, tuple[bool, int, int]]:
+    """With each setting, and with gradients that are still to be summed: whether numbers are equal, and the counts."""
+    ways = {name: (settings, Shard(0)) for name, settings in SETTINGS.items()} | {
+        SUMMANDS: (SETTINGS["Adam"], Partial())
+    }
+    found = {}
+    for name, (settings, of_gradient) in ways.items():
+        theirs, ours = updated(settings, of_gradient, False), updated(settings, of_gradient, True)
+        found[name] = all(map(torch.equal, theirs[0], ours[0])), theirs[1], ours[1]
+    return found
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_they_give_the_numbers_of_dtensors_without_their_dispatch(settings: dict[str, Any]) -> None:
-    for equal, theirs, ours in run_ranks(both, 2, settings, Shard(0)):
-        assert equal
-        assert theirs > ours == 0
-
-
-def test_a_gradient_that_is_still_to_be_summed_is_summed() -> None:
-    for equal, theirs, ours in run_ranks(both, 2, SETTINGS["Adam"], Partial()):
-        assert equal
-        assert theirs == ours > 0
+def test_they_give_the_numbers_of_dtensors_without_their_dispatch_but_where_ranks_must_talk() -> None:
+    for found in run_ranks(both, 2):
+        for name, (equal, theirs, ours) in found.items():
+            assert equal, name
+            assert theirs > ours == 0 or (name == SUMMANDS and theirs == ours), name
 
 
 def test_other_optimizers_stay_as_they_are() -> None:
