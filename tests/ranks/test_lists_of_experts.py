@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.expert_lists import RunsAgain
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.mixtures import EXPERTS, ListedMixture
@@ -77,8 +78,8 @@ class Around(nn.Module):
 
 
 @contextmanager
-def nothing_to_put_back(_: nn.Module) -> Iterator[Callable[[], None]]:
-    yield lambda: None
+def nothing_to_put_back(_: nn.Module) -> Iterator[RunsAgain]:
+    yield (lambda: None), nullcontext
 
 
 def dealt(module: nn.Module) -> nn.Module:

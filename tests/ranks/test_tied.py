@@ -158,9 +158,21 @@ class Normalized(torch.optim.SGD):
         return loss
 
 
-class Drifts(Tied):
+class TakesNorm(Tied):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return Normalized(self.parameters(), lr=0.1)
+
+
+class Untried(Normalized):
+    """Can't be made by its settings, which would show that it takes a norm."""
+
+    def __init__(self, parameters: Any, lr: float, norm: str) -> None:
+        super().__init__(parameters, lr=lr)
+
+
+class Drifts(Tied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Untried(self.parameters(), 0.1, norm="of all")
 
 
 class FreezesByPlace(Tied):
@@ -203,6 +215,7 @@ class BuffersOnBothSides(L.LightningModule):
 
 REFUSED = {
     Grouped: r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001",
+    TakesNorm: r"Normalized takes something over all of its parameters",
     Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
     FreezesByPlace: r"embed_tokens\.weight is on pipeline ranks .* only some of them train it: freeze",
     BuffersOnBothSides: r"runs in several places, on stages \[0, 1\], and has buffers \(seen\)",
