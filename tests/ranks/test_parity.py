@@ -40,7 +40,7 @@ def with_every_schedule(network: str, layout: str) -> dict[str, Seen]:
 THREE_AXES = "pp2×dp2×tp2"
 ON_ALL = ("gpt", "llama")
 ALWAYS = {
-    **dict.fromkeys(("tp2", "pp2"), tuple(NETWORKS)),
+    **dict.fromkeys(("tp2", "pp2"), (*ON_ALL, "gpt2")),
     **dict.fromkeys(("dp4", "dp2×tp2", "pp2×dp2"), ON_ALL),
     **dict.fromkeys(("pp2×tp2", "pp4"), ("llama",)),
 }
