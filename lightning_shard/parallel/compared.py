@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
-from enum import Enum
 from functools import wraps
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache, made_like
 from lightning_shard.parallel.tensor import ScatterSequence
 from lightning_shard.sharding import full_tensor
 
 _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2
 """By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 PuttingBack = Callable[[nn.Module], AbstractContextManager[Any]]
 """Around runs of a module that leave nothing behind."""
@@ -65,11 +63,9 @@ class SplitBlocks:
 
 def _without_hooks(block: nn.Module) -> nn.Module:
     """A copy without memory for its parameters."""
-    of_tensors = {id(t): torch.empty_like(t, device="meta") for t in (*block.parameters(), *block.buffers())}
-    memo = {
-        key: nn.Parameter(tensor, tensor.requires_grad) if key in set(map(id, block.parameters())) else tensor
-        for key, tensor in of_tensors.items()
-    }
+    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in block.buffers()}
+    for parameter in block.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     whole = copy.deepcopy(block, memo)
     for module in whole.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -97,9 +93,7 @@ def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, putting_b
 
 def _is_watched(block: nn.Module) -> bool:
     """Whether a user's hooks inside would see one run more."""
-    inner = [module for module in block.modules() if module is not block]
-    hooks = [hook for m in inner for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return not all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    return any(has_other_hooks(module, ("torch.",)) for module in block.modules() if module is not block)
 
 
 class _Opaque(Exception):
@@ -115,13 +109,12 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, (tuple, list)):
-        values = [_copied(each) for each in value]
-        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+        return made_like(value, [_copied(each) for each in value])
     if type(value) is dict:
         return {key: _copied(each) for key, each in value.items()}
-    if hasattr(value, "get_seq_length"):
+    if is_cache(value):
         return None
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     raise _Opaque
 

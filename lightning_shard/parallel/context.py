@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache, made_like
 from lightning_shard.parallel.attention import attention_by, make_masks, over_ranks
 from lightning_shard.parallel.positions import (
     POSITIONS,
@@ -33,7 +33,6 @@ from lightning_shard.parallel.positions import (
 )
 from lightning_shard.parallel.sequence import Cut, Join, Part, Share
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
 
@@ -150,7 +149,7 @@ class DealtSequences:
         if isinstance(returned, Tensor):
             return Join.apply(returned, 1, self._part)
         if isinstance(returned, (tuple, list)):
-            return _made_like(returned, [self._joined(value) for value in returned])
+            return made_like(returned, [self._joined(value) for value in returned])
         return returned
 
     def _check(
@@ -179,7 +178,7 @@ class DealtSequences:
         """
 
         def left_out(value: Any) -> Any:
-            if not hasattr(value, "get_seq_length"):
+            if not is_cache(value):
                 return value
             if value.get_seq_length() or block in self._caches.setdefault(value, set()):
                 raise StepError(
@@ -212,10 +211,10 @@ def _each_tensor(block: nn.Module, hidden: Tensor, given: Any, take: Callable[[T
     if isinstance(given, Tensor):
         return take(given, 1 if given is hidden else sequence_dim(given, hidden.size(1)))
     if isinstance(given, (tuple, list)):
-        return _made_like(given, [_each_tensor(block, hidden, value, take) for value in given])
+        return made_like(given, [_each_tensor(block, hidden, value, take) for value in given])
     if type(given) is dict:
         return {name: _each_tensor(block, hidden, value, take) for name, value in given.items()}
-    if not isinstance(given, _PLAIN):
+    if not isinstance(given, PLAIN):
         raise StepError(
             f"{type(block).__name__} is given a {type(given).__name__}, of which it isn't known what it holds of a"
             f" sequence: give it tensors, or tuples and dicts of them.{_ONE}"
@@ -263,18 +262,12 @@ def _kind_of(given: Any) -> Any:
     return given if isinstance(given, (bool, str, type(None))) else type(given)
 
 
-def _made_like(given: Any, values: list[Any]) -> Any:
-    return type(given)(*values) if hasattr(given, "_fields") else type(given)(values)
-
-
 def _refuse_hooks(block: nn.Module, inner: Sequence[nn.Module]) -> None:
     for module in inner:
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            function = hook.func if isinstance(hook, partial) else hook
-            if not str(getattr(function, "__module__", "")).startswith(_LIBRARIES):
-                raise StepError(
-                    f"A {type(module).__name__} within {type(block).__name__} has a forward hook, which with"
-                    " context_parallel_size would see this rank's part of sequences: put it on the block, which sees"
-                    " whole ones. (transformers puts some there for output_hidden_states, output_attentions and"
-                    f" output_router_logits.){_ONE}"
-                )
+        if has_other_hooks(module, _LIBRARIES):
+            raise StepError(
+                f"A {type(module).__name__} within {type(block).__name__} has a forward hook, which with"
+                " context_parallel_size would see this rank's part of sequences: put it on the block, which sees"
+                " whole ones. (transformers puts some there for output_hidden_states, output_attentions and"
+                f" output_router_logits.){_ONE}"
+            )

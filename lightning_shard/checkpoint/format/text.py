@@ -60,7 +60,22 @@ ChunkText = tuple[bytes, bytes, bytes, bytes, bytes]
 """A chunk's file, begin, end, place (``"offsets":…,"sizes":…``) and digests."""
 
 
-class Lines(Mapping[str, "TensorText | dict[str, Any]"]):
+class _ByLine(Mapping[str, Any]):
+    """What is text, a line each, until it is asked for."""
+
+    lines: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.lines
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+
+class Lines(_ByLine):
     """A section whose tensors are text, a line each, which is parsed when it is asked for.
 
     Args:
@@ -95,17 +110,8 @@ class Lines(Mapping[str, "TensorText | dict[str, Any]"]):
             self._sound.add(of.begin)
         return text
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.lines
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.lines)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-
-class Objects(Mapping[str, Any]):
+class Objects(_ByLine):
     """Objects as text, a line each, which is parsed when it is asked for. That raises ValueError where it is no JSON.
 
     Args:
@@ -126,15 +132,6 @@ class Objects(Mapping[str, Any]):
             return found
         assert self._bring is not None
         return self._bring(*found)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.lines
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.lines)
-
-    def __len__(self) -> int:
-        return len(self.lines)
 
 
 def tensor_text(raw: Mapping[str, Any]) -> TensorText:

@@ -151,16 +151,21 @@ def check_copies(
             for path, value in tree.walk(optimizer.state.get(parameter, {})):
                 known = local_tensor(value) if isinstance(value, Tensor) else value
                 own["/".join((name, *path))] = _digest(known)
-    first: dict[str, str] = {}
-    for stage in gather_over_stages(own):
-        for key, value in stage.items():
-            if first.setdefault(key, value) != value:
-                raise UnsupportedStateError(
-                    f"{key} is tied over two pipeline stages, and their copies have parted: an optimizer that takes"
-                    " norms or other statistics over its parameters, or draws random numbers, or a callback, has"
-                    " changed them in two ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie"
-                    " the weights, or use pipeline_parallel_size=1."
-                )
+    parted = first_parted(gather_over_stages(own))
+    if parted is not None:
+        raise UnsupportedStateError(
+            f"{parted} is tied over two pipeline stages, and their copies have parted: an optimizer that takes norms or"
+            " other statistics over its parameters, or draws random numbers, or a callback, has changed them in two"
+            " ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie the weights, or use"
+            " pipeline_parallel_size=1."
+        )
+
+
+def first_parted(of_stages: Iterable[Mapping[str, Any]]) -> str | None:
+    """The first name for which two stages have other values; ``None``: there is none."""
+    first: dict[str, Any] = {}
+    named = (entry for stage in of_stages for entry in stage.items())
+    return next((name for name, value in named if first.setdefault(name, value) != value), None)
 
 
 def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group: Any) -> dict[str, Any]:

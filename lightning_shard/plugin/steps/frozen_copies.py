@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.agreement import first_parted
 from lightning_shard.sharding import local_tensor
 
 
@@ -41,16 +42,13 @@ class FrozenCopies:
         """
         if not self._is_any:
             return
-        first: dict[str, list[int]] = {}
-        for stage in self._gather(self._sums()):
-            for name, sums in stage.items():
-                if first.setdefault(name, sums) != sums:
-                    raise StepError(
-                        f"{name} is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that"
-                        " changes it, as a teacher that averages the weights of the network that trains, sees its"
-                        " stage's part of that network only (named_parameters(), state_dict()). Use"
-                        " pipeline_parallel_size=1."
-                    )
+        parted = first_parted(self._gather(self._sums()))
+        if parted is not None:
+            raise StepError(
+                f"{parted} is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that"
+                " changes it, as a teacher that averages the weights of the network that trains, sees its stage's part"
+                " of that network only (named_parameters(), state_dict()). Use pipeline_parallel_size=1."
+            )
 
     @torch.no_grad()
     def _sums(self) -> dict[str, list[int]]:
