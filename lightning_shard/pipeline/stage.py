@@ -256,7 +256,7 @@ class Stage:
         if not self.is_shown or not self.in_step or self._trace is None:
             return output
         kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
-        result = self._trace.ends(name, output, part, kept)
+        result = self._trace.ends(name, output, part=part, kept=kept)
         if result is not output:
             _refuse_backward_hooks(name, part)  # it was received, as what is sent to later stages will be
         return result

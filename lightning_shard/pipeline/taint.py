@@ -10,7 +10,9 @@ A tensor is told apart by its class, at no cost to known ones: no value is looke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -58,6 +60,13 @@ class Origin:
     on_missing: Callable[[Sequence[Unknown], str], NoReturn]
 
 
+class _Met(threading.local):
+    found: list[Unknown] | None = None
+
+
+_met = _Met()
+
+
 class Unknown(torch.Tensor):
     """A tensor whose values aren't known here.
 
@@ -73,6 +82,8 @@ class Unknown(torch.Tensor):
         name = getattr(func, "__name__", "")
         taken = args[1:] if name in _WITHOUT_VALUES else args[:1] if name in _LIKE_OTHERS else (args, kwargs)
         unknown = first_unknown(taken)
+        if unknown is not None and _met.found is not None:
+            _met.found += all_unknown(taken)
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
         if args and isinstance(args[0], Unknown) and writes(name) and _has_no_memory(args[0]):
@@ -211,6 +222,28 @@ def refuse(value: Any, where: str) -> None:
 
 def _miss(values: Sequence[Unknown], sentence: str) -> NoReturn:
     values[0].origin.on_missing(values, sentence)
+
+
+@contextmanager
+def met_inside(given: Any) -> Iterator[list[Unknown]]:
+    """Yields, filled as it goes, the unknown values of what is given and of what torch's functions get inside."""
+    outer, _met.found = _met.found, all_unknown(given)
+    try:
+        yield _met.found
+    finally:
+        if outer is not None:
+            outer += _met.found
+        _met.found = outer
+
+
+def mark_all(value: Any, origin: Origin) -> None:
+    """Have all tensors of a nesting be unknown from now on."""
+    for leaf in tree.tensors(value):
+        mark(leaf, origin)
+
+
+def all_unknown(value: Any) -> list[Unknown]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Unknown)]
 
 
 def first_unknown(value: Any) -> Unknown | None:

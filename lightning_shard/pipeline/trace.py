@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import functions, tree
 from lightning_shard.pipeline.crossing import Key, Passage, Value, keep, value_of
-from lightning_shard.pipeline.taint import Hollow, Unknown, base_of, leaves, mark, memory_of, writes
+from lightning_shard.pipeline.taint import Hollow, Unknown, base_of, leaves, mark, mark_all, memory_of, writes
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -70,17 +70,26 @@ class Trace(TorchFunctionMode):
         self.suspend()
 
     def ends(
-        self, name: str, result: Any, part: nn.Module | None = None, kept: Sequence[tuple[str, str]] | None = None
+        self,
+        name: str,
+        result: Any,
+        *,
+        part: nn.Module | None = None,
+        kept: Sequence[tuple[str, str]] | None = None,
+        unknown: Sequence[Unknown] = (),
     ) -> Any:
         """What it returned; gives what the user's code goes on with.
 
         Args:
+            unknown: Of what isn't known it was computed, where that can't be told from the result's class.
             part: The part, if it's one.
             kept: Its modules' names, and attributes that they have set; not said where it isn't being found out.
         """
+        if unknown:
+            mark_all(result, unknown[0].origin)
         if self._suspended == 1:  # not resumed yet: copies made here aren't the network's
             number = self._passage.counted.number
-            result = self._counted(name, result, [], self._parents)
+            result = self._counted(name, result, [], (*self._parents, *self._unknown_in(unknown)))
             if part is not None:
                 for path, key in kept if kept is not None else self._passage.kept_by(number):
                     self._counted_kept(part.get_submodule(path), (number, path, key, name))

@@ -210,22 +210,73 @@ class WithAnOwnFunction(Conditioned):
         return self.head(self.norm(hidden))
 
 
-class Scripted(Net):
+class ByFunction(Net):
+    """A function inside of which tensors lose their class gives what all blocks take."""
+
     def __init__(self) -> None:
         super().__init__()
         self.time = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
-        condition = doubled(self.time(hidden))
+        condition = self.condition(self.time(hidden))
         for block in self.blocks:
             hidden = block(hidden, condition)
         return self.head(self.norm(hidden))
+
+    def condition(self, time: Tensor) -> Tensor:
+        return doubled(time)
 
 
 @torch.jit.script
 def doubled(x: Tensor) -> Tensor:
     return x * 2
+
+
+@torch.jit.script
+def chosen(x: Tensor) -> Tensor:
+    return x.argmax(-1)
+
+
+class Scripted(ByFunction):
+    pass
+
+
+class ScriptedInteger(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return F.one_hot(chosen(time), WIDTH).float()
+
+
+class VmappedInteger(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return F.one_hot(torch.vmap(lambda each: each.argmax(-1))(time), WIDTH).float()
+
+
+class VmappedClosure(ByFunction):
+    """What isn't known is not among the arguments."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        nearest = torch.vmap(lambda each: (each @ self.time.weight).argmax(-1))
+        return F.one_hot(nearest(torch.ones_like(time)), WIDTH).float()
+
+
+class VmappedInside(ByFunction):
+    """One transform in another, both of all that the network knows."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        return torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time)
+
+
+class ForwardDerivative(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return torch.func.jvp(torch.sin, (time,), (torch.ones_like(time),))[1]
+
+
+class Functionalized(ByFunction):
+    """Isn't told of."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        return torch.func.functionalize(lambda each: each * 2)(time)
 
 
 class Recurrent(nn.Module):
@@ -362,6 +413,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
         *(Inherits, BetweenAll),
+        *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside, ForwardDerivative),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}
 
@@ -985,7 +1037,7 @@ class ValuesDecide(Conditioned):
         (Lists, r"net\.blocks\.0 changes its list losses"),
         (CapturedFunction, "isn't known there"),
         (Differentiates, r"takes gradients itself \(grad\)"),
-        (Scripted, r"turned finite values into NaN.*scripted function"),
+        (Functionalized, r"turned finite values into NaN.*scripted function"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
