@@ -139,8 +139,8 @@ def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> int:
+    from lightning_shard import tree
     from lightning_shard.dryrun.search import search_module
-    from lightning_shard.pipeline import tree
 
     for name in ("devices", "device"):
         if getattr(arguments, name) is None:

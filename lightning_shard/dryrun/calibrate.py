@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.dryrun.counts import AROUND, LOSS
 from lightning_shard.dryrun.devices import Device, Link
 from lightning_shard.dryrun.devices import device as device_of
@@ -27,7 +28,6 @@ from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.dryrun.rates import Measured
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.data import with_forward
-from lightning_shard.pipeline import tree
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.example import part_of
 from lightning_shard.plugin.settings import Settings

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lightning_shard import tree
 from lightning_shard.dryrun.counts import (
     AROUND,
     EXPERT,
@@ -42,7 +43,6 @@ from lightning_shard.parallel.expert import deal_stack, resolve_experts
 from lightning_shard.parallel.expert_lists import RunsAgain, deal_list, is_list
 from lightning_shard.parallel.recompute import leave_out_caches, recompute
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.packed import nothing_packed
 from lightning_shard.plugin.example import part_of
 

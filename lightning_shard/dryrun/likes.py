@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.pipeline import tree
+from lightning_shard import tree
 
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "idx")
 """Attributes that number layers: blocks are alike that differ in these."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
+from lightning_shard import tree
 from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device
@@ -27,7 +28,6 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan as TensorPlan
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.placement import Placement, count_text, place, range_text, short, size_text, table
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops

@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_shard import tree
 from lightning_shard.dryrun.counting import count
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.devices import Device
@@ -49,7 +50,6 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan, resolve_experts
 from lightning_shard.parallel.tensor import Plan as TensorPlan
 from lightning_shard.parallel.tensor import resolve_plan
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedule import Schedule

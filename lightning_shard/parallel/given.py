@@ -9,12 +9,13 @@ what it returned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 
 
@@ -40,20 +41,20 @@ class _Call:
         self._copies: list[tuple[Any, Any, list[Any]]] = []
 
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._given = [*_containers((args, kwargs))]
+        self._given = [*tree.containers((args, kwargs))]
 
     def copied(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        pairs = zip(self._given, _containers((args, kwargs)))
+        pairs = zip(self._given, tree.containers((args, kwargs)))
         self._copies = [(given, copy, _entries(copy)) for given, copy in pairs if given is not copy]
 
     def ends(self, unit: nn.Module, _: Any, output: Any) -> Any:
         copies, self._given, self._copies = self._copies, [], []
         if not copies:
             return output
-        returned = {id(each) for each in _containers(output)}
+        returned = {id(each) for each in tree.containers(output)}
         given_for: dict[int, Any] = {}
         for given, copy, before in copies:
-            if _same(before, _entries(copy)):
+            if tree.same_entries(before, _entries(copy)):
                 continue
             if id(copy) not in returned:
                 kind = type(copy).__name__
@@ -69,29 +70,8 @@ class _Call:
         return given_for.get(id(output), output)
 
 
-def _containers(value: Any) -> Iterator[Any]:
-    is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if is_object != isinstance(value, (list, dict)):  # transformers' outputs are both, and don't change
-        yield value
-    if is_object or isinstance(value, (list, dict, tuple)):
-        for child in _entries(value):
-            yield from _containers(child)
-
-
 def _entries(container: Any) -> list[Any]:
-    if isinstance(container, Mapping):
-        return [*container.values()]
-    if isinstance(container, (list, tuple)):
-        return [*container]
-    return [getattr(container, field.name) for field in dataclasses.fields(container)]
-
-
-def _same(before: list[Any], now: list[Any]) -> bool:
-    """Numbers and texts have no identity."""
-    return len(before) == len(now) and all(
-        one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
-        for one, other in zip(before, now)
-    )
+    return [child for _, child in tree.children(container)]
 
 
 def _fill(given: Any, copy: Any) -> None:

@@ -21,8 +21,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.carried import WITHOUT_CACHE, Noted, Path, apply, objects
 from lightning_shard.pipeline.crossing import Slot, StageEnd
 from lightning_shard.pipeline.taint import Origin, Unknown, mark, refuse

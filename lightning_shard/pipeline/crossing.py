@@ -25,8 +25,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, fill, leaves, mark
 
 Key = tuple[Any, ...]

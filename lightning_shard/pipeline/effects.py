@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.crossing import Slot
 
 _GIVEN = "a list, dict or dataclass that it is given"
@@ -42,7 +42,7 @@ class Before:
     @classmethod
     def of(cls, block: nn.Module, arguments: Any) -> Before:
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
-        given = [(_GIVEN, each, _entries(each)) for each in containers(arguments)]
+        given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
         objects = [(leaf, tensors_of(leaf)) for _, leaf in tree.walk(arguments) if is_opaque(leaf)]
         own = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
@@ -77,19 +77,19 @@ class Before:
             StepError: Another container among them has other entries, an object other tensors, or a list of the
                 block's own new ones with gradients: what else it keeps there, such as masks made once, is its matter.
         """
-        returned = {id(each) for each in containers(output)}
+        returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
             now = _entries(each)
             known = set(map(id, entries))
             is_changed = (
-                id(each) not in returned and _differ(entries, now)
+                id(each) not in returned and not tree.same_entries(entries, now)
                 if what == _GIVEN
                 else _has_gradients([entry for entry in now if id(entry) not in known])
             )
             if is_changed:
                 raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
         for each, tensors in self.objects:
-            if _differ(tensors, tensors_of(each)):
+            if not tree.same_entries(tensors, tensors_of(each)):
                 raise StepError(
                     f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
                     " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
@@ -127,24 +127,6 @@ def _has_gradients(values: list[Any]) -> bool:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def _differ(before: list[Any], now: list[Any]) -> bool:
-    """Whether entries were exchanged; numbers and texts have no identity."""
-
-    def same(one: Any, other: Any) -> bool:
-        return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
-
-    return len(before) != len(now) or not all(map(same, before, now))
-
-
-def containers(value: Any) -> Iterator[Any]:
-    """The lists, dicts and dataclasses in a value, in order."""
-    is_object = tree.is_node(value) and dataclasses.is_dataclass(value)
-    if is_object != isinstance(value, (list, dict)):  # transformers' outputs are both, and don't change
-        yield value
-    for _, child in tree.children(value):
-        yield from containers(child)
 
 
 def is_opaque(value: Any) -> bool:

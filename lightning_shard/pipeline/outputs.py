@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 
 _KEPT = (str, bytes, bool, np.bool_, torch.dtype, torch.device, type(None))
 

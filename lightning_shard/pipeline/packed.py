@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.pipeline import tree
+from lightning_shard import tree
 
 _NAME = "find_packed_sequence_indices"
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.checkpointing import checkpoints
 from lightning_shard.pipeline.crossing import Slot
 from lightning_shard.pipeline.effects import Before

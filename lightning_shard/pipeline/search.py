@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import Crossing, Delivery, Key, Passage, Request
 from lightning_shard.pipeline.stage import Stage

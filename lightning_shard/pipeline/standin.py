@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.checkpointing import checkpoints, function_of
 from lightning_shard.pipeline.crossing import BlockCall, Key, Slot, StageEnd
-from lightning_shard.pipeline.effects import containers
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.taint import Origin, base_of, mark
 
@@ -77,7 +76,7 @@ class StandIn:
         for place in done.changed:
             self._change(tensors[place], ("changed", index, place))
         given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
-        given = _in_place(given, done.handed_on, [*containers((args, kwargs))])
+        given = _in_place(given, done.handed_on, [*tree.containers((args, kwargs))])
         self.stage.given[index] = given
         return given
 

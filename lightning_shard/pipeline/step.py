@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.calls import Calls, Remember
 from lightning_shard.pipeline.channel import Channel, signature
 from lightning_shard.pipeline.crossing import Crossing, Key, Passage, Slot, StageEnd

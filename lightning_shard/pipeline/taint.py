@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 
 _AS_NUMBERS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import functions, tree
+from lightning_shard.pipeline import functions
 from lightning_shard.pipeline.crossing import Key, Passage, Value, keep, value_of
 from lightning_shard.pipeline.taint import Hollow, Unknown, base_of, leaves, mark, mark_all, memory_of, writes
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.placement import size_text, table
 from lightning_shard.sharding import local_tensor
 

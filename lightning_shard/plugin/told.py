@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.pipeline import tree
+from lightning_shard import tree
 
 _WITHIN_BYTES = 512
 """Tensors of the host up to so many bytes go with the first message."""

@@ -22,11 +22,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard import HybridShardStrategy
+from lightning_shard import HybridShardStrategy, tree
 from lightning_shard.errors import BatchError, ConfigurationError
 from lightning_shard.parallel.clip import gradient_norm
 from lightning_shard.parallel.plans import declared_plan
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing.compare import Facts, Moment, Record, keeps

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.pipeline import tree
+from lightning_shard import tree
 from lightning_shard.testing.alike import OneProcess
 from lightning_shard.testing.compare import Moment, Record
 

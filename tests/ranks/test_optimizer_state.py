@@ -19,9 +19,9 @@ from torch.optim import lr_scheduler as schedulers
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import ConfigurationError, UnsupportedStateError
-from lightning_shard.pipeline.tree import walk
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
+from lightning_shard.tree import walk
 from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, Model, layout, loader, world
 
 SAVED, TRAINED = 2, 4

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard import HybridShardStrategy
-from lightning_shard.pipeline import tree
+from lightning_shard import HybridShardStrategy, tree
 from lightning_shard.plugin.told import Teller
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, layout, loader

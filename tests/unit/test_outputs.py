@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.outputs import merge, with_losses
 
 Pair = namedtuple("Pair", "x y")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import BatchError
-from lightning_shard.pipeline import tree
 
 Pair = namedtuple("Pair", "x y")
 

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard import tree
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline import tree
 from lightning_shard.sharding import local_tensor
 
 

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import (
@@ -25,7 +26,6 @@ from lightning_shard.parallel.data import (
     reduce_gradients,
     reshard,
 )
-from lightning_shard.pipeline import tree
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, with_losses

@@ -38,6 +38,23 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for _, leaf in walk(tree) if isinstance(leaf, Tensor)]
 
 
+def containers(tree: Any) -> Iterator[Any]:
+    """The lists, dicts and dataclasses in it that code may change in place, in order."""
+    is_object = is_node(tree) and dataclasses.is_dataclass(tree)
+    if is_object != isinstance(tree, (list, dict)):  # transformers' outputs are both, and don't change
+        yield tree
+    for _, child in children(tree):
+        yield from containers(child)
+
+
+def same_entries(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the same objects; numbers and texts have no identity."""
+    return len(before) == len(now) and all(
+        one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
+        for one, other in zip(before, now)
+    )
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same nesting with ``function(leaf)`` for every leaf."""
     if not is_node(tree):
