@@ -4,8 +4,9 @@ A unit holds each parameter twice: as a shard, which is in its place between ste
 gathered, over memory that is freed after. What a user sets on the one has to act on the other, or is refused where it
 would be lost. That is asked for each step, so nothing here may wait for a device.
 
-Private (torch 2.11 to 2.13): the units' parameter groups, and their parameters' states. torch's own pipeline stages
-(``torch/distributed/pipelining/stage.py``) use the former too. Before torch 2.13 a unit had at most one group.
+Private (torch 2.11 to 2.13): the units' parameter groups, their parameters' states, and what begins their backward.
+torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) use the groups too. Before 2.13 a unit had at
+most one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 
 
@@ -103,8 +105,9 @@ class _Held:
 
 
 _REPLACED = (
-    ", and the optimizer trains the former one: change its values in place, as by copy_, or replace it in __init__,"
-    " configure_model or setup."
+    ", and what is gathered and trained is the former one: change its values in place, as by copy_, or replace it in"
+    " __init__, configure_model or setup. torch.func.functional_call replaces parameters too, for one call: call a part"
+    " so that isn't in a block, or use data_parallel_size=1."
 )
 _LOST = (
     ", and the change is lost when that is freed: make it in on_train_batch_start or on_train_batch_end, where each"
@@ -130,6 +133,31 @@ def keep_what_is_set(root: nn.Module) -> None:
     if isinstance(root, FSDPModule):
         _HELD[root] = [parameter for own in held.values() for parameter in own]
         root.register_forward_hook(_all_in_place, prepend=True)
+
+
+def gather_for_views(units: Iterable[FSDPModule]) -> None:
+    """Have units be gathered for their backward also where the code around them changes a view that they return.
+
+    FSDP2 waits for the view's gradient. Changed in place, the view is computed anew from its base, and none comes to
+    what it was; to the base one comes, be it changed or not.
+    """
+    for unit in units:
+        assert isinstance(unit, nn.Module)
+        unit.register_forward_hook(_wait_for_bases, with_kwargs=True)
+
+
+def _wait_for_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        return
+    with torch._C.DisableTorchFunction():  # not the user's operations, which stages count
+        given = {id(base) for base in _bases((args, kwargs))}  # gradients come to these after the backward
+        for base in {id(base): base for base in _bases(output)}.values():
+            if base.grad_fn is not None and id(base) not in given:
+                base.register_hook(unit._get_fsdp_state()._pre_backward)
+
+
+def _bases(value: Any) -> Iterator[Any]:
+    return (tensor._base for tensor in tree.tensors(value) if tensor._base is not None)
 
 
 def look_before_gathering(called: nn.Module, *_: Any) -> None:

@@ -29,7 +29,7 @@ from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import chosen, leave_out_caches, recompute
 from lightning_shard.parallel.sequence import Part
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
-from lightning_shard.parallel.units import keep_what_is_set, sharded_units
+from lightning_shard.parallel.units import gather_for_views, keep_what_is_set, sharded_units
 from lightning_shard.parallel.whole import whole_of
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import Schedule
@@ -179,6 +179,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     """Have what users' code does to a sharded module kept or refused, in steps and between them."""
     keep_what_is_set(module)
     keep_what_is_given(sharded_units(module))
+    gather_for_views(unit for unit in sharded_units(module) if unit is not module)
     whole = whole_of(module)
     if whole is not None:
         whole.refuses_changes = part.stages is not None

@@ -312,11 +312,23 @@ def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
+class Viewing(nn.Linear):
+    """Returns a view of what it computes, or all of it."""
+
+    def __init__(self, views: bool) -> None:
+        super().__init__(16, 16)
+        self.views = views
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result.transpose(0, 1).transpose(0, 1) if self.views else result
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(Viewing(number % 2 == 0) for number in range(4))
         self.head = nn.Linear(16, 64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -344,8 +356,8 @@ def train_in_place(sizes: dict[str, int] | None = None) -> Seen:
     return train("gpt", sizes, module=ChangesInPlace)
 
 
-def test_code_that_changes_a_blocks_output_in_place() -> None:
-    sizes = layout(pipeline=2)
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_code_that_changes_a_blocks_output_in_place(sizes: dict[str, int]) -> None:
     plain, ours = train_in_place(), combine(run_ranks(train_in_place, 2, sizes, elastic=True), sizes)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
