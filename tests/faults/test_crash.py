@@ -56,7 +56,7 @@ def test_a_kill_of_a_rank_at_any_call_leaves_a_whole_checkpoint(case: Save, tmp_
     enter(ledger, "local disk", case, tried)
 
 
-@pytest.mark.parametrize("case", RANKS[-3:], ids=str)
+@pytest.mark.parametrize("case", [RANKS[-3], *(pytest.param(c, marks=pytest.mark.long) for c in RANKS[-2:])], ids=str)
 def test_a_kill_of_a_rank_now_and_then(case: Save, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, 5, init=False, timeout_s=LIMIT_S)
     enter(ledger, "local disk", case, tried, sample=True)

@@ -116,7 +116,7 @@ def save_to(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("layout", [STAGES, DATA], ids=["pp2", "dp2"])
+@pytest.mark.parametrize("layout", [STAGES, pytest.param(DATA, marks=pytest.mark.long)], ids=["pp2", "dp2"])
 def test_it_trains_what_it_says_and_its_config_and_checkpoint_say_it_again(
     layout: list[str], plain: list[dict[str, Any]], tmp_path: Path
 ) -> None:

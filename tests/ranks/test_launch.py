@@ -75,7 +75,7 @@ BY_NAME, PIPELINE = ("by name", "1 pipeline × 2 data × 1 tensor"), ("pipeline"
     ("launcher", "strategy", "layout"),
     [
         ("lightning", *BY_NAME),
-        ("torchrun", *PIPELINE),
+        pytest.param("torchrun", *PIPELINE, marks=pytest.mark.long),
         pytest.param("lightning", *PIPELINE, marks=pytest.mark.long),
         pytest.param("torchrun", *BY_NAME, marks=pytest.mark.long),
     ],

@@ -281,7 +281,7 @@ def plain() -> dict[str, Seen]:
 @pytest.mark.parametrize(
     ("makes", "source", "target"),
     [
-        (["several"], layout(data=2), layout(tensor=2)),
+        pytest.param(["several"], layout(data=2), layout(tensor=2), marks=pytest.mark.long),
         (["LBFGS"], layout(data=2), layout()),
         (SOME, layout(tensor=2), layout(pipeline=2)),
         (SOME, layout(pipeline=2), layout(data=2, tensor=2)),

@@ -41,8 +41,7 @@ THREE_AXES = "pp2×dp2×tp2"
 ON_ALL = ("gpt", "llama")
 ALWAYS = {
     **dict.fromkeys(("tp2", "pp2"), (*ON_ALL, "gpt2")),
-    "pp2×dp2": ON_ALL,
-    "dp4": ("gpt",),
+    **dict.fromkeys(("pp2×dp2", "dp4"), ("gpt",)),
     **dict.fromkeys(("dp2×tp2", "pp2×tp2", "pp4"), ("llama",)),
 }
 """The networks that are always trained on a layout; the rest is long. On three axes test_resume.py trains one."""

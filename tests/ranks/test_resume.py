@@ -78,9 +78,9 @@ def curve() -> list[float]:
 
 
 NAMES = list(LAYOUTS)
-NEAR = {name: [NAMES[(number + step) % len(NAMES)] for step in (1, 3)] for number, name in enumerate(NAMES)}
-"""Two others for each, and each for two others: the whole table is long. In several runs, so that one of eight ranks is
-far from its limit of a minute on a slow machine."""
+NEAR = {name: [NAMES[(number + 3) % len(NAMES)]] for number, name in enumerate(NAMES)}
+"""Another one for each, and each for another one: the whole table is long. In several runs, so that one of eight ranks
+is far from its limit of a minute on a slow machine."""
 REST = {name: [other for other in NAMES if other not in NEAR[name]] for name in NAMES}
 PAIRS = [
     *((name, NEAR[name]) for name in NAMES),

@@ -126,7 +126,7 @@ def plain() -> dict[str, Seen]:
     ("kinds", "source", "target"),
     [
         (list(CALLBACKS), layout(pipeline=2), layout(data=2)),
-        (["EMA", "StochasticWeightAveraging"], layout(data=2), layout(pipeline=2)),
+        pytest.param(["EMA", "StochasticWeightAveraging"], layout(data=2), layout(pipeline=2), marks=pytest.mark.long),
     ],
     ids=["pp2 to dp2", "dp2 to pp2"],
 )

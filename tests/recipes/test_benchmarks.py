@@ -28,6 +28,7 @@ def result_of(monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_the_benchmark_of_checkpoints_measures_all_contenders_in_turn(result_of: Run, tmp_path: Path) -> None:
     sizes = ["--mib", "1", "--gather-mib", "1", "--ranks", "2", "--folder", str(tmp_path)]
     questions = ["save", "load", "stall", "memory", "gather"]

@@ -28,6 +28,8 @@ def on_two_stages(changes: Any) -> list[BaseException | None]:
     values: list[Any] = [None, None]
     meeting = threading.Barrier(2, timeout=30)
 
+    roots = [stage(index) for index in range(2)]  # one after the other: they share torch's generator
+
     def run(index: int) -> None:
         def gather(own: Any) -> list[Any]:
             values[index] = own
@@ -36,7 +38,7 @@ def on_two_stages(changes: Any) -> list[BaseException | None]:
             meeting.wait()
             return seen
 
-        root = stage(index)
+        root = roots[index]
         teacher: Any = root["teacher"]
         teacher.requires_grad_(False)
         copies = FrozenCopies(root, gather)
