@@ -34,8 +34,23 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from walk(child, (*path, str(key)))
 
 
+def leaves(tree: Any) -> list[Any]:
+    """Every leaf, without its path: this is asked for each call of a block."""
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Any]) -> None:
+    if _kind_of_node(type(tree)) is None:
+        found.append(tree)
+        return
+    for _, child in children(tree):
+        _collect(child, found)
+
+
 def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for _, leaf in walk(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def containers(tree: Any) -> Iterator[Any]:
@@ -64,28 +79,33 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def is_node(tree: Any) -> bool:
     """Whether it has children; :class:`torch.Size` is a leaf."""
-    kind: Any = type(tree)
-    return not isinstance(tree, type) and _is_kind_of_node(kind)
+    return _kind_of_node(type(tree)) is not None
 
 
-@lru_cache(maxsize=1024)  # asking for a Mapping takes long
-def _is_kind_of_node(kind: type) -> bool:
+def _found_kind_of_node(kind: type) -> str | None:
     if issubclass(kind, (Tensor, torch.Size)):
-        return False
-    if issubclass(kind, (Mapping, list, tuple)):
-        return True
-    return dataclasses.is_dataclass(kind) and not issubclass(kind, Leaf)
+        return None
+    if issubclass(kind, (list, tuple)):
+        return "sequence"
+    if issubclass(kind, Mapping):
+        return "mapping"
+    return "object" if dataclasses.is_dataclass(kind) and not issubclass(kind, Leaf) else None
+
+
+# asking for a Mapping takes long
+_kind_of_node: Callable[[type], str | None] = lru_cache(maxsize=1024)(_found_kind_of_node)
 
 
 def children(tree: Any) -> list[tuple[Any, Any]]:
     """Keys and children of a node, in order; of a leaf none."""
-    if not is_node(tree):
-        return []
-    if isinstance(tree, (list, tuple)):
+    kind = _kind_of_node(type(tree))
+    if kind == "sequence":
         return list(enumerate(tree))
-    if isinstance(tree, Mapping):
+    if kind == "mapping":
         return list(tree.items())
-    return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    if kind == "object":
+        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return []
 
 
 def rebuild(tree: Any, children: list[Any]) -> Any:

@@ -72,11 +72,12 @@ class StandIn:
             self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         if passage.searching or any(key[:2] == ("kept", index) for key in passage.received):
             self._keep(done, index)  # else unknown since the search
-        tensors = [leaf for _, leaf in tree.walk((args, kwargs))]
+        tensors = tree.leaves((args, kwargs))
         for place in done.changed:
             self._change(tensors[place], ("changed", index, place))
         given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
-        given = _in_place(given, done.handed_on, [*tree.containers((args, kwargs))])
+        if done.handed_on:
+            given = _in_place(given, done.handed_on, [*tree.containers((args, kwargs))])
         self.stage.given[index] = given
         return given
 

@@ -211,8 +211,8 @@ def refuse(value: Any, where: str) -> None:
     Args:
         where: What takes it, as the beginning of the sentence.
     """
-    unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
-    if unknown:
+    if any(isinstance(leaf, Unknown) for leaf in tree.leaves(value)):
+        unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
         path, first = unknown[0]
         place = f" ({'.'.join(path)})" if path else ""
         _miss(
