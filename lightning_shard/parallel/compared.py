@@ -11,7 +11,7 @@ inside, compiled ones, blocks that are given objects, and plans that deal sequen
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
+from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache, made_like
 from lightning_shard.parallel.tensor import ScatterSequence
@@ -137,8 +138,8 @@ def _check(
         for module in training:
             module.training = True
     expected = functional_call(whole, tensors, again, named)
-    given = next(iter(_tensors(arguments)), None)
-    for ours, theirs in zip(_tensors(split), _tensors(expected)):
+    given = next(iter(tree.tensors(arguments)), None)
+    for ours, theirs in zip(tree.tensors(split), tree.tensors(expected)):
         if ours.shape != theirs.shape or not _are_alike(ours, theirs, given):
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole. A layer whose"
@@ -156,13 +157,3 @@ def _are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
     rounding = 4 * torch.finfo(theirs.dtype).eps * theirs.abs().max()
     apart = _APART.get(ours.dtype, _APART_IN_16_BITS) * added.abs().max() + rounding
     return not bool((ours - theirs).abs().max() > apart)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors([*value.values()])
