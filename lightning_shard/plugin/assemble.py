@@ -42,6 +42,7 @@ from lightning_shard.plugin.looking import looking_at, to_run_again
 from lightning_shard.plugin.placing import blocks_of, place_blocks
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.schedules import agree, choose
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
 
@@ -74,6 +75,37 @@ class Assembly:
     is_tied_over_stages: bool
     places: Mapping[str, int]
     lockstep: Lockstep | None = None
+
+    def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
+        """Take up the module for another Trainer, whose order the stages run in from now on.
+
+        Args:
+            schedules: Among which the user's setting leaves the choice.
+
+        Raises:
+            ConfigurationError: It was laid out in another way, or the schedule has other stages on the ranks.
+        """
+        if (self.layout, self.settings) != (layout, settings):
+            raise ConfigurationError(
+                f"This module was laid out as {self.layout} with {self.settings} by an earlier Trainer and can't be"
+                f" laid out anew as {layout} with {settings}: build a new module."
+            )
+        placement = self.placement
+        if placement is None:
+            self.schedule = schedules[0]
+            return
+        fitting = [each for each in schedules if each.rank_of == self.schedule.rank_of]
+        if not fitting:
+            raise ConfigurationError(
+                f"This module was laid out for schedule={self.schedule.name!r}, with {self.schedule.stages} stages,"
+                f" by an earlier Trainer and can't be laid out anew for {schedules[0].name!r}, with"
+                f" {schedules[0].stages}: build a new module."
+            )
+        if len(fitting) > 1 and self.schedule in fitting:
+            return  # it was chosen
+        has_data_ranks = layout.data_parallel_size > 1
+        choice = choose(fitting, lambda _: placement, settings.of_blocks, has_data_ranks=has_data_ranks)
+        self.schedule = agree(fitting, choice, groups)
 
 
 def assemble(

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.coupling import depends_on_others
 
 
 def check_switches(**switches: object) -> None:
@@ -148,49 +145,3 @@ def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
         return generate(network, *args, **kwargs)
 
     return generate_unsynced
-
-
-def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], layout: Layout) -> None:
-    """Check what ``configure_optimizers`` made.
-
-    Raises:
-        ConfigurationError: An optimizer that can't be right on the layout, or that torch hasn't for sharded tensors.
-    """
-    for optimizer in optimizers:
-        reason = _unfit(optimizer, layout)
-        if reason is not None:
-            raise ConfigurationError(f"{type(optimizer).__name__} {reason}")
-
-
-def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
-    if layout.pipeline_parallel_size > 1 and depends_on_others(optimizer):
-        return (
-            "takes something over all of its parameters, such as a norm, and with several pipeline stages that would be"
-            " over one stage's only: use an optimizer that steps each parameter by itself (gradient_clip_val clips by"
-            " the norm of all), or pipeline_parallel_size=1."
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if isinstance(optimizer, torch.optim.LBFGS):
-        if layout.pipeline_parallel_size > 1 or layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
-            return (
-                "searches for one step along all parameters, which pipeline stages and tensor- and expert-parallel"
-                " ranks don't hold together: use another optimizer, or pipeline_parallel_size=1,"
-                " tensor_parallel_size=1 and expert_parallel_size=1."
-            )
-        if any(p.ndim and p.size(0) % layout.shard_size for p in parameters):
-            return (
-                "flattens parameters, which torch can't where their first sizes aren't multiples of the"
-                f" {layout.shard_size} ranks that they are sharded over: use another optimizer, or another number of"
-                " ranks."
-            )
-    if not parameters:
-        return None
-    # as of torch 2.13; each raises in its first step, on one rank too
-    if isinstance(optimizer, torch.optim.Adafactor) and any(p.ndim > 1 for p in parameters):
-        return "can't step on sharded parameters (torch's squares norms in place that are partial): use AdamW or Muon."
-    if isinstance(optimizer, torch.optim.Rprop):
-        return "can't step on sharded parameters (torch's writes by index): use another optimizer."
-    fused = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
-    if fused and any(group.get("fused") for group in optimizer.param_groups):
-        return "can't step on sharded parameters with fused=True: leave it out."
-    return None

@@ -19,19 +19,16 @@ from torch import Tensor
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.parallel.compiled import check_backend
-from lightning_shard.parallel.data import (
-    reshard,
-)
+from lightning_shard.parallel.data import reshard
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.parallel.units import sharded_units
-from lightning_shard.parallel.updates import update_shards
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin import loops
+from lightning_shard.plugin import loops, optimizers
 from lightning_shard.plugin.assemble import Assembly, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
@@ -42,19 +39,12 @@ from lightning_shard.plugin.limits import (
     check_switches,
     refuse,
     refuse_hyperparameters,
-    refuse_optimizers,
     refuse_synced_generation,
 )
 from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.state import (
-    Built,
-    check_optimizers,
-    check_same_groups,
-    groups_of,
-)
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
@@ -67,7 +57,7 @@ from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
-from lightning_shard.plugin.steps.schedules import agree, candidates, choose, that_evaluate, that_runs
+from lightning_shard.plugin.steps.schedules import candidates, that_evaluate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
@@ -195,7 +185,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._gradients: Gradients | None = None
         self._looks: FirstLooks | None = None
         self._walks: Walks | None = None
-        self._built: Built | None = None
+        self._built: optimizers.Built | None = None
         self._trains: list[list[bool]] = []
         self._samples: bool | None = None
         self._ahead: BatchesAhead | None = None
@@ -312,7 +302,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             summarize_beside(callbacks)
         share_throughput(callbacks, self.layout)
         if known is None:
-            self._built = Built.of(module)
+            self._built = optimizers.Built.of(module)
             if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
                 summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
             self.precision_plugin.convert_module(module)
@@ -331,7 +321,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         else:
-            known.schedule = self._schedule_of(known)
+            known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
         self._assembly = known
         self.model = module
         self._connect_checkpoint_io(trainer)
@@ -379,34 +369,6 @@ class HybridShardStrategy(CheckpointedStrategy):
         fitting = fn == TrainerFn.FITTING
         return self._schedules if fitting else that_evaluate(self._schedules, self._settings.placement)
 
-    def _schedule_of(self, known: Assembly) -> Schedule:
-        """The order in which the stages of a module run that an earlier Trainer has laid out.
-
-        Raises:
-            ConfigurationError: It was laid out in another way, or the schedule has other stages on the ranks.
-        """
-        if (known.layout, known.settings) != (self.layout, self._settings):
-            raise ConfigurationError(
-                f"This module was laid out as {known.layout} with {known.settings} by an earlier Trainer and can't be"
-                f" laid out anew as {self.layout} with {self._settings}: build a new module."
-            )
-        placement, schedules = known.placement, self._schedules
-        if placement is None:
-            return schedules[0]
-        fitting = [each for each in schedules if each.rank_of == known.schedule.rank_of]
-        if not fitting:
-            raise ConfigurationError(
-                f"This module was laid out for schedule={known.schedule.name!r}, with {known.schedule.stages} stages,"
-                f" by an earlier Trainer and can't be laid out anew for {schedules[0].name!r}, with"
-                f" {schedules[0].stages}: build a new module."
-            )
-        if len(fitting) > 1 and known.schedule in fitting:
-            return known.schedule  # it was chosen
-        choice = choose(
-            fitting, lambda _: placement, self._settings.of_blocks, has_data_ranks=self.layout.data_parallel_size > 1
-        )
-        return agree(fitting, choice, self.groups)
-
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         reshard(self.lightning_module)
@@ -422,16 +384,9 @@ class HybridShardStrategy(CheckpointedStrategy):
                 "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
                 " pipeline_parallel_size=1."
             )
-        if self._built is not None:
-            self._built.replace(self.optimizers, parameters)
-            self._built.refuse_gradients(parameters)
-        check_optimizers(self.optimizers, self._names)
         assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
-        check_same_groups(self.groups.gather_over_stages(groups_of(self.optimizers, self._names, tied)))
-        refuse_optimizers(self.optimizers, self.layout)
-        for optimizer in self.optimizers:
-            update_shards(optimizer)
+        optimizers.prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
     def _what_trains(self) -> list[list[bool]]:
         """Of each stage's parameters; a collective call over the pipeline."""

@@ -10,7 +10,7 @@ import torch
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.coupling import depends_on_others
-from lightning_shard.plugin.limits import refuse_optimizers
+from lightning_shard.plugin.optimizers import refuse
 
 
 class Own(torch.optim.Optimizer):
@@ -62,6 +62,6 @@ def test_what_takes_something_over_all_parameters_is_found() -> None:
 
 
 def test_it_is_refused_on_stages_only() -> None:
-    refuse_optimizers([ByNorm(parameters())], Layout(data_parallel_size=2))
+    refuse(ByNorm(parameters()), Layout(data_parallel_size=2))
     with pytest.raises(ConfigurationError, match="ByNorm takes something over all of its parameters"):
-        refuse_optimizers([ByNorm(parameters())], Layout(pipeline_parallel_size=2))
+        refuse(ByNorm(parameters()), Layout(pipeline_parallel_size=2))

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.plugin.limits import warning_of_numbers_kept
-from lightning_shard.plugin.saving.state import refuse_parameter_hooks
+from lightning_shard.plugin.optimizers import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
 from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
