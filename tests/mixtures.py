@@ -18,6 +18,8 @@ from lightning_shard.testing import run_ranks
 from tests.parity import VOCABULARY, Model, Seen, combine, largest_difference, like_llama, train, world
 
 EXPERTS = 4
+NOISY = 8
+"""The width of :class:`Noisy`."""
 
 
 class Experts(nn.Module):
@@ -111,6 +113,24 @@ class ListedMixture(nn.Module):
             elif self.how == "all" or len(row):
                 out[row] += weights[row, slot, None] * expert(flat[row])
         return x + out.view_as(x)
+
+
+class Noisy(nn.Module):
+    """Noise in the router, dropout in the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(NOISY, EXPERTS)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(NOISY, NOISY), nn.Dropout(0.5)) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        weights, chosen = (scores + torch.randn_like(scores)).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == number)
+            out[row] += weights[row, slot, None] * expert(x[row])
+        return out
 
 
 class Listed(Mixtures):

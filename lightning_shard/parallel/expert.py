@@ -37,7 +37,7 @@ from lightning_shard.parallel.plans import declared_plan, matches, similar
 
 ExpertPlan = Mapping[str, str]
 
-_STYLE = "experts"
+EXPERT_STYLE = "experts"
 _DECLARED = "ep_dispatch_experts"
 """The style by which transformers' plans name a module of experts."""
 _CONTRACT = (
@@ -61,13 +61,13 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
         return []
     declared = plan is None
     if plan is None:
-        plan = {pattern: _STYLE for pattern, style in declared_plan(root, "ep").items() if style == _DECLARED}
+        plan = {pattern: EXPERT_STYLE for pattern, style in declared_plan(root, "ep").items() if style == _DECLARED}
     modules = dict(root.named_modules())
     tied = {name for group in tied_parameters(root) for name in group}
     found: dict[str, None] = {}
     for pattern, style in plan.items():
-        if style != _STYLE:
-            raise PlanError(f'expert_parallel_plan: {pattern!r} has style {style!r}; the only one is "{_STYLE}".')
+        if style != EXPERT_STYLE:
+            raise PlanError(f'expert_parallel_plan: {pattern!r} has style {style!r}; the only one is "{EXPERT_STYLE}".')
         names = [name for name in modules if matches(name, pattern)]
         if not names and not declared:  # a declared plan serves all models of a kind
             raise PlanError(
@@ -90,9 +90,10 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
                 )
             found[name] = None
     if not found:
+        none_are = f"{type(root).__name__} has no transformers model that declares some"
         raise PlanError(
-            f"expert_parallel_size={parts} needs experts, and {type(root).__name__} has no transformers model that"
-            ' declares some: pass expert_parallel_plan, such as {"layers.*.moe.experts": "experts"}.'
+            f"expert_parallel_size={parts} needs experts, and {none_are if declared else 'the plan is empty'}: pass"
+            ' expert_parallel_plan, such as {"layers.*.moe.experts": "experts"}.'
             f" {_CONTRACT}."
         )
     return list(found)

@@ -13,10 +13,8 @@ which experts a rank calls at all depends on its tokens. So the owner's forward 
 What the first run returned is thrown away, but the rows it made are those that are dispatched, so gradients of routing
 flow through them, and those of combining through the second run: once each.
 
-**Parameters.** Each expert keeps its own, under its own names. Where they lie mustn't depend on the expert, or ranks
-would hold parameters of different names: so they are sharded over all data ranks, as any other. In a forward each rank
-gathers those of its own experts only, by an all-to-all: ``1/p`` of what fully sharded data parallelism gathers. Their
-gradients go back the same way, and are averaged over all data ranks.
+**Parameters.** Where they lie mustn't depend on the expert, or ranks would hold parameters of different names
+(``expert_weights.py``).
 """
 
 from __future__ import annotations
@@ -30,14 +28,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from lightning_shard.errors import PlanError, StepError
-from lightning_shard.parallel.exchange import Exchange, all_to_all
+from lightning_shard.parallel.exchange import Exchange
+from lightning_shard.parallel.expert_weights import ExpertWeights, Gathered, slots_of
 from lightning_shard.parallel.local import split_parameter
-from lightning_shard.sharding import chunk
 
 RunsAgain = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
 ToRunAgain = Callable[[nn.Module], AbstractContextManager[RunsAgain]]
@@ -128,7 +125,7 @@ def deal_list(
             " by activation_checkpointing, which takes them for blocks, or since it holds two such lists. Put one"
             " router and its experts into a module inside of the block, or leave that out."
         )
-    parameters = [(expert, *slot) for expert in experts for slot in _slots(expert)]
+    parameters = [(expert, *slot) for expert in experts for slot in slots_of(expert)]
     replicate = [Replicate()] * (data_mesh.ndim - 1)
     for _, module, own in parameters:
         shape = module.get_parameter(own).shape
@@ -140,11 +137,6 @@ def deal_list(
     dealt = (owner_type or Owner)(name, key, mesh, data_mesh, to_run_again)
     owner.forward = MethodType(dealt, owner)  # type: ignore[assignment]
     return {module.get_parameter(own) for _, module, own in parameters}
-
-
-def _slots(expert: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where its parameters are, in the order of their names."""
-    return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
 
 
 class _Expert:
@@ -169,18 +161,24 @@ class _Run:
     Args:
         name: The list's, for errors.
         experts: The whole list.
+        device: The type of the device that they compute on.
         shape_of: The shape of a result's rows, and its dtype, by rows.
     """
 
     def __init__(
-        self, name: str, experts: Sequence[nn.Module], shape_of: Callable[[Tensor], tuple[torch.Size, torch.dtype]]
+        self,
+        name: str,
+        experts: Sequence[nn.Module],
+        device: str,
+        shape_of: Callable[[Tensor], tuple[torch.Size, torch.dtype]],
     ) -> None:
         self.experts = experts
         self.calls: list[tuple[int, Tensor]] = []
-        self._name = name
+        self._name, self._device = name, device
         self._shape_of = shape_of
         self._results: list[Tensor] | None = None
         self._same: list[Tensor] = []
+        self._autocast = _autocast(device)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -198,6 +196,12 @@ class _Run:
                 f" dealt to ranks: {_REMEDY}."
             )
         rows: Tensor = args[0]
+        if _autocast(self._device) != self._autocast:
+            raise StepError(
+                f"An expert of {self._name} is called inside of a torch.autocast in the module around the list, which"
+                " wouldn't be on where it computes, since experts are dealt to ranks: put it into the experts' forward,"
+                " or use expert_parallel_size=1."
+            )
         if self._results is None:
             shape, dtype = self._shape_of(rows)
             self.calls.append((place, rows))
@@ -249,22 +253,22 @@ class Owner:
         experts = experts_of(owner.get_submodule(self._key))
         self._refuse(owner, (*args, *kwargs.values()))
         called = [False] * len(experts)
-        weights = _Weights(experts, self._mesh.size(), self._data_mesh)
-        full = _Gathered.apply(weights, called, *weights.local())
+        weights = ExpertWeights(experts, self._mesh.size(), self._data_mesh)
+        full = Gathered.apply(weights, called, *weights.local())
         own_forward: Any = type(owner).forward
         tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
+        device = self._mesh.device_type
         versions = [tensor._version for tensor in tensors]
 
         def shape_of(rows: Tensor) -> tuple[torch.Size, torch.dtype]:
-            device = rows.device.type
-            kind = rows.shape[1:], rows.dtype, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            kind = rows.shape[1:], rows.dtype, _autocast(device)
             if kind not in self._shapes:
                 with torch.no_grad(), from_the_beginning():
                     result = self._compute(weights, full, 0, rows.new_zeros(1, *rows.shape[1:]))
                 self._shapes[kind] = result.shape[1:], result.dtype
             return self._shapes[kind]
 
-        run = _Run(self._name, experts, shape_of)
+        run = _Run(self._name, experts, device, shape_of)
         with self._to_run_again(owner) as (put_back, from_the_beginning):
             with run.active():
                 own_forward(owner, *args, **kwargs)
@@ -301,7 +305,7 @@ class Owner:
                 )
 
     def _dispatch(
-        self, calls: Sequence[tuple[int, Tensor]], weights: _Weights, full: Sequence[Tensor], called: list[bool]
+        self, calls: Sequence[tuple[int, Tensor]], weights: ExpertWeights, full: Sequence[Tensor], called: list[bool]
     ) -> list[Tensor]:
         """Each call's results, in their order; ``called`` is filled with which experts any rank has called."""
         counts, coming = self._agree(calls, called, full[0].device)
@@ -362,7 +366,7 @@ class Owner:
         rows_of = [answer[-count:][rank * here : (rank + 1) * here] for rank in range(ranks)]
         return [given[rank * here : (rank + 1) * here] for rank in range(ranks)], rows_of
 
-    def _compute(self, weights: _Weights, full: Sequence[Tensor], place: int, rows: Tensor) -> Tensor:
+    def _compute(self, weights: ExpertWeights, full: Sequence[Tensor], place: int, rows: Tensor) -> Tensor:
         """An expert of this rank, by its own code on its gathered parameters."""
         expert = weights.own[place]
         with weights.in_place(place, full):
@@ -375,116 +379,14 @@ class Owner:
         return result
 
 
+def _autocast(device: str) -> torch.dtype | None:
+    """What autocast casts to, where it is on."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, tuple):
             yield from _flat(value)
         else:
             yield value
-
-
-class _Weights:
-    """The parameters of a list's experts, from shards on all data ranks to whole ones where they compute, and back.
-
-    Args:
-        experts: The list.
-        parts: Over how many neighbours among the data ranks they are dealt.
-        mesh: Of the data ranks, the shards' axis last.
-    """
-
-    def __init__(self, experts: Sequence[nn.Module], parts: int, mesh: DeviceMesh) -> None:
-        self._mesh, self._parts = mesh, parts
-        self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        self.here = len(experts) // parts
-        self._slots = [_slots(expert) for expert in experts]
-        self._kinds: list[tuple[torch.Size, int]] = []
-        for module, key in self._slots[0]:
-            parameter = module._parameters[key]
-            assert isinstance(parameter, DTensor)
-            self._kinds.append((parameter.shape, parameter.placements[-1].dim))  # type: ignore[attr-defined]
-        first = self._rank % parts * self.here
-        self.own = experts[first : first + self.here]
-        self._own_slots = self._slots[first : first + self.here]
-        self._device = torch.device(mesh.device_type)
-
-    def local(self) -> list[Tensor]:
-        """This rank's shards, of every expert in turn."""
-        shards = (module._parameters[key] for slots in self._slots for module, key in slots)
-        return [shard.to_local().to(self._device) for shard in shards]  # type: ignore[union-attr]
-
-    @contextmanager
-    def in_place(self, place: int, full: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, one of this rank's experts holds its whole parameters."""
-        slots = self._own_slots[place]
-        held = [module._parameters[key] for module, key in slots]
-        for (module, key), whole in zip(slots, full[place * len(slots) :]):
-            module._parameters[key] = whole  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for (module, key), shard in zip(slots, held):
-                module._parameters[key] = shard
-
-    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's experts' whole parameters."""
-        each = self.here * len(self._kinds)
-        for_rank = [torch.cat([p.reshape(-1) for p in local[i * each : (i + 1) * each]]) for i in range(self._parts)]
-        taken = [self.here * self._elements(rank) for rank in range(self._ranks)]
-        came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], taken)
-        from_ranks = [self._cut(flat, rank, self.here) for rank, flat in enumerate(came)]
-        dims = [dim for _ in range(self.here) for _, dim in self._kinds]
-        return [torch.cat(pieces, dim) for pieces, dim in zip(zip(*from_ranks), dims)]
-
-    def give_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of this rank's shards, the mean over all data ranks, from those of its experts' parameters."""
-        kinds = [kind for _ in range(self.here) for kind in self._kinds]
-        for_ranks = [
-            torch.cat([chunk(g, dim, self._ranks, rank).reshape(-1) for g, (_, dim) in zip(gradients, kinds)])
-            for rank in range(self._ranks)
-        ]
-        own = self.here * self._elements(self._rank)
-        came = self._exchange(for_ranks, [own] * self._ranks)
-        own_experts = [torch.stack(came[i :: self._parts]).sum(0) for i in range(self._parts)]
-        total = torch.cat(own_experts) / self._ranks
-        for axis in range(self._mesh.ndim - 1):
-            dist.all_reduce(total, group=self._mesh.get_group(axis))
-            total /= self._mesh.size(axis)
-        return self._cut(total, self._rank, len(self._slots))
-
-    def _exchange(self, given: Sequence[Tensor], taken: list[int]) -> list[Tensor]:
-        group = self._mesh.get_group(self._mesh.ndim - 1)
-        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], taken).split(taken))
-
-    def _shape(self, kind: tuple[torch.Size, int], rank: int) -> list[int]:
-        shape, dim = kind
-        size = -(-shape[dim] // self._ranks)
-        part = max(0, min(size, shape[dim] - rank * size))
-        return [*shape[:dim], part, *shape[dim + 1 :]]
-
-    def _elements(self, rank: int) -> int:
-        """Of one expert's shards on a rank."""
-        return sum(torch.Size(self._shape(kind, rank)).numel() for kind in self._kinds)
-
-    def _cut(self, flat: Tensor, rank: int, experts: int) -> list[Tensor]:
-        shapes = [self._shape(kind, rank) for _ in range(experts) for kind in self._kinds]
-        pieces = flat.split([torch.Size(shape).numel() for shape in shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
-
-
-class _Gathered(torch.autograd.Function):
-    """Shards to this rank's experts' whole parameters; ``called`` says, when gradients come, which experts have any."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: _Weights, called: list[bool], *local: Tensor) -> tuple[Tensor, ...]:
-        ctx.weights, ctx.called = weights, called
-        return tuple(weights.gather(local))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weights: _Weights = ctx.weights
-        kinds = len(gradients) // weights.here
-        back = weights.give_back([gradient.float() for gradient in gradients])
-        # an expert that one process wouldn't have called has no gradient there
-        has = [has_any for has_any in ctx.called for _ in range(kinds)]
-        return None, None, *(g.to(gradients[0].dtype) if h else None for g, h in zip(back, has))

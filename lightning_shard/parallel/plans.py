@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
 
 from torch import nn
+
+from lightning_shard.errors import PlanError
+
+
+def check_plan(name: str, plan: Any, known: Collection[str], kinds: type | tuple[type, ...] = ()) -> None:
+    """Check a user's own plan, as far as it can be without the model; ``None`` is the model's.
+
+    Args:
+        name: The setting's, for errors.
+        known: Names of styles.
+        kinds: Of objects that are styles too.
+
+    Raises:
+        PlanError: It isn't a mapping of patterns to styles, or has an unknown style.
+    """
+    if plan is None:
+        return
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"{name}={plan!r} must be a mapping of patterns of names to styles, such as"
+            f' {{"layers.*.name": "{min(known)}"}}.'
+        )
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise PlanError(f'{name}: {pattern!r} is no pattern of names, such as "layers.*.name": use a text.')
+        if not isinstance(style, kinds) and not (isinstance(style, str) and style in known):
+            objects = f", or pass a {kinds.__name__}" if isinstance(kinds, type) else ""
+            raise PlanError(f"{name}: {pattern!r} has style {style!r}; known are {sorted(known)}{objects}.")
 
 
 def declared_plan(root: nn.Module, kind: Literal["tp", "ep"]) -> dict[str, str]:

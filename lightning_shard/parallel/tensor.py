@@ -228,6 +228,8 @@ _CUTS: dict[str, tuple[int, int]] = {
     "packed_colwise": (2, 2),
     "packed_rowwise": (1, 2),
 }
+STYLE_NAMES = {*_NAMES, *_CUTS}
+"""All that a plan may name, of modules and of parameters."""
 _WITH_LORA = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 
 

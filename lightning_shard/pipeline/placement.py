@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.pipeline.cost import ModelCost, PartCost
@@ -187,14 +187,28 @@ def place(
     return Placement(tuple(placed))
 
 
-def _checked_counts(policy: Policy, blocks: int, stages: int) -> list[int]:
+def check_policy(policy: Any) -> None:
+    """Check what can be known of a policy without blocks.
+
+    Raises:
+        PlacementError: It is neither a name nor numbers of blocks.
+    """
+    if isinstance(policy, str) and policy in ("auto", "even"):
+        return
     if isinstance(policy, str) or not isinstance(policy, Sequence):
         raise PlacementError(f'placement ({policy!r}) must be "auto", "even", or each stage\'s number of blocks.')
-    counts = [*policy]
+    if not policy or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in policy):
+        raise PlacementError(
+            f"placement ({[*policy]}) must give every stage at least 1 block, as an integer: for example [3, 5, 5, 3]"
+            ' for four stages of 16 blocks, or use "auto".'
+        )
+
+
+def _checked_counts(policy: Policy, blocks: int, stages: int) -> list[int]:
+    check_policy(policy)
+    counts: list[int] = [*policy]  # type: ignore[list-item]
     example = [blocks // stages + (index < blocks % stages) for index in range(stages)]
     remedy = f'for example {example}, or use "auto".'
-    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
-        raise PlacementError(f"placement ({counts}) must give every stage at least 1 block, as an integer: {remedy}")
     if len(counts) != stages:
         raise PlacementError(
             f"placement ({counts}) must hold one number for each of the {stages} stages, and holds"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,17 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
-
-
-def check_switches(**switches: object) -> None:
-    """Check settings that are on or off.
-
-    Raises:
-        ConfigurationError: One is anything else.
-    """
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
 
 
 def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
@@ -121,6 +111,24 @@ def warning_of_numbers_kept(module: pl.LightningModule, method: str, microbatche
 
 def _numbers(module: pl.LightningModule) -> dict[str, float]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
+def generates_in_validation(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether a fit's validation steps may call something named ``generate``, by their code and that of own methods."""
+    if not trainer.enable_validation:
+        return False
+    found, to_read = set[str](), ["validation_step"]
+    while to_read:
+        function = inspect.unwrap(getattr(type(module), to_read.pop(), None))  # type: ignore[arg-type]
+        if inspect.isfunction(function) and not function.__module__.startswith("lightning."):
+            to_read += sorted(names := _names_in(function.__code__) - found)
+            found |= names
+    return "generate" in found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def refuse_synced_generation(module: nn.Module) -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed import Backend
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_shard.parallel.expert import ExpertPlan
+from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.parallel.expert import EXPERT_STYLE, ExpertPlan
+from lightning_shard.parallel.plans import check_plan
 from lightning_shard.parallel.recompute import Recomputing
-from lightning_shard.parallel.tensor import Plan
+from lightning_shard.parallel.tensor import STYLE_NAMES, Plan
+from lightning_shard.pipeline.placement import check_policy
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,9 @@ class Settings:
 
     Attributes:
         gathered_dtype: That of the Trainer's mixed precision.
+
+    Raises:
+        ConfigurationError: One can't work with any model.
     """
 
     placement: Literal["auto", "even"] | Sequence[int]
@@ -31,8 +41,62 @@ class Settings:
     reshard_after_forward: bool | None = None
     gathered_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        check_policy(self.placement)
+        check_plan("tensor_parallel_plan", self.tensor_parallel_plan, STYLE_NAMES, ParallelStyle)
+        check_plan("expert_parallel_plan", self.expert_parallel_plan, {EXPERT_STYLE})
+        names = self.pipeline_blocks
+        is_text = names is None or isinstance(names, str)
+        if not is_text and not (isinstance(names, Sequence) and names and all(isinstance(n, str) for n in names)):
+            raise PlacementError(
+                f'pipeline_blocks={names!r} must be the name of a list of blocks, such as "model.layers", or names of'
+                " several lists and modules in the order in which they run; or None, to have it found."
+            )
+
     @property
     def of_blocks(self) -> dict[str, Any]:
         """The settings that say how blocks are run and sharded, by name, where they were chosen."""
         names = ("activation_checkpointing", "cpu_offload", "compile_blocks", "reshard_after_forward")
         return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
+
+
+def check_switches(**switches: object) -> None:
+    """Check settings that are on or off.
+
+    Raises:
+        ConfigurationError: One is anything else.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
+
+
+def check_kinds(loss_weight: Any, process_group_backend: Any, timeout: Any) -> None:
+    """Check what is handed on.
+
+    Raises:
+        ConfigurationError: A weight that isn't a function, a backend that this torch hasn't, a time that isn't one.
+    """
+    if loss_weight is not None and not callable(loss_weight):
+        raise ConfigurationError(
+            f"loss_weight={loss_weight!r} must be a function of a batch that gives a number, such as"
+            ' lambda batch: batch["mask"].sum().'
+        )
+    if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+        raise ConfigurationError(
+            f"timeout={timeout!r} must be a datetime.timedelta of more than 0 s, such as timedelta(minutes=30)."
+        )
+    if process_group_backend is None:
+        return
+    named = process_group_backend if isinstance(process_group_backend, str) else ""
+    missing = [each for each in (part.rpartition(":")[2] for part in named.split(",")) if not _is_available(each)]
+    if missing:
+        known = [name for name in Backend.backend_list if _is_available(name)]
+        raise ConfigurationError(
+            f"process_group_backend={process_group_backend!r} isn't in this torch {torch.__version__}: use one of"
+            f" {known}, or None for the device's own."
+        )
+
+
+def _is_available(backend: str) -> bool:
+    return backend not in ("", "undefined") and bool(dist.is_backend_available(backend))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,7 +37,7 @@ from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_o
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.held import HeldMemory, held_memory
 from lightning_shard.plugin.limits import (
-    check_switches,
+    generates_in_validation,
     refuse,
     refuse_hyperparameters,
     refuse_synced_generation,
@@ -45,7 +46,7 @@ from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.settings import Settings
+from lightning_shard.plugin.settings import Settings, check_kinds, check_switches
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.first_looks import FirstLooks
@@ -57,7 +58,7 @@ from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
-from lightning_shard.plugin.steps.schedules import candidates, that_evaluate, that_runs
+from lightning_shard.plugin.steps.schedules import candidates, check_counts, that_evaluate, that_generate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.plugin.steps.walks import Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
@@ -126,7 +127,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicas: int = 1,
         microbatches: int | None = None,
-        schedule: str = "1F1B",
+        schedule: str | os.PathLike[str] = "1F1B",
         placement: Literal["auto", "even"] | Sequence[int] = "auto",
         pipeline_blocks: str | Sequence[str] | None = None,
         tensor_parallel_plan: Plan | None = None,
@@ -151,6 +152,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             "context_parallel_size": context_parallel_size,
         }
         super().__init__(sizes, process_group_backend, timeout)
+        check_kinds(loss_weight, process_group_backend, timeout)
         check_recomputing(activation_checkpointing)
         check_backend(compile_blocks)
         check_switches(
@@ -164,9 +166,6 @@ class HybridShardStrategy(CheckpointedStrategy):
         ):
             if compile_blocks and size > 1:
                 raise ConfigurationError(f"compile_blocks with {name}={size} was never tried: leave one out.")
-        self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
-        self._talks_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
-        self._microbatches = self._schedules[0].microbatches
         self._settings = Settings(
             placement,
             pipeline_blocks,
@@ -177,6 +176,10 @@ class HybridShardStrategy(CheckpointedStrategy):
             compile_blocks=compile_blocks,
             reshard_after_forward=reshard_after_forward,
         )
+        self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
+        check_counts(self._schedules, pipeline_parallel_size, placement)
+        self._talks_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
+        self._microbatches = self._schedules[0].microbatches
         self._reduces_each = reduce_each_microbatch
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
@@ -314,7 +317,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.root_device,
                 randomness.derive(self._seed, "init"),
                 self._settings,
-                self._schedules_for(trainer.state.fn),
+                self._schedules_for(trainer, module),
                 self.groups,
             )
             module.__dict__[_ASSEMBLY] = known
@@ -365,9 +368,12 @@ class HybridShardStrategy(CheckpointedStrategy):
             reshards_each=self._settings.reshard_after_forward is True,
         )
 
-    def _schedules_for(self, fn: TrainerFn | None) -> Sequence[Schedule]:
-        fitting = fn == TrainerFn.FITTING
-        return self._schedules if fitting else that_evaluate(self._schedules, self._settings.placement)
+    def _schedules_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Sequence[Schedule]:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return that_evaluate(self._schedules, self._settings.placement)
+        if self.layout.pipeline_parallel_size > 1 and generates_in_validation(trainer, module):
+            return that_generate(self._schedules)
+        return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

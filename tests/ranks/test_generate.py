@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import QUIET, VOCABULARY, layout, llama, world
 
 LONGEST, NOTHING = 12, -1
@@ -46,6 +46,34 @@ class Generates(L.LightningModule):
     def _generated(self, prompts: Tensor) -> Tensor:
         more = 1 + int(prompts.sum()) % 5
         return self.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=more)
+
+
+class Trains(Generates):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(schedule: str) -> tuple[int, float]:
+    L.seed_everything(3)
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2, schedule=schedule)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **{**QUIET, "num_sanity_val_steps": 1})
+    module, data = Trains(), DataLoader(PROMPTS, batch_size=16)
+    trainer.fit(module, data, data)
+    assert strategy.placement is not None
+    return len(strategy.placement.stages), float(trainer.callback_metrics["mean"])
+
+
+@pytest.mark.long
+def test_the_schedule_that_is_chosen_can_generate_in_validation() -> None:
+    """Of two microbatches, of which two stages on each rank would be chosen otherwise."""
+    with pytest.raises(RanksFailed, match=r'2 stages on each rank: use a schedule .* schedule="1F1B"'):
+        run_ranks(fit, 2, "Interleaved1F1B", elastic=True, timeout_s=60)
+    chosen, simplest = (run_ranks(fit, 2, schedule, elastic=True, timeout_s=60)[0] for schedule in ("auto", "1F1B"))
+    assert chosen == simplest
+    assert chosen[0] == 2
 
 
 def evaluate(sizes: dict[str, int] | None) -> tuple[dict[str, Any], list[list[int]]]:

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -13,15 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
+from lightning_shard.parallel import expert_weights
 from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
-from lightning_shard.parallel.expert_lists import RunsAgain
+from lightning_shard.parallel.expert_lists import RunsAgain, ToRunAgain
+from lightning_shard.plugin.looking import to_run_again
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.mixtures import EXPERTS, ListedMixture
+from tests.mixtures import EXPERTS, NOISY, ListedMixture, Noisy
 from tests.parity import QUIET
 
 PLAN = {"experts": "experts"}
@@ -71,6 +76,9 @@ class Around(nn.Module):
     def forward(self, x: Tensor, kept: list[Tensor] | None = None) -> Tensor:
         if self.how == "in place":
             x += 1
+        if self.how == "autocast":
+            with torch.autocast("cpu"):
+                return self.experts[0](x)  # type: ignore[no-any-return]
         out = torch.zeros_like(x)
         for expert in self.experts:
             out = out + (expert(x, x) if self.how == "two" else expert(x))
@@ -82,11 +90,11 @@ def nothing_to_put_back(_: nn.Module) -> Iterator[RunsAgain]:
     yield (lambda: None), nullcontext
 
 
-def dealt(module: nn.Module) -> nn.Module:
+def dealt(module: nn.Module, again: ToRunAgain = nothing_to_put_back) -> nn.Module:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
     root = nn.ModuleDict({"mixture": module})
     names = resolve_experts(root, PLAN, 2)
-    apply_expert_parallel(root, mesh, names, mesh, nothing_to_put_back)
+    apply_expert_parallel(root, mesh, names, mesh, again)
     return module
 
 
@@ -151,7 +159,7 @@ def refused(how: str, *more: Any) -> str:
 
 
 def refusals() -> dict[str, str]:
-    told = {how: refused(how) for how in ("in place", "two", "hooks")}
+    told = {how: refused(how) for how in ("in place", "two", "hooks", "autocast")}
     told["list"] = refused("plain", [])
     torch.manual_seed(0)
     chained = dealt(ListedMixture(WIDTH, "chained"))
@@ -171,12 +179,119 @@ def test_code_around_a_list_that_cannot_be_right_is_refused_by_name() -> None:
         "in place": "The module around mixture.experts changes its input in place",
         "two": r"An expert of mixture.experts was called with [(4, 6), (4, 6)], and not with rows of one tensor",
         "hooks": "router in the module around mixture.experts has hooks",
+        "autocast": "An expert of mixture.experts is called inside of a torch.autocast in the module around the list",
         "list": "The module around mixture.experts is given a list, which it may change",
         "chained": "The rows that an expert of mixture.experts is called with depend on another expert's results",
         "outside": "was called outside of the module that holds the list",
     }.items():
         assert says in told[how], told[how]
         assert says in other[how]
+
+
+def as_two_ranks_draw(blocks: list[Noisy], tokens: list[Tensor], seeds: list[int]) -> list[Tensor]:
+    """One process with a generator for each data rank: a router draws from its tokens', an expert from its own."""
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+
+    @contextmanager
+    def drawing_as(rank: int) -> Iterator[None]:
+        torch.set_rng_state(states[rank])
+        yield
+        states[rank] = torch.get_rng_state()
+
+    for block in blocks:
+        routed = []
+        for rank, x in enumerate(tokens):
+            with drawing_as(rank):
+                scores = block.router(x)
+                routed.append((scores + torch.randn_like(scores)).softmax(-1).topk(2))
+        out = [torch.zeros_like(x) for x in tokens]
+        for number, expert in enumerate(block.experts):
+            places = [torch.where(chosen == number) for _, chosen in routed]
+            rows = torch.cat([x[row] for x, (row, _) in zip(tokens, places)])
+            assert len(rows)
+            with drawing_as(number // (EXPERTS // 2)):
+                results = expert(rows).split([len(row) for row, _ in places])
+            for rank, ((row, slot), result) in enumerate(zip(places, results)):
+                out[rank][row] += routed[rank][0][row, slot, None] * result
+        tokens = out
+    return tokens
+
+
+def noisy() -> None:
+    """Two mixtures with noise in the router and dropout in the experts, also where they are recomputed."""
+    torch.manual_seed(0)
+    plain = [Noisy(), Noisy()]
+    tokens, seeds = [torch.randn(rows, NOISY) for rows in (16, 24)], [100, 101]
+    expected = as_two_ranks_draw(plain, tokens, seeds)
+    (sum(out.square().sum() for out in expected) / 2).backward()
+    rank = torch.distributed.get_rank()
+    for recomputes in (False, True):
+        modules = [dealt(copy.deepcopy(block), partial(to_run_again, torch.device("cpu"))) for block in plain]
+        torch.manual_seed(seeds[rank])
+        x = tokens[rank].clone().requires_grad_()
+        for module in modules:
+            x = checkpointed(module, x, use_reentrant=False) if recomputes else module(x)
+        torch.testing.assert_close(x, expected[rank], rtol=1e-5, atol=1e-6)
+        x.square().sum().backward()
+        for module, block in zip(modules, plain):
+            for name, parameter in module.named_parameters():
+                if "experts" in name:
+                    theirs = block.get_parameter(name).grad
+                    torch.testing.assert_close(full_tensor(parameter.grad), theirs, rtol=1e-5, atol=1e-6)
+
+
+def sent_to_gather(module: nn.Module) -> tuple[list[tuple[torch.dtype, int]], dict[str, Tensor]]:
+    """Types and bytes of what a rank sends of experts' weights, and of their gradients; and these."""
+    sent: list[tuple[torch.dtype, int]] = []
+    plain = expert_weights.all_to_all
+
+    def noted(rows: Tensor, *args: Any) -> Tensor:
+        sent.append((rows.dtype, rows.nbytes))
+        return plain(rows, *args)
+
+    expert_weights.all_to_all = noted
+    try:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(torch.randn(32, WIDTH)).square().mean()
+        loss.backward()
+    finally:
+        expert_weights.all_to_all = plain
+    gradients = {name: full_tensor(p.grad).clone() for name, p in module.named_parameters() if "experts" in name}
+    module.zero_grad()
+    return sent, gradients
+
+
+def in_halves() -> None:
+    """What autocast casts is gathered in 16 bits, what it leaves alone in 32, as are gradients; to the same numbers."""
+    torch.manual_seed(0)
+    around = Around("plain")
+    for expert in around.experts:
+        expert.append(nn.LayerNorm(WIDTH))  # type: ignore[operator]
+    module = dealt(around)
+    sent, gradients = sent_to_gather(module)
+    shards = {name: p for name, p in module.named_parameters() if "experts" in name}
+    held = {name: p.to_local().numel() for name, p in shards.items() if isinstance(p, DTensor)}
+    kept = sum(count for name, count in held.items() if name.split(".")[-2] == "3")  # of the norms
+    cast = sum(held.values()) - kept
+    computed_with = sum(p.numel() for p in shards.values()) // 2
+    assert sent == [(torch.bfloat16, 2 * cast), (torch.float32, 4 * kept), (torch.float32, 4 * computed_with)]
+    known, expert_weights.is_cast = expert_weights.is_cast, lambda *_: False
+    try:
+        whole, expected = sent_to_gather(module)
+    finally:
+        expert_weights.is_cast = known
+    assert whole == [(torch.float32, 4 * (cast + kept)), sent[-1]]
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def right() -> None:
+    noisy()
+    in_halves()
+
+
+def test_random_numbers_and_halves_are_those_of_one_process() -> None:
+    run_ranks(right, 2)
 
 
 class Branching(L.LightningModule):

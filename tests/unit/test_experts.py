@@ -19,7 +19,7 @@ from lightning_shard.parallel.expert import resolve_experts
 from lightning_shard.parallel.expert_lists import deal_list
 from lightning_shard.plugin.looking import to_run_again
 from lightning_shard.testing.layouts import parse
-from tests.mixtures import EXPERTS, NETWORKS, Experts, ListedMixture, Mixtures
+from tests.mixtures import EXPERTS, NETWORKS, NOISY, Experts, ListedMixture, Mixtures, Noisy
 
 PLAN = {"blocks.*.experts": "experts"}
 
@@ -164,24 +164,6 @@ def test_plans_that_say_nothing_are_refused() -> None:
         resolve_experts(Mixtures(), {"blocks.*.experts": "colwise"}, 2)
 
 
-class Noisy(nn.Module):
-    """Noise in the router, dropout in the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, EXPERTS)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x)
-        weights, chosen = (scores + torch.randn_like(scores)).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            row, slot = torch.where(chosen == number)
-            out[row] += weights[row, slot, None] * expert(x[row])
-        return out
-
-
 def test_noise_of_the_router_is_the_same_in_both_runs_whatever_experts_draw() -> None:
     """On one rank, whose experts run on the rows that plain ones do."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -189,7 +171,7 @@ def test_noise_of_the_router_is_the_same_in_both_runs_whatever_experts_draw() ->
     plain = nn.ModuleDict({"mixture": Noisy()})
     dealt = copy.deepcopy(plain)
     deal_list(dealt, "mixture.experts", mesh, mesh, partial(to_run_again, torch.device("cpu")))
-    tokens = torch.randn(16, 8)
+    tokens = torch.randn(16, NOISY)
     for step in range(2):  # of which the first asks an expert for the shape of its results
         results = []
         for module in (dealt, plain):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,7 +14,12 @@ from torch import nn
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.limits import refuse_synced_generation, warning_of_numbers_kept
+from lightning_shard.plugin.limits import (
+    generates_in_validation,
+    refuse_synced_generation,
+    warning_of_numbers_kept,
+)
+from lightning_shard.plugin.steps.schedules import candidates, that_generate
 from lightning_shard.testing import RanksFailed, run_ranks
 
 
@@ -41,6 +47,38 @@ def test_synced_generation_on_stages_is_refused() -> None:
     assert network.generate(1, more=1) == network.generate(1, synced_gpus=False, more=1) == 2
     with pytest.raises(StepError, match="leave it out"):
         network.generate(1, synced_gpus=True)
+
+
+class Validates(L.LightningModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        [self._text(one) for one in batch]
+
+    def _text(self, one: Any) -> Any:
+        return self.network.generate(one)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.network.generate(batch)
+
+
+class Predicts(Validates):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self(batch))
+
+
+def test_validation_steps_that_generate_are_known_by_their_code() -> None:
+    with_validation, without = SimpleNamespace(enable_validation=True), SimpleNamespace(enable_validation=False)
+    assert generates_in_validation(with_validation, Validates())  # type: ignore[arg-type]
+    assert not generates_in_validation(without, Validates())  # type: ignore[arg-type]
+    assert not generates_in_validation(with_validation, Predicts())  # type: ignore[arg-type]
+
+
+def test_schedules_that_cannot_generate_are_left_out_or_warned_of() -> None:
+    able = that_generate(candidates("auto", 2, None))
+    assert {each.name for each in able} >= {"1F1B", "GPipe"}
+    assert all(each.stages == 2 for each in able)
+    several = candidates("Interleaved1F1B", 2, None)
+    with pytest.warns(UserWarning, match=r"generate\(\), and schedule='Interleaved1F1B' has several stages"):
+        assert that_generate(several) == several
 
 
 class Kept(L.LightningModule):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.errors import StepError
+
 
 class Weight(NamedTuple):
     """Of one microbatch, as a multiple of its equal share; ``None``: that.
@@ -42,16 +44,34 @@ class LossWeights:
         self._device = device
 
     def of(self, parts: Sequence[Any]) -> list[Weight]:
-        """The weights of this data rank's microbatches; a collective call over the data ranks."""
+        """The weights of this data rank's microbatches; a collective call over the data ranks.
+
+        Raises:
+            StepError: The function gives no number.
+        """
         if self._weigh is None:
             return [Weight()] * len(parts)
-        weights = [torch.as_tensor(self._weigh(part), dtype=torch.float32, device=self._device) for part in parts]
-        own = torch.stack([weight.reshape(()) for weight in weights])
+        own = torch.stack([_number(self._weigh(part), self._device) for part in parts])
         everywhere = own.sum()
         dist.all_reduce(everywhere, group=self._group)
         ranks = dist.get_world_size(self._group)
         shares = own * len(parts)
         return [Weight(*both) for both in zip(shares * ranks / everywhere, shares / own.sum())]
+
+
+def _number(value: Any, device: torch.device) -> Tensor:
+    try:
+        weight = torch.as_tensor(value, dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        weight = None
+    # a tensor's sign isn't asked for, which would wait for the device
+    if weight is None or weight.numel() != 1 or (isinstance(value, (int, float)) and not value >= 0):
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise StepError(
+            f"loss_weight gave {shown} for a batch, and must give how much its loss counts, a number of at least 0:"
+            ' such as lambda batch: batch["mask"].sum().'
+        )
+    return weight.reshape(())
 
 
 def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:

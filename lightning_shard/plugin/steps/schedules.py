@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.pipeline.choice import Choice, best
@@ -20,7 +21,9 @@ ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
 _SIMPLEST_FIRST = (*ONE_EACH, "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def candidates(setting: str, ranks: int, microbatches: int | None, placement: Policy = "auto") -> list[Schedule]:
+def candidates(
+    setting: str | os.PathLike[str], ranks: int, microbatches: int | None, placement: Policy = "auto"
+) -> list[Schedule]:
     """The schedules among which a setting leaves the choice, the simplest first: one, but for ``"auto"``.
 
     Args:
@@ -29,12 +32,30 @@ def candidates(setting: str, ranks: int, microbatches: int | None, placement: Po
     Raises:
         ConfigurationError: There is no such schedule, or it isn't for these numbers.
     """
+    if isinstance(setting, os.PathLike):
+        setting = os.fspath(setting)
     if setting == "auto":
         return [*_all(ranks, microbatches, placement)]
-    if setting not in SCHEDULES and not setting.endswith(".csv"):
+    if not isinstance(setting, str) or (setting not in SCHEDULES and not setting.endswith(".csv")):
         choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
         raise ConfigurationError(f"schedule={setting!r} isn't one of {choices}.")
     return [build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))]
+
+
+def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:
+    """Check that a number of blocks for each stage is one for each stage that some schedule has.
+
+    Raises:
+        PlacementError: There are more or fewer.
+    """
+    if ranks == 1 or isinstance(placement, str) or any(len(placement) == each.stages for each in schedules):
+        return
+    stages = sorted({each.stages for each in schedules})
+    name = f"schedule={schedules[0].name!r}" if len(schedules) == 1 else 'schedule="auto"'
+    raise PlacementError(
+        f"placement ({[*placement]}) has {len(placement)} numbers, and {name} with pipeline_parallel_size={ranks} has"
+        f' {" or ".join(map(str, stages))} stages: give one for each, or use "auto".'
+    )
 
 
 def _all(ranks: int, microbatches: int | None, placement: Policy) -> Iterator[Schedule]:
@@ -88,6 +109,26 @@ def against_parts(settings: Mapping[str, Any]) -> list[str]:
 def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
     """The simplest that counts allow, where nothing is trained: others gain nothing, and don't stream evaluations."""
     return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
+
+
+def that_generate(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
+    """Those with one stage on each rank, since only these run evaluation steps that call the network several times.
+
+    Where there are none, warns: whether a step generates may depend on more than its code.
+    """
+    able = [schedule for schedule in schedules if schedule.stages == len(schedule.rows)]
+    if not able:
+        rank_zero_warn(
+            f"validation_step calls generate(), and schedule={schedules[0].name!r} has several stages on each rank,"
+            " with which an evaluation step that calls the network several times is refused when it comes: use"
+            ' schedule="1F1B" or "auto", or generate after the fit.'
+        )
+    elif len(able) < len(schedules):
+        rank_zero_info(
+            'schedule="auto" leaves out those with several stages on each rank: validation_step calls generate(), which'
+            " they can't run"
+        )
+    return able or schedules
 
 
 def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:

@@ -1,0 +1,84 @@
+"""Settings that can't work with any model are refused where the strategy is made, before a process is started."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import ConfigurationError, PlacementError, PlanError, StepError
+from lightning_shard.plugin.steps.loss_weight import LossWeights
+
+PP2 = {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        ({**PP2, "schedule": None}, ConfigurationError, "schedule=None isn't one of 'GPipe', '1F1B'"),
+        ({**PP2, "schedule": "1f1b"}, ConfigurationError, "schedule='1f1b' isn't one of"),
+        ({**PP2, "microbatches": 0}, ConfigurationError, r"microbatches \(0\) must be an integer of at least 1"),
+        ({**PP2, "placement": "best"}, PlacementError, r"placement \('best'\) must be"),
+        ({**PP2, "placement": 4}, PlacementError, r"placement \(4\) must be"),
+        ({**PP2, "placement": [0, 4]}, PlacementError, "every stage at least 1 block"),
+        ({**PP2, "placement": []}, PlacementError, "every stage at least 1 block"),
+        ({**PP2, "placement": [1, 2, 3]}, PlacementError, "has 3 numbers, and schedule='1F1B' .* has 2 stages"),
+        (
+            {**PP2, "placement": [2, 2, 2], "schedule": "Interleaved1F1B"},
+            PlacementError,
+            "has 3 numbers, and schedule='Interleaved1F1B' .* has 4 stages",
+        ),
+        (
+            {**PP2, "placement": [2, 2, 2], "schedule": "auto"},
+            PlacementError,
+            'has 3 numbers, and schedule="auto" .* has 2 or 4 stages',
+        ),
+        ({"pipeline_blocks": 3}, PlacementError, "pipeline_blocks=3 must be the name of a list"),
+        ({"pipeline_blocks": []}, PlacementError, r"pipeline_blocks=\[\] must be"),
+        ({"pipeline_blocks": ["a", 3]}, PlacementError, r"pipeline_blocks=\['a', 3\] must be"),
+        ({"tensor_parallel_plan": "colwise"}, PlanError, "tensor_parallel_plan='colwise' must be a mapping"),
+        (
+            {"tensor_parallel_plan": {"a": "columnwise"}},
+            PlanError,
+            r"'columnwise'; known are .*ParallelStyle",
+        ),
+        ({"tensor_parallel_plan": {3: "colwise"}}, PlanError, "3 is no pattern"),
+        ({"expert_parallel_plan": ["experts"]}, PlanError, r'such as \{"layers\.\*\.name": "experts"\}'),
+        ({"expert_parallel_plan": {"a": "colwise"}}, PlanError, r"'a' has style 'colwise'; known are \['experts'\]"),
+        ({"loss_weight": "tokens"}, ConfigurationError, "loss_weight='tokens' must be a function"),
+        ({"process_group_backend": "glo"}, ConfigurationError, r"process_group_backend='glo' isn't in .*'gloo'"),
+        ({"process_group_backend": "cpu:gloo,cuda:glo"}, ConfigurationError, "isn't in this torch"),
+        ({"timeout": 30}, ConfigurationError, "timeout=30 must be a datetime.timedelta"),
+        ({"timeout": timedelta(0)}, ConfigurationError, "more than 0 s"),
+        ({"cpu_offload": 1}, ConfigurationError, "cpu_offload=1 is neither True nor False"),
+        ({"context_parallel_size": 2, "compile_blocks": True}, ConfigurationError, "compile_blocks with context"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(settings: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        HybridShardStrategy(**settings)
+
+
+def test_a_schedule_may_be_a_path() -> None:
+    order = Path(__file__).parents[1] / "ranks" / "v.csv"
+    HybridShardStrategy(**PP2, schedule=order, process_group_backend="cpu:gloo")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("many", "gave 'many' for a batch"),
+        (None, "gave None"),
+        (torch.ones(2, 3), r"gave a tensor of shape \(2, 3\)"),
+        (-1, "gave -1"),
+        (float("nan"), "gave nan"),
+    ],
+)
+def test_a_loss_weight_that_is_no_number_is_refused(given: Any, told: str) -> None:
+    weights = LossWeights(lambda _: given, None, torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(StepError, match=told):
+        weights.of([{}])
