@@ -17,7 +17,7 @@ from lightning_shard import plan
 from lightning_shard.cli import main
 from lightning_shard.cli_plan import _first_batch
 from lightning_shard.dryrun.ledger import Ledger
-from lightning_shard.dryrun.planning import Plan
+from lightning_shard.dryrun.planned import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
 from lightning_shard.pipeline.schedule import to_csv
 from recipes.gpt import LanguageModel
