@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_shard.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_shard.dryrun.planning import Plan
+    from lightning_shard.dryrun.planned import Plan
 
 _SIZES = {
     "pipeline": "pipeline_parallel_size",

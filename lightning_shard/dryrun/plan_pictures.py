@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_shard.dryrun.drawing import Picture, save, stacked
-from lightning_shard.dryrun.memory import KINDS, StageMemory
+from lightning_shard.dryrun.memory import KINDS, StageMemory, usable
 from lightning_shard.dryrun.page import page
 from lightning_shard.dryrun.pictures import Curve, Unit, draw_balance, draw_curves, draw_timeline, seconds, units
-from lightning_shard.dryrun.planning import Plan, usable
+from lightning_shard.dryrun.planned import Plan
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
 

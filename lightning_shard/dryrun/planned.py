@@ -1,0 +1,243 @@
+"""A plan: what a layout of a module takes, as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_shard.dryrun.counts import Counts
+from lightning_shard.dryrun.memory import KINDS, Held, StageMemory, usable
+from lightning_shard.dryrun.optimizer import OptimizerState
+from lightning_shard.dryrun.step_time import StepTime, share_text
+from lightning_shard.dryrun.stored import Stored
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.placement import Placement, count_text, range_text, short, size_text, table
+from lightning_shard.pipeline.schedule import Schedule
+
+_UNKNOWN = "unknown"
+_COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
+"""Kinds of memory, as the table names them."""
+_FROM_THE_STEP = ("activations", "received", "loss", "working")
+"""Kinds that aren't known where the step wasn't counted."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is chosen beside the layout, and is arithmetic once a microbatch was counted.
+
+    Attributes:
+        microbatches: Of a batch; with one stage there is one.
+    """
+
+    schedule: str = "1F1B"
+    microbatches: int = 1
+    placement: Literal["auto", "even"] | Sequence[int] = "auto"
+    held: Held = field(default_factory=Held)
+    asynchronous_saving: bool = False
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that would make a layout fit.
+
+    Attributes:
+        setting: As it is written in a recipe.
+        peak_bytes: Of the fullest stage then.
+    """
+
+    setting: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layout of a module takes; ``str()`` is a table.
+
+    Attributes:
+        layout: Axis sizes.
+        run: What else was chosen.
+        name: The module's class.
+        model_parameters: Elements of the whole model, tied ones once.
+        counts: Of one microbatch on one rank.
+        placement: Blocks to stages, to ranks; ``None`` where the module has no blocks.
+        schedule: Each rank's order.
+        optimizer: ``None`` where it can't be known.
+        stages: Memory of each pipeline rank's devices, with its stage or its stages.
+        checkpoint: What a save writes.
+        device_memory: Bytes of a device, where it was given.
+        unknown: What isn't known, and why: the numbers leave it out.
+        remedies: What would make it fit, the cheapest first; empty where it fits, or nothing that was tried does.
+        time: A step on a device; ``None`` where none was named.
+        choice: How the schedule was chosen among others; empty where it was named.
+    """
+
+    layout: Layout
+    run: Run
+    name: str
+    precision: str
+    device_type: str
+    model_parameters: int
+    counts: Counts
+    placement: Placement | None
+    schedule: Schedule
+    optimizer: OptimizerState | None
+    stages: tuple[StageMemory, ...]
+    checkpoint: Stored
+    device_memory: int | None = None
+    unknown: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    time: StepTime | None = None
+    choice: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest stage's devices."""
+        return max(stage.peak.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether each device has room; ``None`` where its memory, or what it must hold, isn't known."""
+        if self.device_memory is None:
+            return None
+        if self.peak_bytes > usable(self.device_memory):
+            return False
+        return None if self.unknown else True
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: numbers are bytes, where they aren't counts."""
+        return {
+            "module": self.name,
+            "parameters": self.model_parameters,
+            "layout": self.layout.sizes,
+            "precision": self.precision,
+            "schedule": self.schedule.name,
+            "choice": self.choice or None,
+            "microbatches": self.run.microbatches,
+            "samples_per_microbatch": self.counts.samples,
+            "tokens_per_microbatch": self.counts.tokens,
+            "settings": dataclasses.asdict(self.run.held),
+            "optimizers": list(self.optimizer.names) if self.optimizer is not None else None,
+            "counted": self.counts.counted,
+            "assumed": list(self.counts.assumed),
+            "unknown": list(self.unknown),
+            "device_memory": self.device_memory,
+            "peak": self.peak_bytes,
+            "fits": self.fits,
+            "remedies": [dataclasses.asdict(remedy) for remedy in self.remedies],
+            "stages": [
+                {
+                    "stages": list(memory.stages),
+                    "ranks": [ranks.start, ranks.stop - 1],
+                    "blocks": [[blocks.start, blocks.stop] for blocks in self._blocks(memory)],
+                    "in_flight": list(memory.in_flight),
+                    "parameters": memory.parameters,
+                    "peak": memory.peak.total,
+                    "peak_at": str(memory.peak),
+                    "memory": dict(memory.peak.bytes),
+                    "host": dict(memory.host),
+                }
+                for memory, ranks in zip(self.stages, self.layout.stages())
+            ],
+            "checkpoint": dataclasses.asdict(self.checkpoint),
+            "time": self.time.to_json() if self.time is not None else None,
+        }
+
+    def __str__(self) -> str:
+        lines = [*self._heading(), "", self._table(), "", *self._verdict(), *self._time(), str(self.checkpoint)]
+        lines += [self.choice] if self.choice else []
+        timed = self.time if self.time is not None else self.counts
+        lines += [f"assumed: {text}" for text in timed.assumed]
+        lines += [f"{_UNKNOWN}: {text}" for text in self.unknown]
+        if self.time is not None:
+            lines += [f"{_UNKNOWN} in the time: {text}" for text in self.time.unknown]
+        return "\n".join(lines)
+
+    def _blocks(self, memory: StageMemory) -> list[range]:
+        return [self.placement.stages[stage].blocks for stage in memory.stages] if self.placement is not None else []
+
+    def _heading(self) -> Iterator[str]:
+        ranks = self.layout.world_size
+        size = count_text(self.model_parameters).replace(" G", " B")
+        devices = f"{self.device_type} device{'s' * (ranks > 1)}"
+        yield f"{self.name}: {size} parameters on {ranks} {devices}, {self.layout}"
+        batch = f"{self.counts.samples} sample{'s' * (self.counts.samples > 1)}"
+        if self.counts.tokens != self.counts.samples:
+            batch += f" ({self.counts.tokens:,} tokens)"
+        held = self.run.held
+        facts = [self.precision]
+        if self.layout.pipeline_parallel_size > 1:
+            facts += [self.schedule.name, f"{self.run.microbatches} microbatches of {batch}"]
+        else:
+            facts.append(f"batches of {batch}")
+        if held.accumulates > 1:
+            facts.append(f"accumulate_grad_batches={held.accumulates}")
+        for name in ("activation_checkpointing", "cpu_offload", "reduce_each_microbatch", "reshard_after_forward"):
+            if getattr(held, name) not in (None, False):
+                facts.append(f"{name}={getattr(held, name)}")
+        facts.append(" and ".join(self.optimizer.names) if self.optimizer is not None else "optimizer unknown")
+        yield ", ".join(facts)
+
+    def _table(self) -> str:
+        several = len(self.stages) < self.schedule.stages
+        names = ["stages" if several else "stage", "ranks", "blocks", "in flight"]
+        header = [*names, "parameters", *_COLUMNS.values(), "peak", "at"]
+        rows = []
+        for memory, ranks in zip(self.stages, self.layout.stages()):
+            rows.append(
+                [
+                    ", ".join(map(str, memory.stages)),
+                    f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
+                    ", ".join(map(range_text, self._blocks(memory))),
+                    " + ".join(map(str, memory.in_flight)) if several else "",
+                    count_text(memory.parameters),
+                    *(self._cell(kind, memory.peak.bytes[kind]) for kind in _COLUMNS),
+                    size_text(memory.peak.total) + (" +?" if self.unknown else ""),
+                    short(_last_names(str(memory.peak)), 48),
+                ]
+            )
+        return table(header, rows, to_the_right=("parameters", *_COLUMNS.values(), "peak"))
+
+    def _cell(self, kind: str, nbytes: int) -> str:
+        is_unknown = not self.counts.counted and kind in _FROM_THE_STEP
+        if is_unknown or (kind == "optimizer" and self.optimizer is None):
+            return _UNKNOWN
+        return size_text(nbytes) if nbytes else ""
+
+    def _time(self) -> Iterator[str]:
+        if self.time is None:
+            return
+        yield str(self.time)
+        yield f"  the busiest device: {share_text(self.time)}"
+        if self.time.sent:
+            sent = ", ".join(f"{axis} {size_text(nbytes)}" for axis, nbytes in self.time.sent.items())
+            yield f"  a device sends in a step: {sent}"
+
+    def _verdict(self) -> Iterator[str]:
+        peak = size_text(self.peak_bytes)
+        stages = max(self.stages, key=lambda stage: stage.peak.total).stages
+        fullest = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+        if self.device_memory is None:
+            yield f"a device of {fullest} needs most: {peak}, and what its driver and allocator take beside"
+        else:
+            room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
+            if self.fits:
+                yield f"fits: a device of {fullest} needs most, {peak}; {room}"
+            elif self.fits is None:
+                yield f"whether it fits is unknown: a device of {fullest} needs at least {peak}; {room}"
+            else:
+                yield f"does not fit: a device of {fullest} needs {peak}; {room}"
+                for remedy in self.remedies:
+                    yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
+                if not self.remedies:
+                    yield "  nothing that was tried would: use more devices, or a smaller batch or model"
+        host = max(sum(stage.host.values()) for stage in self.stages)
+        if host:
+            yield f"in the host's memory: {size_text(host)} for each device"
+
+
+def _last_names(text: str) -> str:
+    """``layers.3`` for ``model.decoder.layers.3``."""
+    return re.sub(r"(?:\w+\.)+(\w+\.\w+)", r"\1", text)

@@ -1,0 +1,153 @@
+"""Plans of one model: a microbatch is counted once, and each layout is arithmetic on that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_shard import tree
+from lightning_shard.dryrun.counting import count, count_two_parts
+from lightning_shard.dryrun.counts import Counts
+from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.moments import stage_memories
+from lightning_shard.dryrun.optimizer import ask
+from lightning_shard.dryrun.planned import Plan, Run
+from lightning_shard.dryrun.rates import Rates
+from lightning_shard.dryrun.step_time import StepTime
+from lightning_shard.dryrun.stored import stored
+from lightning_shard.dryrun.time import Timing, model_flops
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.placement import Placement, place
+from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.plugin.placing import as_run, devices_of
+from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit
+
+
+class Planner:
+    """Plans of one model: each microbatch is counted once.
+
+    Args:
+        model: The module and its batch.
+        rates: Of the device that steps are timed on.
+    """
+
+    def __init__(self, model: Model, rates: Rates | None = None) -> None:
+        self.model = model
+        self.rates = rates
+        self.optimizer, self._optimizer_reason = ask(model)
+        self._counts: dict[tuple[int, int, int], Counts] = {}
+
+    def counts(self, layout: Layout, microbatches: int, *, in_two_parts: bool = False) -> Counts:
+        """Of one of so many microbatches.
+
+        Args:
+            in_two_parts: Its backward's parts, too.
+
+        Raises:
+            ConfigurationError: The batch can't be cut so, or the module.
+        """
+        samples = tree.batch_size(self.model.batch)
+        if samples % microbatches:
+            raise ConfigurationError(
+                f"A batch of {samples} samples can't be cut into {microbatches} equal microbatches: use a batch size"
+                f" that is a multiple of {microbatches}, or set microbatches to a divisor of {samples}."
+            )
+        sizes = layout.tensor_parallel_size, layout.expert_parallel_size
+        key = (*sizes, samples // microbatches)
+        if key not in self._counts:
+            self._counts[key] = count(
+                self.model, tensor_parallel_size=sizes[0], expert_parallel_size=sizes[1], samples=key[2]
+            )
+        if in_two_parts:
+            self._counts[key] = count_two_parts(self.model, self._counts[key])
+        return self._counts[key]
+
+    def placed(self, layout: Layout, run: Run, order: Schedule) -> Placement | None:
+        """Blocks to stages, as a run places them."""
+        if self.model.cost is None:
+            return None
+        policy = run.placement if layout.pipeline_parallel_size > 1 else "even"
+        cost = as_run(self.model.cost, run.held.activation_checkpointing)
+        devices, ranks = devices_of(layout, self.model.device_type), layout.stages()
+        holders = [order.rank_of[stage] for stage in range(order.stages)]
+        return place(
+            cost,
+            order.stages,
+            policy,
+            devices=[devices[rank] for rank in holders],
+            ranks=[ranks[rank] for rank in holders],
+        )
+
+    def plan(self, layout: Layout, run: Run, device_memory: int | None = None) -> Plan:
+        """One plan.
+
+        Raises:
+            ConfigurationError: The module can't be laid out so.
+        """
+        order, choice = self._order(layout, run)
+        counts = self.counts(layout, run.microbatches, in_two_parts=order.splits_backwards)
+        placement = self.placed(layout, run, order)
+        blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
+        stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)
+        unknown = []
+        if not counts.counted:
+            what = "memory of activations" + (", and time" if self.rates is not None else "")
+            unknown.append(f"{what}: the step can't be run on fake tensors ({counts.reason})")
+        if self.optimizer is None:
+            unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
+        if placement is not None and not unknown:
+            placement = Placement(
+                tuple(
+                    replace(stage, memory=stages[order.rank_of[index]].peak.total)
+                    for index, stage in enumerate(placement.stages)
+                )
+            )
+        return Plan(
+            layout,
+            run,
+            type(self.model.module).__name__,
+            self.model.precision,
+            self.model.device_type,
+            sum(parameter.numel() for parameter in self.model.module.parameters()),
+            counts,
+            placement,
+            order,
+            self.optimizer,
+            stages,
+            stored(counts, layout, [[blocks[stage] for stage in memory.stages] for memory in stages], self.optimizer),
+            device_memory,
+            tuple(unknown),
+            time=self._timed(counts, layout, blocks, order, run),
+            choice=choice,
+        )
+
+    def _order(self, layout: Layout, run: Run) -> tuple[Schedule, str]:
+        """The schedule that a run would take, and how that was chosen."""
+        orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
+        blocks = len(self.model.blocks.names) if self.model.blocks is not None else 1
+        fitting = that_fit(orders, blocks, run.placement)
+
+        def placed(order: Schedule) -> Placement:
+            placement = self.placed(layout, run, order)
+            assert placement is not None, "a pipeline has blocks"
+            return placement
+
+        settings = dataclasses.asdict(run.held)
+        choice = choose(fitting, placed, settings, has_data_ranks=layout.data_parallel_size > 1)
+        order = fitting[0] if choice is None else choice.schedule
+        if order.splits_backwards and against_parts(settings):
+            order = order.with_whole_backwards()
+        return order, "" if choice is None else str(choice)
+
+    def _timed(
+        self, counts: Counts, layout: Layout, blocks: Sequence[range], order: Schedule, run: Run
+    ) -> StepTime | None:
+        if self.rates is None or not counts.counted:
+            return None  # estimated operations are of another microbatch
+        whole = counts
+        if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
+            whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)
+        timing = Timing.of(counts, layout, blocks, order, run.held, self.rates, self.optimizer)
+        return timing.simulated(model_flops(whole) if whole.counted else None)
