@@ -294,7 +294,8 @@ class Owner:
             if name and any(hooks):
                 raise StepError(
                     f"{name} in the module around {self._name} has hooks, which would run twice where experts are dealt"
-                    " to ranks: put them on the module around it, or use expert_parallel_size=1."
+                    " to ranks: put them on the module around it, have expert_parallel_plan name only experts, or use"
+                    " expert_parallel_size=1."
                 )
         for value in _flat(arguments):
             if not isinstance(value, (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))):

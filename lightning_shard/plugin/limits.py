@@ -113,10 +113,8 @@ def _numbers(module: pl.LightningModule) -> dict[str, float]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
 
 
-def generates_in_validation(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether a fit's validation steps may call something named ``generate``, by their code and that of own methods."""
-    if not trainer.enable_validation:
-        return False
+def generates_in_validation(module: pl.LightningModule) -> bool:
+    """Whether validation steps may call something named ``generate``, by their code and that of own methods."""
     found, to_read = set[str](), ["validation_step"]
     while to_read:
         function = inspect.unwrap(getattr(type(module), to_read.pop(), None))  # type: ignore[arg-type]

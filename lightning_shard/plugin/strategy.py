@@ -371,9 +371,9 @@ class HybridShardStrategy(CheckpointedStrategy):
     def _schedules_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Sequence[Schedule]:
         if trainer.state.fn != TrainerFn.FITTING:
             return that_evaluate(self._schedules, self._settings.placement)
-        if self.layout.pipeline_parallel_size > 1 and generates_in_validation(trainer, module):
-            return that_generate(self._schedules)
-        return self._schedules
+        is_pipelined = self.layout.pipeline_parallel_size > 1
+        generates = is_pipelined and trainer.enable_validation and generates_in_validation(module)
+        return that_generate(self._schedules) if generates else self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

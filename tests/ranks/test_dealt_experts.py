@@ -51,6 +51,14 @@ def test_experts_under_mixed_precision_compute_what_lightnings_own_does() -> Non
 
 
 @pytest.mark.long
+def test_experts_in_64_bits_are_not_rounded_on_their_way() -> None:
+    kinds, whole = ["own", "list, called where chosen"], {"trainer": {"precision": "64-true"}}
+    ours = run_ranks(trained, 2, EP2, kinds, elastic=True, timeout_s=120, **whole)[0]
+    for kind, plain in trained(None, kinds, **whole).items():
+        assert largest_difference(ours[kind].gradients, plain.gradients) < 1e-14, kind
+
+
+@pytest.mark.long
 def test_fewer_experts_than_ranks_that_share_them() -> None:
     assert_alike({**layout(data=4), "expert_parallel_size": 2}, ["mixtral of two experts"])
 

@@ -181,9 +181,21 @@ def test_networks_and_settings() -> None:
 
 @pytest.mark.long
 def test_more_ranks() -> None:
-    accumulating: Case = ("llama", {}, {"accumulate_grad_batches": 2})
-    assert_alike([accumulating, ("gpt", {"data_parallel_replicas": 2}, {})], FOUR)
+    assert_alike([("llama", {}, {"accumulate_grad_batches": 2})], FOUR)
     assert_alike([("llama", {}, {})], layout(context=4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("data", [2, 4])
+def test_data_ranks_in_replicas(data: int) -> None:
+    """Of one data rank each, whose parameters only context ranks share, and of two."""
+    clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    replicas: list[Case] = [
+        ("llama", {}, clipped),
+        ("gpt", {"activation_checkpointing": "selective", "cpu_offload": True}, {}),
+        ("qwen3", {"reshard_after_forward": False}, {"precision": "bf16-mixed"}),
+    ]
+    assert_alike(replicas, {**layout(context=2, data=data), "data_parallel_replicas": 2})
 
 
 class SaveAtEnd(L.Callback):
@@ -204,7 +216,8 @@ def resumed(sizes: dict[str, int], path: str) -> Seen:
 
 @pytest.mark.long
 def test_saved_on_any_layout_and_resumed_on_any_other(tmp_path: Path) -> None:
-    layouts = {"cp2": TWO, "dp2": layout(data=2), "one": layout()}
+    in_replicas = {**FOUR, "data_parallel_replicas": 2}
+    layouts = {"cp2": TWO, "dp2": layout(data=2), "one": layout(), "cp2×dp2 in replicas": in_replicas}
     expected = run_ranks(straight, 1, elastic=True)[0].losses
     for begins, first in layouts.items():
         path = str(tmp_path / f"{begins}.ckpt")

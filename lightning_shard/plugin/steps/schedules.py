@@ -116,7 +116,7 @@ def that_generate(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
 
     Where there are none, warns: whether a step generates may depend on more than its code.
     """
-    able = [schedule for schedule in schedules if schedule.stages == len(schedule.rows)]
+    able = with_one_stage_each(schedules)
     if not able:
         rank_zero_warn(
             f"validation_step calls generate(), and schedule={schedules[0].name!r} has several stages on each rank,"
@@ -129,6 +129,10 @@ def that_generate(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
             " they can't run"
         )
     return able or schedules
+
+
+def with_one_stage_each(schedules: Sequence[Schedule]) -> list[Schedule]:
+    return [schedule for schedule in schedules if schedule.stages == len(schedule.rows)]
 
 
 def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
