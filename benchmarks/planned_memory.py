@@ -38,6 +38,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.dryrun.planning import plan
+from lightning_shard.layout import Layout
 from lightning_shard.testing import run_ranks
 from recipes.gpt import GPT
 
@@ -161,7 +162,27 @@ def cases() -> Iterator[Case]:
     ]
     for number, settings in others:
         name, ranks, sizes = layouts[number]
-        yield Case("GPT", name + "".join(f", {key}={value}" for key, value in settings.items()), ranks, sizes, settings)
+        yield Case("GPT", name + _with_values(settings), ranks, sizes, settings)
+    in_two_parts: list[tuple[str, int, dict[str, Any]]] = [
+        ("GPT", 2, {"schedule": "InterleavedZeroBubble"}),
+        ("GPT", 2, {"schedule": "InterleavedZeroBubble", "placement": [2, 2]}),
+        ("GPT", 2, {"schedule": "ZBVZeroBubble"}),
+        ("GPT", 2, {"schedule": "DualPipeV"}),
+        ("GPT", 2, {"schedule": "ZBVZeroBubble", "activation_checkpointing": 2}),
+        ("GPT", 3, {"schedule": "InterleavedZeroBubble", "precision": "bf16-mixed"}),
+        ("GPT", 3, {"schedule": "ZBVZeroBubble"}),
+        ("GPT", 3, {"schedule": "DualPipeV", "reduce_each_microbatch": True}),
+        ("Llama", 2, {"schedule": "InterleavedZeroBubble"}),
+        ("Llama", 3, {"schedule": "DualPipeV", "precision": "bf16-mixed"}),
+        ("mixture", 2, {"schedule": "ZBVZeroBubble"}),
+    ]
+    for network_, number, settings in in_two_parts:
+        name, ranks, sizes = layouts[number]
+        yield Case(network_, name + _with_values(settings), ranks, sizes, settings)
+
+
+def _with_values(settings: dict[str, Any]) -> str:
+    return "".join(f", {key}={value}" for key, value in settings.items())
 
 
 def _said(settings: dict[str, Any]) -> str:
@@ -307,8 +328,8 @@ def measured_of(chosen: list[Case]) -> Seen:
         own = [case for case in chosen if case.ranks == ranks]
         by_rank = run_ranks(measure, ranks, ranks, own, elastic=True, timeout_s=1800)
         for number, case in enumerate(own):
-            stages = case.sizes.get("pipeline_parallel_size", 1)
-            found |= {name_of(case, stage): by_rank[stage * ranks // stages][number] for stage in range(stages)}
+            of_stages = enumerate(Layout.resolve(ranks, **case.sizes).stages())  # the last stage is on rank 0
+            found |= {name_of(case, stage): by_rank[own_ranks.start][number] for stage, own_ranks in of_stages}
     return found
 
 

@@ -39,6 +39,32 @@ class Work:
 
 
 @dataclass(frozen=True)
+class TwoParts:
+    """A backward in two parts: the gradients of inputs, and later those of matrix products' weights; bytes.
+
+    Attributes:
+        owed: What products keep from the first part to the second, each storage once.
+        given: What of ``owed`` is the gradient with which the part's backward began.
+        freed: As :attr:`Cost.freed`, in the first part.
+        inputs_peak, inputs_adding_peak, of_gradients: As those of :class:`Cost`'s backward, in the first part.
+        weights_peak, weights_adding_peak: The same in the second part.
+        late: Places of the parameters whose gradients come in the second part, in :attr:`PartCount.parameters`.
+        weights: The second part's operations.
+    """
+
+    owed: int = 0
+    given: int = 0
+    freed: int = 0
+    inputs_peak: int = 0
+    inputs_adding_peak: int = 0
+    of_gradients: int = 0
+    weights_peak: int = 0
+    weights_adding_peak: int = 0
+    late: tuple[int, ...] = ()
+    weights: Work = Work()
+
+
+@dataclass(frozen=True)
 class Cost:
     """Of one microbatch, in one way to run a part.
 
@@ -56,6 +82,7 @@ class Cost:
         of_gradients: What of ``backward_peak`` is gradients of whole parameters.
         experts_done: By how much more lives, or less, than when its backward began, gradients of parameters apart, when
             the backward of experts in it is done that were dealt to ranks.
+        parts: Of a backward in two parts; ``None`` where nothing of it can come later, or that wasn't counted.
     """
 
     forward: Work = Work()
@@ -68,6 +95,7 @@ class Cost:
     carried: int = 0
     of_gradients: int = 0
     experts_done: int = 0
+    parts: TwoParts | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +172,7 @@ class Counts:
         counted: Whether the step ran on fake tensors. If not, only parameters, and operations estimated from them, are
             known: memory of activations is unknown, and not 0.
         reason: Why it was not counted.
+        in_two_parts: Whether backwards in two parts were counted too.
         assumed: What had to be assumed, for people.
     """
 
@@ -158,6 +187,7 @@ class Counts:
     expert_parallel_size: int = 1
     counted: bool = True
     reason: str = ""
+    in_two_parts: bool = False
     assumed: tuple[str, ...] = ()
 
     def in_order(self) -> Iterator[tuple[int, PartCount]]:

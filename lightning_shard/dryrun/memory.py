@@ -17,7 +17,7 @@ from lightning_shard.dryrun.counts import Counts, ParameterCount, PartCount
 from lightning_shard.dryrun.optimizer import OptimizerState
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.recompute import Recomputing, chosen
-from lightning_shard.pipeline.schedule import Action
+from lightning_shard.pipeline.schedule import Action, Schedule
 
 RESERVED = 0.06
 """Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
@@ -295,6 +295,62 @@ class Stage:
     def handed_on(self) -> int:
         """Bytes of what a microbatch takes to the next stage."""
         return 0 if self._blocks.stop == len(self.counts.blocks) else self.counts.blocks[self._blocks.stop - 1].output
+
+    @cached_property
+    def state_bytes(self) -> int:
+        state = self.optimizer
+        return sum(state.bytes(p, numel) for p, numel in self.shards) if state is not None else 0
+
+
+class Rank:
+    """One rank of a pipeline, with its stages.
+
+    Args:
+        stages: By number; of all ranks, or of this one.
+        schedule: The pipeline's order.
+        rank: Which of its ranks.
+
+    Attributes:
+        stages: This rank's, by number.
+        row: Its order.
+        splits: Whether any backward of the pipeline comes in two parts.
+        brought: Bytes of what a microbatch brings from another rank, by stage.
+        taken: Bytes of what a microbatch takes to another rank, by stage.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, rank: int) -> None:
+        holder = schedule.rank_of
+        self.stages = {index: stages[index] for index in schedule.stages_of(rank)}
+        self.row = schedule.rows[rank]
+        self.splits = schedule.splits_backwards
+        self.brought = {i: stage.received * (holder.get(i - 1) != rank) for i, stage in self.stages.items()}
+        self.taken = {i: stage.handed_on * (holder.get(i + 1) != rank) for i, stage in self.stages.items()}
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Of the blocks of all stages, and of experts in them."""
+        of_blocks = (unit for stage in self.stages.values() for unit in stage.units.values())
+        return [unit for of_block in of_blocks for unit in of_block.gathered_apart]
+
+    @cached_property
+    def root(self) -> Unit:
+        """What isn't in a block alone, of all stages together: a parameter of several is one."""
+        first, *others = (stage.root for stage in self.stages.values())
+        parameters = {p.name: p for root in (first, *others) for p in root.parameters}
+        return replace(first, parameters=[*parameters.values()]) if others else first
+
+    @cached_property
+    def shards(self) -> list[tuple[ParameterCount, int]]:
+        """The parameters with the elements of a rank's shard."""
+        return [pair for unit in (*self.units, self.root) for pair in unit.padded]
+
+    @property
+    def held(self) -> Held:
+        return next(iter(self.stages.values())).held
+
+    @property
+    def optimizer(self) -> OptimizerState | None:
+        return next(iter(self.stages.values())).optimizer
 
     @cached_property
     def state_bytes(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_shard.dryrun.counting import count
+from lightning_shard.dryrun.counting import count, count_two_parts
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.moments import stage_memories
@@ -24,11 +24,6 @@ from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin.placing import as_run, devices_of
 from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit
 
-_IN_TWO_PARTS = (
-    "between both parts of a backward a stage keeps twice what its forward kept: it is less where only the gradients of"
-    " matrix products' weights come later"
-)
-
 
 class Planner:
     """Plans of one model: each microbatch is counted once.
@@ -44,8 +39,11 @@ class Planner:
         self.optimizer, self._optimizer_reason = ask(model)
         self._counts: dict[tuple[int, int, int], Counts] = {}
 
-    def counts(self, layout: Layout, microbatches: int) -> Counts:
+    def counts(self, layout: Layout, microbatches: int, *, in_two_parts: bool = False) -> Counts:
         """Of one of so many microbatches.
+
+        Args:
+            in_two_parts: Its backward's parts, too.
 
         Raises:
             ConfigurationError: The batch can't be cut so, or the module.
@@ -62,6 +60,8 @@ class Planner:
             self._counts[key] = count(
                 self.model, tensor_parallel_size=sizes[0], expert_parallel_size=sizes[1], samples=key[2]
             )
+        if in_two_parts:
+            self._counts[key] = count_two_parts(self.model, self._counts[key])
         return self._counts[key]
 
     def placed(self, layout: Layout, run: Run, order: Schedule) -> Placement | None:
@@ -87,9 +87,7 @@ class Planner:
             ConfigurationError: The module can't be laid out so.
         """
         order, choice = self._order(layout, run)
-        counts = self.counts(layout, run.microbatches)
-        if order.splits_backwards:
-            counts = replace(counts, assumed=(*counts.assumed, _IN_TWO_PARTS))
+        counts = self.counts(layout, run.microbatches, in_two_parts=order.splits_backwards)
         placement = self.placed(layout, run, order)
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
         stages = stage_memories(counts, layout, blocks, order, run.held, self.optimizer, copies=run.asynchronous_saving)

@@ -84,6 +84,17 @@ class Rates:
             {PRODUCTS: backward_s, **self._sent(backward, groups)},
         )
 
+    def of_weights(self, part: PartCount, cost: Cost, groups: Groups, samples: int) -> float:
+        """What of a part's backward comes in its second part, the gradients of matrix products' weights."""
+        if cost.parts is None:
+            return 0.0
+        _, backward = self.of_part(part, cost, groups, samples)
+        own = backward.get(PRODUCTS, 0.0) + backward.get(MEMORY, 0.0)
+        if self.measured is not None and part.name in self.measured.seconds:
+            return own * cost.parts.weights.flops / max(1, cost.backward.flops)
+        weights = self.spent(cost.parts.weights, groups)
+        return min(own, weights[PRODUCTS] + weights[MEMORY])
+
     def _sent(self, work: Work, groups: Groups) -> dict[str, float]:
         found = {}
         if work.traffic.get(TENSOR):

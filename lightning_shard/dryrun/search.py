@@ -35,9 +35,9 @@ from lightning_shard.dryrun.found import (
     Found,
 )
 from lightning_shard.dryrun.links import Groups
-from lightning_shard.dryrun.memory import Held, Stage, usable
+from lightning_shard.dryrun.memory import Held, Rank, Stage, usable
 from lightning_shard.dryrun.model import Model
-from lightning_shard.dryrun.moments import Rank
+from lightning_shard.dryrun.moments import moments_of
 from lightning_shard.dryrun.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.rates import Rates, dtype_of
 from lightning_shard.dryrun.scaled import ALIKE, between, is_like, kind_of
@@ -353,7 +353,7 @@ class _Workshop:
         later = (schedule.microbatches - enough) * counts.batch_bytes
         known = key, schedule.name, len(schedule.rows), rank, enough
         if known not in self._peaks:
-            moments = Rank({rank: stage}, schedule.first(enough), rank).moments()
+            moments = moments_of(Rank({rank: stage}, schedule.first(enough), rank))
             self._peaks[known] = max(moment.total for moment in moments)
         return self._peaks[known] + later
 

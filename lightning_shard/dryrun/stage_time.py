@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_shard.dryrun.counts import EXPERT, TENSOR
 from lightning_shard.dryrun.links import Groups
 from lightning_shard.dryrun.memory import Held, Stage, Unit
-from lightning_shard.dryrun.rates import MEMORY, PRODUCTS, Rates, Seconds
+from lightning_shard.dryrun.rates import Rates, Seconds
 from lightning_shard.layout import Layout
 
 DATA, REPLICAS = "data", "replicas"
@@ -29,9 +29,10 @@ class StageTime:
     Attributes:
         forward: On a microbatch, by what.
         backward: The same.
-        weights: What of ``backward`` is the gradients of weights alone, which nobody waits for.
+        weights: What of ``backward`` comes in its second part, which nobody waits for; 0 where that wasn't counted.
         first: What the first forward of a batch takes beside: what is gathered then stays so.
         last: What the last backward before an optimizer step takes beside, to reduce gradients.
+        reduces: What that takes when nothing is left to compute beside it; 0 if each backward reduces.
         optimizer: The optimizer's step; 0 where that is in the host's memory, which isn't known.
     """
 
@@ -40,6 +41,7 @@ class StageTime:
     weights: float
     first: float
     last: float
+    reduces: float
     optimizer: float
 
     @cached_property
@@ -83,11 +85,14 @@ def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
     return max(computed, linked)
 
 
-def stage_time(stage: Stage, samples: int, held: Held, groups: Groups, rates: Rates) -> StageTime:
+def stage_time(
+    stage: Stage, samples: int, held: Held, groups: Groups, rates: Rates, *, splits: bool = False
+) -> StageTime:
     """Of a stage.
 
     Args:
         samples: Of the microbatch that was counted.
+        splits: Whether backwards of the pipeline come in two parts: then none reduces beside what it computes.
     """
     pairs = zip(stage.parts, stage.costs, strict=True)
     spent = [rates.of_part(part, cost, groups, samples) for part, cost in pairs]
@@ -106,19 +111,19 @@ def stage_time(stage: Stage, samples: int, held: Held, groups: Groups, rates: Ra
             _Piece(c, g if gathering else 0.0, r if reducing else 0.0) for c, g, r in zip(backwards, gathers, reduces)
         ]
         last = _Piece(0.0, 0.0, reduces_root if reducing else 0.0)
-        return _together([*reversed(pieces), last], overlaps=rates.overlaps)
+        return _together([*reversed(pieces), last], overlaps=rates.overlaps and not (splits and reducing))
 
     regathers, each = not stage.keeps_gathered, held.reduce_each_microbatch
     each_forward, each_backward = forward(regathers), backward(regathers, each)
     backward_s = total(of[1] for of in spent)
-    own = backward_s.get(PRODUCTS, 0.0) + backward_s.get(MEMORY, 0.0)
-    plain, run = (sum(cost.backward.flops for cost in costs) for costs in ([p.plain for p in stage.parts], stage.costs))
+    later = (rates.of_weights(part, cost, groups, samples) for part, cost in zip(stage.parts, stage.costs))
     return StageTime(
         forward={**total(of[0] for of in spent), DATA: max(0.0, each_forward - sum(forwards))},
         backward={**backward_s, DATA: max(0.0, each_backward - sum(backwards))},
-        weights=0.5 * own * (plain / run if run else 1.0),
+        weights=sum(later),
         first=forward(True, gathers_root) - each_forward,
         last=0.0 if each else backward(regathers, True) - each_backward,
+        reduces=0.0 if each else sum(reduces) + reduces_root,
         optimizer=0.0 if offloads else rates.read(_stepped(stage)),
     )
 

@@ -79,7 +79,8 @@ class Timing:
         """
         groups = Groups(layout, rates.device.per_machine)
         stages = [Stage(counts, layout, own, held, optimizer) for own in blocks]
-        times = [stage_time(stage, counts.samples, held, groups, rates) for stage in stages]
+        splits = schedule.splits_backwards
+        times = [stage_time(stage, counts.samples, held, groups, rates, splits=splits) for stage in stages]
         crossing, tied = crossings(counts, blocks), ties(counts, layout, blocks)
         return cls(counts, layout, schedule, held, rates, groups, stages, times, crossing, tied)
 
@@ -102,8 +103,8 @@ class Timing:
         backward = [(stage.backward_s - stage.weights, stage.weights) for stage in self.stages]
         once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
         if reduces:
-            for row, own in zip(self.schedule.rows, self._own):
-                once[row[-1]] = sum(self.stages[stage].last for stage in own)
+            for rank, row in enumerate(self.schedule.rows):
+                once[row[-1]] = sum(self._last(rank).values())
         return Costs(
             [stage.forward_s for stage in self.stages],
             [inputs for inputs, _ in backward],
@@ -112,6 +113,12 @@ class Timing:
             once,
             receives_late=True,
         )
+
+    def _last(self, rank: int) -> dict[int, float]:
+        """What a rank's last action takes beside, by stage: gradients of other stages wait for it to be reduced."""
+        row = self.schedule.rows[rank]
+        beside = None if self.schedule.splits_backwards else row[-1].stage
+        return {s: self.stages[s].last if s == beside else self.stages[s].reduces for s in self._own[rank]}
 
     @cached_property
     def optimizer(self) -> float:
@@ -150,10 +157,10 @@ class Timing:
             if not splits:
                 passing += costs.backward_input[index] + costs.backward_weight[index] + transfers[index]
                 passing += 0.0 if several else stage.first + reduces * stage.last
-        for own in self._own:
+        for rank, own in enumerate(self._own):
             each = sum(costs.forward[s] + costs.backward_input[s] + costs.backward_weight[s] for s in own)
             each += sum(transfers[s] for s in own) + sum(transfers[s - 1] for s in own if s)
-            once = sum(self.stages[s].first + reduces * self.stages[s].last for s in own)
+            once = sum(self.stages[s].first for s in own) + reduces * sum(self._last(rank).values())
             longest = max(longest, self._turns.microbatches * each + once + passed[own[0]])
         return longest
 
@@ -201,13 +208,13 @@ class Timing:
         """The busiest rank's step, by what."""
         runs = self._turns.microbatches * self._turns.batches
         ranks = []
-        for own in self._own:
+        for rank, own in enumerate(self._own):
             times = [self.stages[stage] for stage in own]
             found = total(
                 [
                     *({what: runs * of for what, of in stage.forward.items()} for stage in times),
                     *({what: runs * of for what, of in stage.backward.items()} for stage in times),
-                    {DATA: sum(self._turns.batches * stage.first + stage.last for stage in times)},
+                    {DATA: sum(self._turns.batches * s.first for s in times) + sum(self._last(rank).values())},
                     {OPTIMIZER: sum(stage.optimizer for stage in times)},
                 ]
             )

@@ -16,12 +16,14 @@ names, as of torch 2.13: where a torch names them otherwise, nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_shard.errors import StepError
@@ -79,7 +81,7 @@ class Product:
         """
         assert self.gradient is not None
         self.check_unchanged()
-        if type(local := local_tensor(self.gradient)) is not Tensor or local.untyped_storage().data_ptr() in taken:
+        if (memory := _memory(self.gradient)) is None or memory in taken:
             self.see([self.gradient.clone()])
 
     def of_weight(self) -> Tensor:
@@ -134,7 +136,12 @@ class _Plan:
 
 
 def backward_but_products(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], received: Iterable[Tensor], *, checks: bool
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    received: Iterable[Tensor],
+    *,
+    checks: bool,
+    seen: Callable[[Product], None] | None = None,
 ) -> list[Product]:
     """The first part of a backward, which gives received tensors their gradients; returns what is left for the second.
 
@@ -143,12 +150,15 @@ def backward_but_products(
         gradients: Theirs; ``None`` for a loss.
         received: Leaves that wait for their gradients.
         checks: Run the whole backward, and see that each product that could wait gets the gradient that torch computes.
+        seen: Told of each product that can wait when its own gradient is there.
 
     Raises:
         StepError: One doesn't.
     """
     plan = _Plan.of(_nodes_of(outputs), _nodes_of(received))
     handles = [node.register_prehook(product.see) for node, product in plan.products.items()]
+    if seen is not None:
+        handles += [node.register_prehook(partial(_tell, seen, product)) for node, product in plan.products.items()]
     if checks:
         handles += [node.register_hook(_checking(product)) for node, product in plan.products.items()]
     inputs = [GradientEdge(leaf, 0) for leaf in plan.leaves] if plan.products and not checks else None
@@ -219,11 +229,23 @@ def _way(node: Node) -> tuple[Node, ...] | None:
     return tuple(way)
 
 
+def _tell(seen: Callable[[Product], None], product: Product, _: Any) -> None:
+    seen(product)
+
+
 def _memory_of_gradients(leaves: Iterable[Node]) -> Iterator[int]:
     for leaf in leaves:
         gradient = leaf.variable.grad if leaf.name() == _LEAF else None  # type: ignore[attr-defined]
-        if gradient is not None and type(local := local_tensor(gradient)) is Tensor:
-            yield local.untyped_storage().data_ptr()
+        if gradient is not None and (memory := _memory(gradient)) is not None:
+            yield memory
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Equal for tensors that share their memory; ``None`` where a tensor doesn't tell."""
+    local = local_tensor(tensor)
+    if isinstance(local, FakeTensor):
+        return local.untyped_storage()._cdata
+    return local.untyped_storage().data_ptr() if type(local) is Tensor else None
 
 
 def _checking(product: Product) -> Any:

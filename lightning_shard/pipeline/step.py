@@ -145,7 +145,7 @@ class PipelinedStep:
                     if action.kind == "I":
                         parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
                         owed[action.stage, i] = _Owed(parameters, products)
-                    del microbatch  # with its graph
+                    del microbatch, products  # with its graph, and what its second part will have used
                 if action.kind != "I":
                     after_backward()
         self.watch.ends()

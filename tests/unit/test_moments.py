@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount
+from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
 from lightning_shard.dryrun.memory import Held, StageMemory
 from lightning_shard.dryrun.moments import stage_memories
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.pipeline.schedule import Action, Schedule
 
 BLOCKS, OUTPUT, KEPT, FREED, NUMEL = 8, 100, 1000, 100, 5
+OWED = 300
 GLOO = Held(sends_stay=True)
 NOTHING = Cost()
 
 
 def network(shared: str = "") -> Counts:
-    """Blocks that keep 1000 bytes, of which 100 are their output, that the next block is the last to use."""
+    """Blocks that keep 1000 bytes, of which 100 are their output, that the next block is the last to use.
+
+    Between both parts of a backward they keep 300, of which 100 are the gradient that they were given.
+    """
 
     def block(index: int) -> PartCount:
         names = [f"blocks.{index}.weight", *([shared] if shared else [])]
         parameters = tuple(ParameterCount(name, (NUMEL,), (NUMEL,), torch.float32) for name in names)
-        return PartCount(f"blocks.{index}", parameters, OUTPUT, Cost(kept=KEPT, freed=FREED))
+        parts = TwoParts(
+            owed=OWED, given=OUTPUT, freed=FREED, weights_peak=4 * NUMEL, weights_adding_peak=50, late=(0,)
+        )
+        return PartCount(f"blocks.{index}", parameters, OUTPUT, Cost(kept=KEPT, freed=FREED, parts=parts))
 
-    return Counts(tuple(map(block, range(BLOCKS))), everywhere=(PartCount(AROUND),), loss=PartCount(LOSS))
+    blocks = tuple(map(block, range(BLOCKS)))
+    return Counts(blocks, everywhere=(PartCount(AROUND),), loss=PartCount(LOSS), in_two_parts=True)
 
 
 def memories(schedule: Schedule, held: Held, counts: Counts | None = None) -> tuple[StageMemory, ...]:
@@ -66,6 +76,39 @@ def test_what_crosses_by_hand() -> None:
     assert max(stays) == 2 * OUTPUT + 3 * OUTPUT  # all gradients before the last one's
 
 
+def test_between_both_parts_of_a_backward_its_products_alone_keep_something_by_hand() -> None:
+    schedule = Schedule("by hand", (tuple(Action(0, kind, 0) for kind in "FIW"), tuple(Action(1, k, 0) for k in "FIW")))
+    for memory in memories(schedule, Held()):
+        first, second = (
+            [m for m in memory.moments if m.action and m.action.kind == kind and m.part.startswith("blocks")]
+            for kind in "IW"
+        )
+        each, weights = BLOCKS // 2, 4 * NUMEL
+        before = [each * KEPT - done * (KEPT - OWED) for done in range(each)]
+        freed = [0 if memory.stages == (0,) else FREED, *[FREED] * (each - 1)]  # what was sent lives
+        assert [moment.bytes["activations"] for moment in first] == [b - f for b, f in zip(before, freed)]
+        assert {moment.bytes["gradients"] for moment in first} == {0}  # each parameter's comes later
+        assert {moment.bytes["activations"] for moment in second} == {each * OWED}
+        assert [moment.bytes["gradients"] for moment in second] == [n * weights for n in range(1, each + 1)]
+        assert memory.moments[-1].bytes["activations"] == 0
+    sent = [moment.bytes["received"] for moment in memories(schedule, Held())[0].moments if str(moment.action) == "0I0"]
+    assert sent == [0, OUTPUT, OUTPUT, OUTPUT, OUTPUT]  # its gradient is among what the last block owes
+
+
+def test_gradients_that_come_in_two_parts_are_reduced_when_all_are_there() -> None:
+    schedule = Schedule("by hand", (tuple(Action(0, kind, i) for i in range(2) for kind in "FIW"),))
+    layout = Layout(data_parallel_size=2)
+    whole, padded, shard = 4 * 5, 4 * 6, 4 * 3
+    for each in (False, True):
+        held = Held(reduce_each_microbatch=each)
+        [memory] = stage_memories(network(), layout, [range(BLOCKS)], schedule, held, None)
+        gradients = [m.bytes["gradients"] for m in memory.moments if str(m.action) == "0W1"]
+        assert gradients[-1] == (BLOCKS - 1) * shard + padded + max(whole, shard) + each * shard
+        assert memory.moments[-1].bytes["gradients"] == BLOCKS * shard
+    kinds = [m.bytes["gathered"] for m in memory.moments]
+    assert kinds[-1] == 0
+
+
 def test_what_a_later_block_was_the_last_to_use_is_free_in_a_backward() -> None:
     [memory] = memories(build("GPipe", 1, 1), Held())
     forward, backward = (
@@ -91,9 +134,10 @@ def test_every_order_keeps_what_is_in_flight_and_ends_with_nothing(
         assert end.action is None
         assert end.bytes["activations"] == end.bytes["received"] == 0
         assert min(min(moment.bytes.values()) for moment in memory.moments) >= 0
-        each = KEPT * BLOCKS // schedule.stages
-        least = schedule.in_flight(rank) * each - KEPT  # before the last of these was computed
-        assert at_peak(memory, "activations") >= least
+        changes = {"F": KEPT, "B": -KEPT, "I": OWED - KEPT, "W": -OWED}
+        each = [changes[action.kind] * BLOCKS // schedule.stages for action in schedule.rows[rank]]
+        most = max(accumulate(each))
+        assert most - KEPT <= at_peak(memory, "activations") <= most  # before the last block, and its own is working
         gradients = at_peak(memory, "gradients")
         assert gradients >= 4 * memory.parameters
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from lightning_shard import plan
 from lightning_shard.cli import main
 from lightning_shard.cli_plan import _first_batch
+from lightning_shard.dryrun.counts import TwoParts
 from lightning_shard.dryrun.ledger import Ledger
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
+from lightning_shard.pipeline.products import backward_but_products
 from lightning_shard.pipeline.schedule import to_csv
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
@@ -147,8 +149,8 @@ class TestCounting:
         from lightning_shard.dryrun import counting
 
         some = planned(pipeline_parallel_size=2)
-        watched = counting._Watched
-        monkeypatch.setattr(counting, "_Watched", lambda *args, **_: watched(*args, stands_in=False))
+        watched = counting.Watched
+        monkeypatch.setattr(counting, "Watched", lambda *args, **_: watched(*args, stands_in=False))
         assert planned(pipeline_parallel_size=2).counts.blocks[1:] == some.counts.blocks[1:]
 
     def test_what_a_forward_keeps_is_what_a_real_one_keeps(self) -> None:
@@ -160,6 +162,27 @@ class TestCounting:
         parts = (*counts.everywhere, *(part for _, part in counts.in_order()), counts.loss)
         assert sum(part.plain.kept for part in parts) == ledger.live
         loss.backward()
+
+    def test_what_products_keep_between_both_parts_of_a_backward_is_what_a_real_ones_keep(self) -> None:
+        made = planned(pipeline_parallel_size=2, schedule="ZBVZeroBubble")
+        module, ledger = gpt(), Ledger()
+        parts = [*(part for _, part in made.counts.in_order()), made.counts.loss]
+        owed = [part.plain.parts for part in parts if part.plain.parts is not None]
+        assert len(owed) == len(parts)
+        with ledger:
+            loss = module.loss(TOKENS[:2])
+            products = backward_but_products([loss], [None], [], checks=False)
+        had = {name for name, p in module.named_parameters() if p.grad is not None}
+        del loss
+        kept = ledger.live - sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+        assert sum(part.owed for part in owed) == kept
+        late = {part.parameters[place].name for part in parts for place in (part.plain.parts or TwoParts()).late}
+        assert late == {name for name, _ in module.named_parameters()} - had
+        assert len(products) == len(late)
+        # of each matrix one of three products, and what a weight's costs is half of the rest of the backward
+        [block] = {part.plain.parts.weights.flops for part in parts[2:4] if part.plain.parts is not None}
+        assert block == 2 * 2 * 16 * 12 * 32**2
+        assert made.counts.blocks[1].recomputed.parts is None
 
     def test_transformers_models_get_no_mask_that_no_step_makes(self) -> None:
         transformers = pytest.importorskip("transformers")
