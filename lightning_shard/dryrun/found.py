@@ -14,7 +14,9 @@ from lightning_shard.pipeline.placement import size_text, table
 CANT_BE_CUT = "the module can't be cut so"
 CANT_BE_COUNTED = "its step can't be counted when it is cut so"
 DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
-TOO_FEW = "fewer microbatches than stages"
+TOO_FEW = "too few microbatches for the stages, or the schedule"
+TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"
+NOT_IN_PARTS = "nothing of a backward can come later with these settings, as its schedule has it"
 DOESNT_FIT = "a device's memory is too small"
 SLOWER = "slower than those listed, whatever it would need"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lightning_shard.dryrun.memory import Held
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.recompute import Recomputing
-from lightning_shard.plugin.steps.schedules import ONE_EACH
+from lightning_shard.plugin.steps.schedules import SIMPLEST_FIRST
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Space:
         devices: How many there are; each layout uses all of them.
         global_batch: Samples of a step, of all data ranks together.
         device_memory: Bytes that tensors can have of a device's memory.
-        schedules: Of pipelines, with one stage on each rank.
+        schedules: Of pipelines, by name, with as many stages on each rank as is usual.
         activation_checkpointing: Ways to try.
         most_samples: Of a microbatch.
         held: The other settings.
@@ -29,7 +29,7 @@ class Space:
     devices: int
     global_batch: int
     device_memory: int
-    schedules: Sequence[str] = ONE_EACH
+    schedules: Sequence[str] = SIMPLEST_FIRST
     activation_checkpointing: Sequence[Recomputing] = (None, "selective", True)
     most_samples: int = 8
     held: Held = field(default_factory=Held)

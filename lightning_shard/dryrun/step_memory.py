@@ -229,10 +229,10 @@ class Step:
             fresh -= sum(p.gathered_bytes for p in late)
 
     def _reduce_all(self, action: Action, *, ends_batch: bool) -> Iterator[Moment]:
-        """One unit after the other, that of what isn't in a block first."""
+        """One unit after the other, that of what isn't in a block last; a buffer lives until the next."""
         rank = self._rank
         root = rank.root.gathered
-        for unit in (rank.root, *rank.units):
+        for unit in (*rank.units, rank.root):
             if id(unit) not in self._whole:
                 continue
             if ends_batch and unit is rank.root:
@@ -240,7 +240,6 @@ class Step:
             elif ends_batch:
                 self._free(unit, ends_batch=True)
             yield self._reduce(action, "", unit, root + self._blocks)
-        self._buffer = 0  # each is waited for
 
     def _has_sent(self, action: Action) -> None:
         """The gradient of what a stage received; and what it had sent itself is let go."""
@@ -272,6 +271,8 @@ class Step:
         new = {p.name: p for p in parameters if p.requires_grad and not p.is_listed}
         for name in self._has_gradient & new.keys():
             del new[name]
+        if not new:
+            return
         self._has_gradient |= new.keys()
         nbytes = sum(p.numel * unit.gradient(p).itemsize for p in new.values())
         self._whole[id(unit)] = self._whole.get(id(unit), 0) + nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import lightning as L
@@ -13,10 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.dryrun import search as searching
-from lightning_shard.dryrun.counting import count
-from lightning_shard.dryrun.counts import Counts
+from lightning_shard.dryrun import workshop
+from lightning_shard.dryrun.counting import count, count_two_parts
+from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
 from lightning_shard.dryrun.devices import Device, device
-from lightning_shard.dryrun.found import CANT_BE_CUT, DOESNT_DIVIDE, DOESNT_FIT, TOO_FEW, Choice, Found
+from lightning_shard.dryrun.found import (
+    CANT_BE_CUT,
+    DOESNT_DIVIDE,
+    DOESNT_FIT,
+    NOT_IN_PARTS,
+    TOO_FEW,
+    TOO_FEW_BLOCKS,
+    Choice,
+    Found,
+)
 from lightning_shard.dryrun.memory import Held
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.moments import stage_memories
@@ -28,8 +39,10 @@ from lightning_shard.dryrun.space import Space, layouts
 from lightning_shard.dryrun.time import Timing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.placement import place
+from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.plugin.placing import as_run
 from lightning_shard.plugin.settings import Settings
 
 WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 4, 8
@@ -108,7 +121,17 @@ def counting_once(counted: dict[Any, Counts], monkeypatch: pytest.MonkeyPatch) -
             )
         return counted[key]
 
-    monkeypatch.setattr(searching, "count", once)
+    monkeypatch.setattr(workshop, "count", once)
+    monkeypatch.setattr(workshop, "count_two_parts", two_parts)
+
+
+def two_parts(model: Model, counts: Counts) -> Counts:
+    if id(counts) not in _PARTED:
+        _PARTED[id(counts)] = counts, count_two_parts(model, counts)
+    return _PARTED[id(counts)][1]
+
+
+_PARTED: dict[int, tuple[Counts, Counts]] = {}
 
 
 def space(memory: float = 1e12, **options: Any) -> Space:
@@ -152,39 +175,50 @@ def test_all_layouts_of_all_devices_are_considered() -> None:
     assert {layout.world_size for layout in found} == {8}
 
 
+def order_of(name: str | None, ranks: int, microbatches: int) -> Schedule | None:
+    """``None`` where there is none for these numbers, or for so many blocks."""
+    if name is None:
+        return build("1F1B", 1, 1)
+    if microbatches < SCHEDULES[name].microbatches * ranks or SCHEDULES[name].usual * ranks > BLOCKS:
+        return None
+    return build(name, ranks, microbatches)
+
+
 def test_the_search_finds_what_trying_all_finds(model: Model, optimizer: OptimizerState, everything: Found) -> None:
     """Each choice planned by itself: its whole order, and every stage of it."""
     assert model.cost is not None
     tried: dict[tuple[Any, ...], tuple[float, int]] = {}
-    for stages in (1, 2, 4):
-        blocks = [stage.blocks for stage in place(model.cost, stages, "auto" if stages > 1 else "even").stages]
-        for tensor in (1, 2, 4, 8):
-            if DEVICES % (stages * tensor):
+    for stages, tensor in ((s, t) for s in (1, 2, 4) for t in (1, 2, 4) if DEVICES % (s * t) == 0):
+        data = DEVICES // stages // tensor
+        for samples in (n for n in (1, 2) if BATCH // data % n == 0):
+            microbatches = BATCH // data // samples
+            if microbatches < stages:
                 continue
-            data = DEVICES // stages // tensor
-            for samples in (n for n in (1, 2) if BATCH // data % n == 0):
-                microbatches = BATCH // data // samples
-                if microbatches < stages:
+            plain = workshop.count(model, tensor_parallel_size=tensor, samples=samples)
+            for schedule, way in product(SCHEDULES if stages > 1 else (None,), (None, "selective", True)):
+                order = order_of(schedule, stages, microbatches)
+                if order is None or (way is not None and order.splits_backwards):
                     continue
-                counts = searching.count(model, tensor_parallel_size=tensor, samples=samples)
-                for replicas in (n for n in (1, 2, 4, 8) if data % n == 0):
+                counts = workshop.count_two_parts(model, plain) if order.splits_backwards else plain
+                cost = as_run(model.cost, way)  # type: ignore[arg-type]
+                placed = place(cost, order.stages, "auto" if stages > 1 else "even").stages
+                blocks = [stage.blocks for stage in placed]
+                held = Held(way, accumulates=1 if schedule else microbatches)  # type: ignore[arg-type]
+                for replicas in (n for n in (1, 2, 4) if data % n == 0):
                     layout = Layout(stages, data, replicas, tensor)
-                    for schedule in ("1F1B", "Eager1F1B", "GPipe") if stages > 1 else (None,):
-                        for way in (None, "selective", True):
-                            order = build(schedule or "1F1B", stages, microbatches if schedule else 1)
-                            held = Held(way, accumulates=1 if schedule else microbatches)  # type: ignore[arg-type]
-                            timing = Timing.of(counts, layout, blocks, order, held, rates(), optimizer)
-                            memory = stage_memories(counts, layout, blocks, order, held, optimizer)
-                            peak = max(stage.peak.total for stage in memory)
-                            name = (stages, tensor, replicas, schedule, samples, microbatches, way)
-                            tried[name] = timing.simulated().step, peak
+                    timing = Timing.of(counts, layout, blocks, order, held, rates(), optimizer)
+                    memory = stage_memories(counts, layout, blocks, order, held, optimizer)
+                    peak = max(stage.peak.total for stage in memory)
+                    name = (stages, tensor, replicas, schedule, samples, microbatches, way)
+                    tried[name] = timing.simulated().step, peak
+    assert {name[3] for name in tried} == {None, *SCHEDULES}
     found = {sizes(choice): choice for choice in everything.choices}
     assert found.keys() == tried.keys()
     for name, (step, peak) in tried.items():
         choice = found[name]
         assert choice.step is not None
         assert choice.step.step == pytest.approx(step)
-        assert choice.peak_bytes == peak
+        assert choice.peak_bytes == peak, name
     assert [c.step.step for c in everything.choices if c.step] == sorted(step for step, _ in tried.values())
 
 
@@ -197,7 +231,7 @@ def test_the_quick_search_lists_the_same_and_simulates_few(
     assert quick.simulated < everything.simulated / 2
     assert quick.considered == everything.considered
     assert len(quick.choices) + sum(quick.dropped.values()) == quick.considered
-    assert everything.dropped.keys() <= {TOO_FEW, CANT_BE_CUT}
+    assert everything.dropped.keys() <= {TOO_FEW, TOO_FEW_BLOCKS, NOT_IN_PARTS, CANT_BE_CUT}
 
 
 def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: OptimizerState, everything: Found) -> None:
@@ -227,7 +261,7 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
 
 
 def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
-    one, two, four = (searching.count(model, samples=n) for n in (1, 2, 4))
+    one, two, four = (workshop.count(model, samples=n) for n in (1, 2, 4))
     assert between(one, two, 4).blocks[1].plain.forward == four.blocks[1].plain.forward
     assert is_like(four, between(one, two, 4))
     assert not is_like(four, between(one, two, 5))
@@ -244,12 +278,12 @@ def test_where_it_is_not_everything_is_counted(
     model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
-    plain = searching.between
+    plain = workshop.between
 
     def wrong(one: Counts, two: Counts, samples: int) -> Counts:
         return plain(one, two, 2 * samples)
 
-    monkeypatch.setattr(searching, "between", wrong)
+    monkeypatch.setattr(workshop, "between", wrong)
     found = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
     assert found.choices == expected.choices
 
@@ -276,13 +310,13 @@ def test_what_cant_be_counted_is_thrown_out_with_its_reason(
     model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    plain = searching.count
+    plain = workshop.count
 
     def counted(model: Model, **sizes: int) -> Counts:
         tried.append(sizes)
         return plain(model, **sizes)
 
-    monkeypatch.setattr(searching, "count", counted)
+    monkeypatch.setattr(workshop, "count", counted)
     in_vain = Model.of(CutInVain, model.batch, model.settings, stages=BLOCKS)
     found = search(in_vain, optimizer, space(), rates(), most=10**6)
     reasons = [why for why in found.dropped if why.startswith("its step can't be counted when it is cut so (")]
@@ -328,3 +362,36 @@ def test_a_step_that_cant_be_counted_is_refused(model: Model, optimizer: Optimiz
         broken = Model.of(Broken, model.batch, model.settings, stages=BLOCKS)
     with pytest.raises(ConfigurationError, match=r"can't be counted on fake tensors .*reads a file"):
         search(broken, optimizer, space(), rates())
+
+
+def test_a_search_with_an_optimizer_that_cant_be_asked_is_refused() -> None:
+    """What it keeps isn't known, and so isn't whether anything fits."""
+
+    class Unasked(Module):
+        def configure_optimizers(self) -> Any:
+            raise RuntimeError("needs a cluster")
+
+    batch = torch.zeros(8, 32, dtype=torch.long)
+    with pytest.raises(ConfigurationError, match=r"optimizer's state isn't known \(RuntimeError: needs a cluster\)"):
+        searching.search_module(Unasked, batch, devices=2, device="h100", global_batch=8)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 12), (4, 32), (4, 33)])
+def test_a_shorter_order_keeps_as_much(name: str, ranks: int, microbatches: int) -> None:
+    """Also where a backward's second part needs more than all that its forward kept."""
+    schedule = build(name, ranks, microbatches)
+    layout = Layout(pipeline_parallel_size=ranks)
+    for owed in (100, 2000):
+        parts = TwoParts(owed=owed, late=(0,))
+        weights = [(ParameterCount(f"{i}.weight", (5,), (5,), torch.float32),) for i in range(8)]
+        blocks = tuple(PartCount(str(i), own, 100, Cost(kept=1000, parts=parts)) for i, own in enumerate(weights))
+        counts = Counts(blocks, everywhere=(PartCount(AROUND),), loss=PartCount(LOSS), in_two_parts=True)
+        each = 8 // schedule.stages
+        own = [range(stage * each, (stage + 1) * each) for stage in range(schedule.stages)]
+        whole = stage_memories(counts, layout, own, schedule, Held(), None)
+        flights = workshop._flights(name, ranks, microbatches)
+        for rank, memory in enumerate(whole):
+            shorter = workshop._shorter(schedule, flights[rank])
+            again = stage_memories(counts, layout, own, shorter, Held(), None)[rank]
+            assert again.peak.total == memory.peak.total

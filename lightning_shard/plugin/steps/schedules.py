@@ -18,7 +18,7 @@ from lightning_shard.plugin.groups import Groups
 
 ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
 """Those with one stage on each rank and whole backwards."""
-_SIMPLEST_FIRST = (*ONE_EACH, "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SIMPLEST_FIRST = (*ONE_EACH, "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def candidates(
@@ -60,7 +60,7 @@ def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -
 
 def _all(ranks: int, microbatches: int | None, placement: Policy) -> Iterator[Schedule]:
     """All that have a name and can be built for these numbers."""
-    for name in _SIMPLEST_FIRST if ranks > 1 else ONE_EACH[:1]:
+    for name in SIMPLEST_FIRST if ranks > 1 else ONE_EACH[:1]:
         named = SCHEDULES[name]
         counted = _stages_per_rank(name, ranks, placement)
         numbers = dict.fromkeys((named.stages[0], named.usual)) if counted is None else (counted,)
