@@ -37,7 +37,8 @@ from lightning_shard.dryrun.ledger import Work as Entered
 from lightning_shard.dryrun.likes import Likes
 from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.data import is_cast, not_cast, with_forward
+from lightning_shard.parallel.cast import cast_units, not_cast
+from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.expert import deal_stack, resolve_experts
 from lightning_shard.parallel.expert_lists import RunsAgain, deal_list, is_list
 from lightning_shard.parallel.recompute import leave_out_caches, recompute
@@ -146,11 +147,10 @@ def _lay_out(
     blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
     gathered: dict[int, torch.dtype] = {}
     if model.settings.gathered_dtype is not None:
-        for unit in (unit for name in blocks for unit in with_forward(module.get_submodule(name))):
-            if is_cast(unit):
-                left = not_cast(unit)
-                of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
-                gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
+        for unit in cast_units(module, [u for name in blocks for u in with_forward(module.get_submodule(name))]):
+            left = not_cast(unit)
+            of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
+            gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
     names = {id(p): name for name, p in module.named_parameters()}
     dealt = tuple(f"{name}." for name in experts)  # these stay as they are
     in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}
