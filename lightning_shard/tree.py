@@ -7,14 +7,16 @@ dataclasses.
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_shard.errors import BatchError
 
@@ -117,13 +119,21 @@ def rebuild(tree: Any, children: list[Any]) -> Any:
         except TypeError:
             return items
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*children)
+        return _named(type(tree), children)
     if isinstance(tree, (list, tuple)):
         return type(tree)(children)
     rebuilt = copy.copy(tree)
     for field, child in zip(dataclasses.fields(tree), children):
         object.__setattr__(rebuilt, field.name, child)
     return rebuilt
+
+
+def _named(kind: Any, children: Iterable[Any]) -> Any:
+    return tuple.__new__(kind, children)
+
+
+# its own constructor takes nothing but tensors, and stages tell each other nestings of what stands for them
+copyreg.pickle(PackedSequence, lambda packed: (_named, (PackedSequence, tuple(packed))))  # type: ignore[arg-type]
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -168,6 +178,8 @@ def batch_size(batch: Any) -> int:
 
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
+        if tree.layout != torch.strided:
+            return _sparse_slice(tree, start, stop)
         # autograd counts what is written into a part by itself: a step may change its batch in place
         part = tree[start:stop] if tree.ndim else tree
         return part if part.requires_grad else part.data
@@ -178,6 +190,15 @@ def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if not is_node(tree):
         return tree
     return rebuild(tree, [_slice(child, size, start, stop) for _, child in children(tree)])
+
+
+def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
+    if tensor.layout != torch.sparse_coo:
+        raise BatchError(
+            f"A batch with a tensor of layout {tensor.layout} can't be cut into microbatches: use a dense or"
+            " sparse_coo tensor, or pipeline_parallel_size=1."
+        )
+    return tensor.index_select(0, torch.arange(start, stop, device=tensor.device))
 
 
 def _is_a_column(tree: Any, size: int) -> bool:

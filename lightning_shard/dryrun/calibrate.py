@@ -27,7 +27,7 @@ from lightning_shard.dryrun.devices import device as device_of
 from lightning_shard.dryrun.model import Model, fake_trainer
 from lightning_shard.dryrun.rates import Measured
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.data import with_forward
+from lightning_shard.parallel.containers import with_forward
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.example import part_of
 from lightning_shard.plugin.settings import Settings

@@ -34,7 +34,8 @@ from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.watched import Outcome, Watched, Way
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.data import is_cast, not_cast, with_forward
+from lightning_shard.parallel.cast import cast_units, not_cast
+from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.expert import deal_stack, resolve_experts
 from lightning_shard.parallel.expert_lists import RunsAgain, deal_list, is_list
 from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
@@ -183,11 +184,10 @@ def _lay_out(
     blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
     gathered: dict[int, torch.dtype] = {}
     if model.settings.gathered_dtype is not None:
-        for unit in (unit for name in blocks for unit in with_forward(module.get_submodule(name))):
-            if is_cast(unit):
-                left = not_cast(unit)
-                of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
-                gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
+        for unit in cast_units(module, [u for name in blocks for u in with_forward(module.get_submodule(name))]):
+            left = not_cast(unit)
+            of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
+            gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
     names = {id(p): name for name, p in module.named_parameters()}
     dealt = tuple(f"{name}." for name in experts)  # these stay as they are
     in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}

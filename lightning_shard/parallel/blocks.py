@@ -420,7 +420,7 @@ def _attributes_used(cls: type, method: str, depth: int, after: type | None = No
     owner = next((base for base in bases if method in vars(base)), None)
     if owner is None:
         return
-    for name in _names_used(_code(vars(owner)[method])):
+    for name in _names_used(code_of(vars(owner)[method])):
         inherited = name.removeprefix(_SUPER)
         if depth and inherited != name:
             yield from _attributes_used(cls, inherited, depth - 1, owner)
@@ -445,12 +445,12 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
 def _loops(cls: type) -> list[set[str]]:
     """Of each loop in a class's methods, and in the forwards that it inherits, the names of attributes that it uses."""
     inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
-    methods = (_code(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
+    methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
     nodes = (node for body in methods for statement in body for node in ast.walk(statement))
     return [set(_names_used([node])) for node in nodes if isinstance(node, ast.For)]
 
 
-def _code(function: Any) -> list[ast.stmt]:
+def code_of(function: Any) -> list[ast.stmt]:
     """A function's statements; none where there is no source."""
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]

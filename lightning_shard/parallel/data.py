@@ -15,15 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.by_dtype import of_one_dtype
+from lightning_shard.parallel.cast import cast_units, not_cast
+from lightning_shard.parallel.containers import called_below, with_forward
 from lightning_shard.parallel.units import groups_of, groups_under, look_before_gathering, sharded_units
 from lightning_shard.parallel.whole import hold_whole, whole_of
 from lightning_shard.sharding import local_tensor
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def apply_fully_sharded(
         sharded: Parameters that are sharded already, and gathered by who uses them.
 
     Raises:
-        ConfigurationError: Without whole steps, a parameter that ``root`` holds itself.
+        ConfigurationError: Without whole steps, a parameter that ``root`` holds itself; parameters of several types in
+            one module.
     """
     if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
         hold_whole(root, mesh)
@@ -76,6 +77,9 @@ def apply_fully_sharded(
     # of these FSDP2 has no shards, or can't reduce their gradients
     whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     whole.update(sharded)
+    for parameter in root.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # as of channels_last
+            parameter.data = parameter.data.contiguous()
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
     for unit in experts:
         assert expert_mesh is not None
@@ -88,8 +92,8 @@ def apply_fully_sharded(
             mp_policy=_policy([unit]),
         )
     apply = partial(fully_shard, mesh=mesh, offload_policy=on_host)
-    units = list(chain.from_iterable(map(with_forward, blocks)))
-    cast = {unit for unit in units if whole_steps and sharding.gathered_dtype and is_cast(unit, whole)}
+    units = list(of_one_dtype(chain.from_iterable(map(with_forward, blocks)), root if whole_steps else None, whole))
+    cast = cast_units(root, units, whole) if whole_steps and sharding.gathered_dtype else set()
     elsewhere = whole
     if whole_steps:
         in_units = _in_units(root, units, cast)
@@ -107,7 +111,7 @@ def apply_fully_sharded(
             f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into"
             " a module that is called."
         )
-    called = list(_called(root))
+    called = list(called_below(root))
     for group in tied_parameters(root):
         tied = root.get_parameter(group[0])
         if sum(any(parameter is tied for parameter in module.parameters()) for module in called) > 1:
@@ -116,48 +120,16 @@ def apply_fully_sharded(
                 " modules into one, or untie them."
             )
     for module in called:
-        if not isinstance(module, FSDPModule):
-            # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
-            apply(module, reshard_after_forward=True, mp_policy=_policy([module]), ignored_params=whole)
+        # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
+        for unit in of_one_dtype([] if isinstance(module, FSDPModule) else [module], None, whole):
+            apply(unit, reshard_after_forward=True, mp_policy=_policy([unit]), ignored_params=whole)
 
 
 def _nothing_is_sharded(root: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> bool:
     """Nor is there anything else that FSDP2 does: cast weights once a step, add gradients in 32 bits, offload."""
     if mesh.size() > 1 or mesh.ndim > 1 or sharding.offloads or sharding.gathered_dtype is not None:
         return False
-    return all(p.dtype in (torch.float32, torch.float64) for p in root.parameters())
-
-
-def is_cast(unit: nn.Module, besides: Collection[nn.Parameter] = ()) -> bool:
-    """Whether it is known of each of a unit's parameters if autocast casts it or leaves it alone.
-
-    It isn't where a module holds vectors beside other modules, such as the decay of a state-space model; these are
-    nobody's weights, and may need all their bits. Neither is it where parameters aren't in 32 bits, or are tied.
-    """
-    held = [p for p in unit.parameters() if p not in besides]
-    beside = (
-        parameter.ndim < 2
-        for module in unit.modules()
-        if any(True for _ in module.children()) and not isinstance(module, nn.MultiheadAttention)
-        for parameter in module.parameters(recurse=False)
-    )
-    return all(p.dtype == torch.float32 for p in held) and not any(beside) and not tied_parameters(unit)
-
-
-def not_cast(unit: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a unit that autocast leaves alone: of norms and other holders of vectors, of embeddings.
-
-    Whether it casts a mixture's stacked matrices depends on how its code multiplies by them: they are left alone too.
-    """
-    found: set[nn.Parameter] = set()
-    for module in unit.modules():
-        own = list(module.parameters(recurse=False))
-        if module is unit or any(True for _ in module.children()):
-            continue
-        is_stack = any(p.ndim > 2 for p in own) and not isinstance(module, _CONVOLUTIONS)
-        if is_stack or isinstance(module, (nn.Embedding, ParametrizationList)) or all(p.ndim < 2 for p in own):
-            found.update(own)
-    return found
+    return all(p.dtype.is_complex or p.dtype in (torch.float32, torch.float64) for p in root.parameters())
 
 
 def _slots(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -186,21 +158,6 @@ def _even_dim(parameter: nn.Parameter, parts: int) -> Shard:
     """The first dim that divides evenly: a rank has few experts, and more ranks may share them."""
     local = local_tensor(parameter)
     return Shard(next((dim for dim, size in enumerate(local.shape) if size % parts == 0), 0))
-
-
-def _called(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules below ``root`` that have a forward, and parameters."""
-    for child in root.children():
-        if any(True for _ in child.parameters()):
-            yield from with_forward(child)
-
-
-def with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or the outermost ones in a container that is never called itself."""
-    if type(module).forward is nn.Module.forward:
-        yield from _called(module)
-    else:
-        yield module
 
 
 def to_device(root: nn.Module, device: torch.device, sharding: Sharding) -> None:

@@ -6,14 +6,19 @@
   rank. Here they are of the whole.
 - ``p.copy_(values)`` and ``load_state_dict`` take no plain tensors. Here these have all values, the same on all ranks,
   and each rank takes its part; and a plain tensor takes a whole DTensor's.
+- ``p[:4] = 0`` and ``p.grad[mask] = 0`` failed. Here they set what they say.
+- ``p[:4].zero_()``, ``p.grad[0].mul_(0.5)`` changed nothing: across shards, a part is a copy. Here they are refused.
 
-The last two are collective calls over the parameter's ranks, where it isn't laid out alike: all have to make them.
+All but the first and the last are collective calls over the parameter's ranks, where it isn't laid out alike: all have
+to make them.
 
-Private: ``DTensor._local_tensor``, and the handlers of ``DTensor._op_dispatcher``.
+Private: ``DTensor._local_tensor``, the handlers of ``DTensor._op_dispatcher``, and its
+``_dispatch_fast_path_python_tail`` (2.13), through which operations in place go.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from lightning_shard.errors import StepError
 from lightning_shard.sharding import full_tensor, local_part
 
 _DATA: Any = torch.Tensor.data
+_SET: Any = torch.Tensor.__setitem__
+_END = "_dispatch_fast_path_python_tail"
 
 
 def behave_as_tensors() -> None:
@@ -33,6 +40,12 @@ def behave_as_tensors() -> None:
     handlers = sharded._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers[torch.ops.aten.copy_.default] = _copy
+    handlers[torch.ops.aten.fill_.Tensor] = _copy
+    sharded.__setitem__ = _set
+    dispatcher = type(sharded._op_dispatcher)
+    ends = getattr(dispatcher, _END, None)
+    if ends is not None and not hasattr(ends, "__wrapped__"):
+        setattr(dispatcher, _END, _refusing_lost_writes(ends))
 
 
 def _assign(tensor: Any, value: Any) -> None:
@@ -55,11 +68,56 @@ def _number(_: Any, args: tuple[Any, ...], __: Any) -> Any:
 def _copy(_: Any, args: tuple[Any, ...], __: Any) -> Any:
     target, value = args[:2]
     if isinstance(target, DTensor):
+        _check_kept(target)
         held: Any = target
         held._local_tensor.copy_(_part_of(value, target))
     else:
         target.copy_(full_tensor(value))
     return target
+
+
+def _set(tensor: Any, index: Any, value: Any) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _SET(tensor, index, value)  # raises, or is part of a graph
+        return
+    _check_kept(tensor)
+    whole = full_tensor(tensor).clone()
+    whole[_whole(index)] = _whole(value)
+    tensor._local_tensor.copy_(_part_of(whole, tensor))
+
+
+def _whole(index: Any) -> Any:
+    if isinstance(index, (tuple, list)):
+        return type(index)(map(_whole, index))
+    return full_tensor(index) if isinstance(index, Tensor) else index
+
+
+def _refusing_lost_writes(ends: Any) -> Any:
+    @wraps(ends)
+    def end(dispatcher: Any, operation: Any, args: Any, *rest: Any) -> Any:
+        if isinstance(args[0], DTensor) and args[0]._is_view() and operation._schema.is_mutable:
+            _check_kept(args[0])
+        return ends(dispatcher, operation, args, *rest)
+
+    return end
+
+
+def _check_kept(target: Any) -> None:
+    """
+    Raises:
+        StepError: It was made as a view, and what is written to it doesn't reach what it was made of.
+    """
+    base = target._base if target._is_view() else None
+    if not isinstance(base, DTensor):
+        return
+    held: Any = base
+    if held._local_tensor.untyped_storage().data_ptr() != target._local_tensor.untyped_storage().data_ptr():
+        raise StepError(
+            f"A part, of shape {tuple(target.shape)}, of a sharded tensor of shape {tuple(base.shape)} is changed in"
+            " place. It is a copy, gathered from the ranks that hold it, so the change would be lost: assign to it"
+            " (p.grad[:4] = values), or change the whole (values = p.full_tensor(); values[:4].mul_(0.5);"
+            " p.copy_(values))."
+        )
 
 
 def _part_of(value: Tensor, like: DTensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.parallel.data import is_cast, not_cast
+from lightning_shard.parallel.cast import cast_units, not_cast
 from lightning_shard.parallel.exchange import all_to_all
 from lightning_shard.sharding import chunk
 
@@ -41,7 +41,7 @@ def slots_of(expert: nn.Module) -> list[tuple[nn.Module, str]]:
 def _cast_to(expert: nn.Module, device_type: str) -> dict[nn.Parameter, torch.dtype]:
     """The parameters that autocast, where it is on, is known to cast, with its type."""
     alone = nn.ModuleList([expert])  # so that an expert that is a norm, or a stack of matrices, is seen as one
-    if not torch.is_autocast_enabled(device_type) or not is_cast(alone):
+    if not torch.is_autocast_enabled(device_type) or not cast_units(alone, [alone]):
         return {}
     left = not_cast(alone)
     return {p: torch.get_autocast_dtype(device_type) for p in expert.parameters() if p not in left}

@@ -235,7 +235,9 @@ def _estimated_flops(part: Part) -> int:
 
 
 def _looked_up(part: nn.Module) -> set[int]:
-    return {id(module.weight) for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    tables = (module for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    # not module.weight: a parametrization's is computed, and spectral_norm's changes each time
+    return {id(parameter) for module in tables for parameter in module.parameters()}
 
 
 def _matrices(part: Part) -> list[nn.Parameter]:

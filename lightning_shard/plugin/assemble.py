@@ -19,8 +19,9 @@ from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parame
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compared import SplitBlocks
 from lightning_shard.parallel.compiled import compile_block
+from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context import DealtSequences
-from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device, with_forward
+from lightning_shard.parallel.data import Sharding, apply_fully_sharded, parallelizes_itself, to_device
 from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.given import keep_what_is_given

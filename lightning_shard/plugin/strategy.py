@@ -60,7 +60,7 @@ from lightning_shard.plugin.steps.redirect import note_sharded
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import candidates, check_counts, that_evaluate, that_generate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
-from lightning_shard.plugin.steps.walks import Walks
+from lightning_shard.plugin.steps.walks import Walks, note_missing_parameter
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.throughput import share_throughput
 from lightning_shard.sharding import local_tensor
@@ -276,6 +276,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self._assembly is not None and self._assembly.stages is not None and not self._assembly.stages.is_last:
             note_missing_state(exception)
         note_sharded(exception)
+        if self.lightning_module is not None:
+            note_missing_parameter(exception, self.lightning_module)
         super()._report(exception)
 
     def teardown(self) -> None:
@@ -403,7 +405,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         super().setup_precision_plugin()
         assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
-        WholeNorms(self.lightning_module, mesh, self.groups, self.root_device).take_over(self.precision_plugin)
+        norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, self._walks)
+        norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             agree_on_overflows(scaler, self.optimizers)

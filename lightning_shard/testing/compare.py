@@ -232,7 +232,7 @@ def _joined(parts: list[Any]) -> list[Any]:
     if isinstance(first, Tensor) and first.ndim:
         same = all(part.shape == first.shape for part in parts) and first.is_floating_point()
         together = all(part.shape[1:] == first.shape[1:] for part in parts)
-        return [torch.cat(parts)] * together + [torch.stack(parts).mean(0)] * same
+        return [*([torch.cat(parts)] if together else []), *([torch.stack(parts).mean(0)] if same else [])]
     if isinstance(first, list):
         return [[entry for part in parts for entry in part]]
     if isinstance(first, float):
@@ -286,18 +286,18 @@ class _Steps:
         self, expected: Moment, gradients: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         for name in expected.gradients.keys() & gradients.keys():
-            one, other = expected.gradients[name].double(), gradients[name].double()
+            one, other = _doubles(expected.gradients[name]), _doubles(gradients[name])
             if one.shape == other.shape:
                 size = torch.maximum(one.abs(), other.abs())
                 relative = torch.where(size > 0, (one - other).abs() / size.clamp_min(1e-300), 0.0)
                 self._unsure[name] = torch.maximum(self._unsure.get(name, relative), relative)
         for name in expected.state.keys() & state.keys():
-            now = expected.state[name], state[name]
+            now = _doubles(expected.state[name]), _doubles(state[name])
             before, self._before[name] = self._before.get(name), now
             unsure = self._unsure.get(name)
             if before is None or unsure is None or not now[0].shape == now[1].shape == unsure.shape:
                 continue
-            step = (now[0].double() - before[0].double()).abs() + (now[1].double() - before[1].double()).abs()
+            step = (now[0] - before[0]).abs() + (now[1] - before[1]).abs()
             # a step is the difference of momenta, which may be far smaller than they and what is unsure of them
             self._largest[name] = torch.maximum(self._largest.get(name, step), step)
             self._allowed[name] = self._allowed.get(name, torch.zeros(())) + 2 * unsure * self._largest[name]
@@ -323,7 +323,7 @@ def _apart(
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if expected.shape != found.shape or expected.dtype != found.dtype:
             return apart()
-        one, other = expected.double(), found.double()
+        one, other = _doubles(expected), _doubles(found)
     elif isinstance(expected, float) and isinstance(found, Number):
         one, other = torch.tensor(expected).double(), torch.tensor(float(found)).double()  # type: ignore[arg-type]
     elif isinstance(expected, (str, bytes, int, bool, list, type(None))):
@@ -344,8 +344,14 @@ def _apart(
     return apart(float(difference.max()) / scale, _ratio(one, other))
 
 
+def _doubles(tensor: Tensor) -> Tensor:
+    """In 64 bits; a complex number is two."""
+    dense = tensor.to_dense()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
+
+
 def _scale(tensor: Tensor) -> float:
-    values = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs()
+    values = _doubles(tensor.detach()).nan_to_num(0.0, 0.0, 0.0).abs()
     return float(values.max()) if values.numel() else 0.0
 
 

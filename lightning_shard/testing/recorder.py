@@ -170,7 +170,7 @@ class Recorder(L.Callback):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if parameter.grad is None or isinstance(parameter, Hollow):
                 continue
-            gradient = full_tensor(parameter.grad)
+            gradient = full_tensor(parameter.grad).to_dense()
             if self._keeps and gradient.any():
                 self._step.gradients[name] = gradient.clone()
 
@@ -218,7 +218,11 @@ def _gradient_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
         mesh = strategy.device_mesh[strategy.layout.stage_axes]
         return float(gradient_norm(module.parameters(), mesh, strategy.root_device))
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return float(torch.linalg.vector_norm(torch.stack([gradient.double().norm() for gradient in gradients])))
+    return float(torch.linalg.vector_norm(torch.stack([_wide(gradient).norm() for gradient in gradients])))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _leaves(outputs: Any) -> dict[str, Any]:

@@ -59,6 +59,34 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Complex(nn.Module):
+    """Of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6, dtype=torch.complex64) * 1j)
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.fft.ifft(torch.fft.fft(x) @ self.weight).real
+
+
+class OfTypes(Plain):
+    """Of several types in a block and around them, and one whose elements aren't in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Complex() for _ in range(2))
+        self.net.last.double()
+        self.net.first.weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6).T)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.net.first(batch)
+        for block in self.net.blocks:
+            x = block(x).tanh()
+        return (self.net.last(x.double()) - 1).square().mean()
+
+
 class Freezes(Plain):
     """In a step, before and after what is frozen was used."""
 
@@ -147,6 +175,34 @@ class Calls(Plain):
         self.seen += [float(self.net(SAMPLES[:2]).sum()), float(self.net.last(torch.ones(1, 6)).sum())]
 
 
+class SetsRows(Plain):
+    """Of weights and of gradients: by a number, an index, a mask."""
+
+    def on_after_backward(self) -> None:
+        gradients = [block.weight.grad for block in self.net.blocks]
+        gradients[0][:2] = 0
+        gradients[1][gradients[1].abs() < 1e-3] = 0
+        self.net.last.bias.grad[2:] = 0  # type: ignore[index]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.first.weight[0] = 0.1
+        self.net.last.weight.data[torch.tensor([0, 2])] = torch.full((2, 6), 0.1)
+
+
+class ChangesRows(Plain):
+    """A part is a copy, where it lies on other ranks."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net.first.weight[0].zero_()
+
+
+class ChangesRowsOfGradients(Plain):
+    def on_after_backward(self) -> None:
+        self.net.first.weight.grad[:4].mul_(0.5)  # type: ignore[index]
+
+
 class KeepsList(Plain):
     """Of what its optimizer trains."""
 
@@ -197,16 +253,18 @@ class AssignsLater(Plain):
         return super().training_step(batch, batch_idx)
 
 
-ALIKE = [Freezes, Clips, Swaps, Teaches, Loads, Looks, Calls]
+ALIKE = [Freezes, Clips, Swaps, Teaches, Loads, Looks, Calls, SetsRows, OfTypes]
 REFUSED = {
     KeepsList: "a list that was made in configure_optimizers",
     Replaces: "was replaced or removed",
     ReplacesOfBlock: "was replaced or removed",
     ChangesLater: "was changed in place",
     AssignsLater: "was changed in place",
+    ChangesRows: "It is a copy, gathered from the ranks that hold it, so the change would be lost",
+    ChangesRowsOfGradients: "It is a copy, gathered from the ranks that hold it, so the change would be lost",
 }
 #: Where the memory is the same, they are right.
-RIGHT_ON_ONE_RANK = [ChangesLater, AssignsLater]
+RIGHT_ON_ONE_RANK = [ChangesLater, AssignsLater, ChangesRows, ChangesRowsOfGradients]
 
 
 def fit(kind: type[Plain], data_ranks: int | None, **options: Any) -> tuple[list[float], dict[str, Tensor]]:

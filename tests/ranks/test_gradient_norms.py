@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
@@ -34,6 +34,7 @@ class Clipping(Model):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.log("norm", clip_grad_norm_(self.parameters(), 0.05))
+        clip_grad_value_(self.model.head.parameters(), 1e-4)
 
 
 def clip(sizes: dict[str, int] | None) -> Seen:

@@ -276,11 +276,11 @@ def in_halves() -> None:
     cast = sum(held.values()) - kept
     computed_with = sum(p.numel() for p in shards.values()) // 2
     assert sent == [(torch.bfloat16, 2 * cast), (torch.float32, 4 * kept), (torch.float32, 4 * computed_with)]
-    known, expert_weights.is_cast = expert_weights.is_cast, lambda *_: False
+    known, expert_weights.cast_units = expert_weights.cast_units, lambda *_: set()
     try:
         whole, expected = sent_to_gather(module)
     finally:
-        expert_weights.is_cast = known
+        expert_weights.cast_units = known
     assert whole == [(torch.float32, 4 * (cast + kept)), sent[-1]]
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 

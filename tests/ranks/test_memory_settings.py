@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_shard.testing import run_ranks
+from recipes.gpt import MLP
 from tests.parity import LAYOUTS, Model, Seen, combine, largest_difference, layout, train, world
 
 LOSS, GRADIENT, PARAMETER = 2e-6, 1e-7, 2e-5
@@ -113,10 +114,26 @@ def assert_close(ours: Seen, plain: Seen, loss: float, gradient: float, name: st
         assert difference < gradient, f"{name}: {key}"
 
 
+class InWholeBits(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+class Islands(Model):
+    """Layers of which a block is without autocast crashed, as they were gathered in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        for block in self.model.blocks[::2]:
+            block.mlp.__class__ = InWholeBits
+
+
 def in_bf16_on_one_rank() -> dict[str, tuple[Seen, Seen]]:
     """By plain autocast and by ours, with the same kernels on the same shapes."""
     mixed = {"precision": "bf16-mixed"}
-    return {
+    islands = [train("gpt", sizes, trainer=mixed, module=Islands) for sizes in (None, layout())]
+    return {"islands": (islands[0], islands[1])} | {
         f"{network} {options}": (train(network, trainer=mixed), train(network, layout(), trainer=mixed, **options))
         for network in ("gpt", "llama")
         for options in ({}, {"activation_checkpointing": "selective", "compile_blocks": "aot_eager"})

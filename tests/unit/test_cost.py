@@ -134,3 +134,12 @@ def test_a_networks_second_call_is_not_the_steps():
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     seen = watch(dict(network.blocks.named_children()), lambda: (network(tokens), network(tokens)), network)
     assert seen.calls == ("0", "1", "2")
+
+
+def test_counting_leaves_what_a_parametrization_keeps_as_it_is():
+    table = nn.utils.parametrizations.spectral_norm(nn.Embedding(VOCABULARY, WIDTH))
+    before = {name: value.clone() for name, value in table.state_dict().items()}
+    cost = measure([("block", Block())], {"table": (0, table)})
+    assert cost.before[0].parameters == VOCABULARY * WIDTH
+    assert cost.before[0].flops == 0
+    assert all(torch.equal(value, before[name]) for name, value in table.state_dict().items())

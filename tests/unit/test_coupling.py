@@ -46,6 +46,29 @@ class Noisy(Own):
 class Unmakeable(ByNorm):
     def __init__(self, params: Any, module: Any) -> None:
         super().__init__(params)
+        self.module = module
+
+
+class Around(torch.optim.Optimizer):
+    """Of another optimizer: steps from gradients a little way up, by the norm of all or by each one's."""
+
+    def __init__(self, params: Any, base: Any, by_all: bool) -> None:
+        super().__init__(params, {"by_all": by_all})
+        self.base = base(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        held = [(group, p, p.clone()) for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for _, p, _ in held])
+        for group, p, _ in held:
+            assert p.grad is not None
+            p.add_(p.grad / (norm if group["by_all"] else p.grad.norm()))
+        closure()
+        for _, p, before in held:
+            p.copy_(before)
+        self.base.step()
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -53,12 +76,29 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def test_what_takes_something_over_all_parameters_is_found() -> None:
+    module = torch.nn.Linear(2, 2)
     before = torch.get_rng_state()
     assert depends_on_others(ByNorm(parameters()))
     for optimizer in (Own(parameters()), Noisy(parameters()), torch.optim.AdamW(parameters())):
         assert not depends_on_others(optimizer)
-    assert not depends_on_others(Unmakeable(parameters(), None))  # nothing is known
+    assert depends_on_others(Unmakeable(parameters(), None))
+    assert not depends_on_others(Unmakeable(parameters(), module))  # nothing is known
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_one_around_another_is_tried_too_and_takes_no_step() -> None:
+    """Sharpness-aware minimisation trained by its stage's norm."""
+    for by_all in (True, False):
+        held = [p.requires_grad_() for p in parameters()]
+        for p in held:
+            p.grad = torch.ones_like(p)
+        optimizer = Around([{"params": held[:1]}, {"params": held[1:]}], torch.optim.SGD, by_all)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert depends_on_others(optimizer) is by_all
+        assert not any(p.any() for p in held)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+        assert not optimizer.state
+        assert not optimizer.base.state
 
 
 def test_it_is_refused_on_stages_only() -> None:

@@ -16,3 +16,17 @@ def _differs(difference: float) -> bool:
 def test_a_running_mean_is_looked_at_beside_its_deviation() -> None:
     assert not _differs(1e-6)
     assert _differs(1e-4)
+
+
+def test_numbers_of_any_kind_are_compared() -> None:
+    """Imaginary parts were left out, and integers of two data ranks an error."""
+
+    def parts(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
+        ranks = [{"0": Moment(outputs={"": other})} for other in others]
+        return first_parting({"0": Moment(outputs={"": one})}, ranks, parse(f"dp{len(others)}", {}), 1e-4) is not None
+
+    assert parts(torch.tensor([1 + 1j]), [torch.tensor([1 + 2j])])
+    assert not parts(torch.tensor([1 + 1j]), [torch.tensor([1 + 1j])])
+    assert not parts(torch.arange(4), [torch.arange(2), torch.arange(2, 4)])
+    assert parts(torch.arange(4), [torch.arange(2), torch.arange(2)])
+    assert not parts(torch.arange(3), [torch.arange(2), torch.tensor([2])])

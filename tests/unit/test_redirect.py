@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.utils import _to_kwargs
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.redirect import call_through, note_sharded
 
 
 def test_a_call_has_an_argument_as_fsdp2_expects_on_a_cuda_device() -> None:
@@ -30,6 +30,15 @@ def test_a_call_has_an_argument_as_fsdp2_expects_on_a_cuda_device() -> None:
 def test_parameters_of_a_block_that_isnt_called_are_refused() -> None:
     with pytest.raises(StepError, match=r"call block\(x\) and not block\.forward\(x\)"):
         call_through(nn.Linear(2, 2), _meet_a_sharded_parameter)
+
+
+def test_what_torch_cannot_do_with_sharded_parameters_is_told_of() -> None:
+    for error in (
+        NotImplementedError("Operator aten.unbind.int does not have a sharding strategy registered."),
+        RuntimeError("as_strided not supported with DTensor"),
+    ):
+        note_sharded(error)
+        assert "is a DTensor of which each rank has a part" in error.__notes__[0]
 
 
 def _meet_a_sharded_parameter() -> None:

@@ -30,6 +30,9 @@ ONE, OTHER = {"x": torch.zeros(2)}, {"x": torch.ones(2)}
 
 def test_data_ranks_that_read_the_same_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, [ONE, OTHER], data_parallel_size=2)
+    check(monkeypatch, [torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()], data_parallel_size=2)
+    jagged = [torch.nested.nested_tensor([torch.ones(n), torch.ones(3)], layout=torch.jagged) for n in (2, 4)]
+    check(monkeypatch, jagged, data_parallel_size=2)
     check(monkeypatch, [["a"], ["a"]], data_parallel_size=2)  # nothing to tell them apart by
     check(monkeypatch, [ONE, ONE, OTHER, OTHER], data_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(UserWarning, match="the same on 2 of 2 data ranks"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import BatchError
@@ -56,6 +57,7 @@ def test_a_bare_tensor_and_a_tuple() -> None:
         (torch.zeros(6), 4, r"batch of 6 samples can't be cut into 4.*divisor of 6"),
         ({"x": torch.zeros(4), "y": torch.zeros(3)}, 2, r"first dimension \(x: 4, y: 3\)"),
         ({"x": torch.tensor(1.0), "names": ["a"]}, 1, "without tensors"),
+        (torch.eye(4).to_sparse_csr(), 2, "layout torch.sparse_csr can't be cut"),
     ],
 )
 def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
@@ -71,6 +73,19 @@ def test_a_part_may_be_written_to_while_another_waits_for_its_backward() -> None
     loss.backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [0, 1]
+
+
+def test_sparse_tensors_are_cut_too() -> None:
+    x = torch.eye(4)
+    assert all(torch.equal(part.to_dense(), own) for part, own in zip(tree.split(x.to_sparse(), 2), x.split(2)))
+
+
+def test_packed_sequences_take_what_stands_for_tensors() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    shapes = tree.map_leaves(lambda leaf: leaf if leaf is None else str(tuple(leaf.shape)), packed)
+    assert type(shapes) is type(packed)
+    assert pickle.loads(pickle.dumps(shapes)) == shapes == ("(5,)", "(3,)", None, None)
+    assert torch.equal(pickle.loads(pickle.dumps(packed)).data, packed.data)
 
 
 def test_leaves_are_mapped_and_listed_in_order() -> None:

@@ -205,13 +205,21 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
+def _strided(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.layout == torch.jagged:
+        nested: Any = tensor
+        return nested.values(), nested.offsets()
+    return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
+
+
 def _digest(batch: Any) -> str:
     digest = xxhash.xxh3_128()
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())
         if isinstance(leaf, Tensor):
-            plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+            for part in _strided(leaf.detach()):
+                plain = part.resolve_conj().resolve_neg().cpu().contiguous()
+                digest.update(plain.view(-1).view(torch.uint8).numpy().data)
         elif isinstance(leaf, (str, int, float)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()

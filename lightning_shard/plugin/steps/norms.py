@@ -7,7 +7,8 @@ hooks run on every rank.
 Private, and replaced while ``on_after_backward``, ``on_before_optimizer_step`` and ``configure_gradient_clipping`` run:
 
 * ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.13), which
-  ``clip_grad_norm_`` calls, however a hook has imported it;
+  ``clip_grad_norm_`` calls, however a hook has imported it; ``_group_tensors_by_device_and_dtype`` there, by which
+  ``clip_grad_value_`` fails where it is given no gradients;
 * the code of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6), which most have imported by name;
 * ``Precision._after_closure`` (2.6), which calls the latter two hooks.
 """
@@ -15,7 +16,7 @@ Private, and replaced while ``on_after_backward``, ``on_before_optimizer_step`` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,12 @@ from lightning_shard.parallel.clip import (
     scale_to_norm,
 )
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.steps.walks import Walks
 
 _TOTALS: list[tuple[Any, str]] = [(clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm")]
 _CLIPS: list[tuple[Any, str]] = [(clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")]
+
+_GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
 
 
 class WholeNorms:
@@ -49,17 +53,24 @@ class WholeNorms:
         stage_mesh: The mesh of the ranks that hold this rank's stage.
         groups: This rank's groups.
         device: Where norms are wanted.
+        walks: Of a stage among several.
     """
 
     _current: WholeNorms | None = None
 
     def __init__(
-        self, module: pl.LightningModule, stage_mesh: DeviceMesh, groups: Groups, device: torch.device
+        self,
+        module: pl.LightningModule,
+        stage_mesh: DeviceMesh,
+        groups: Groups,
+        device: torch.device,
+        walks: Walks | None = None,
     ) -> None:
         self._module = module
         self._mesh = stage_mesh
         self._groups = groups
         self._device = device
+        self._walks = walks
 
     def take_over(self, plugin: Precision) -> None:
         """Have a precision plugin clip by them, and the hooks that it calls get them.
@@ -80,7 +91,9 @@ class WholeNorms:
         plugin.__dict__.update(methods)
 
     def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.of_functions():
+        walks = self._walks
+        told = nullcontext() if walks is None else walks.telling_of_groups(self._module.trainer.optimizers)
+        with self.of_functions(), told:
             return function(*args, **kwargs)
 
     @contextmanager
@@ -90,6 +103,7 @@ class WholeNorms:
             (grad_norm, "__code__", _grad_norm.__code__),
             *((place, name, self.total) for place, name in _TOTALS),
             *((place, name, _clip_with_norm) for place, name in _CLIPS),
+            (clip_grad, _GROUP.__name__, _grouped),
             (WholeNorms, "_current", self),
         ]
         before = [(place, name, getattr(place, name)) for place, name, _ in meanwhile]
@@ -135,6 +149,11 @@ def _clip_with_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
     scale_to_norm([parameters] if isinstance(parameters, Tensor) else parameters, float(max_norm), total_norm)
+
+
+def _grouped(tensors: Any, *args: Any) -> Any:
+    """Of a stage that has none of them, where torch's fails."""
+    return _GROUP(tensors, *args) if tensors[0] else {}
 
 
 def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:

@@ -12,6 +12,8 @@ from lightning_shard.errors import StepError
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
 """What torch (2.11 to 2.13) says where a plain tensor meets a parameter that is still sharded."""
+_NOT_FOR_SHARDED = (_NOT_GATHERED, "not supported with DTensor", "Sharding propagation failed", "sharding strategy")
+"""The same, and where it has no such operation on sharded tensors."""
 
 
 def note_sharded(exception: BaseException) -> None:
@@ -21,7 +23,8 @@ def note_sharded(exception: BaseException) -> None:
         " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
         " tensor, or take p.full_tensor()."
     )
-    is_about_it = type(exception) is RuntimeError and _NOT_GATHERED in str(exception)
+    said = str(exception) if type(exception) in (RuntimeError, NotImplementedError) else ""
+    is_about_it = any(text in said for text in _NOT_FOR_SHARDED)
     if is_about_it and note not in getattr(exception, "__notes__", ()):
         exception.add_note(note)
 

@@ -1,20 +1,24 @@
 """Code of the user's, between steps, that goes over all parameters of a module of which a stage holds a part.
 
 A sum over them, a norm, or a zip with another module's would be of this stage only. So ``parameters()`` raises where it
-would go on past the first, and ``named_parameters()``, with which most work is on each by itself, says so once. Steps
-have a guard of their own (``pipeline/stage.py``), and ``configure_optimizers`` runs before.
+would go on past the first; ``named_parameters()``, with which most work is on each by itself, says so once, as do an
+optimizer's groups in the hooks that are given gradients. Steps have a guard of their own (``pipeline/stage.py``), and
+``configure_optimizers`` runs before.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.taint import Hollow
 
 _TAKE_PARTS = (
     *("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim"),
@@ -58,16 +62,64 @@ class Walks:
     def _warning(self, name: str, module: nn.Module) -> Any:
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
             for place, named in enumerate(self._of_stage[name](*args, **kwargs)):
-                if place == 1 and not self._has_warned and not _takes_parts(sys._getframe(1).f_globals):
-                    self._has_warned = True
-                    rank_zero_warn(
-                        f"{_code(sys._getframe(1))} goes over the named parameters of {name or 'the LightningModule'}."
-                        " With several pipeline stages these are its stage's: work on each by itself is right, what is"
-                        " taken over all isn't (torch.nn.utils.clip_grad_norm_ and Lightning's grad_norm see all)."
-                    )
+                if place == 1:
+                    self._tell(sys._getframe(1), f"the named parameters of {name or 'the LightningModule'}")
                 yield named
 
         return named_parameters
+
+    @contextmanager
+    def telling_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """Inside, code that goes over the parameters of their groups is told what these are."""
+        held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        for group, parameters in held:
+            group["params"] = _OfStage(parameters, self._tell)
+        try:
+            yield
+        finally:
+            for group, parameters in held:
+                if isinstance(group["params"], _OfStage):
+                    parameters[:] = group["params"]
+                    group["params"] = parameters
+
+    def _tell(self, frame: Any, what: str) -> None:
+        if not self._has_warned and not _takes_parts(frame.f_globals):
+            self._has_warned = True
+            rank_zero_warn(
+                f"{_code(frame)} goes over {what}. With several pipeline stages these are its stage's: work on each by"
+                " itself is right, what is taken over all isn't (torch.nn.utils.clip_grad_norm_ and Lightning's"
+                " grad_norm see all)."
+            )
+
+
+class _OfStage(list[nn.Parameter]):
+    """Parameters of an optimizer's group.
+
+    Args:
+        tell: Told who goes over them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], tell: Callable[[Any, str], None]) -> None:
+        super().__init__(parameters)
+        self._tell = tell
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self._tell(sys._getframe(1), "the parameters of an optimizer's groups")
+        return super().__iter__()
+
+
+def note_missing_parameter(exception: BaseException, module: nn.Module) -> None:
+    """Tell code that looks another stage's parameter up by its name where it is."""
+    key = exception.args[0] if type(exception) is KeyError and exception.args else None
+    names = (held.fqn for part in module.modules() for held in vars(part).values() if isinstance(held, Hollow))
+    note = (
+        f"With several pipeline stages another one holds {key}: named_parameters() and state_dict() have this stage's"
+        " parameters only. For averages of weights there is Lightning's EMAWeightAveraging; or use"
+        " pipeline_parallel_size=1."
+    )
+    is_foreign = isinstance(key, str) and any(f".{name}".endswith(f".{key}") for name in names)
+    if is_foreign and note not in getattr(exception, "__notes__", ()):
+        exception.add_note(note)
 
 
 def _takes_parts(names: Mapping[str, Any]) -> bool:

@@ -1,0 +1,62 @@
+"""Units whose parameters are of several types: FSDP2 gathers those of one unit in one piece, and so of one type."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.containers import called_below
+
+
+def of_one_dtype(
+    units: Iterable[nn.Module], root: nn.Module | None, besides: Collection[nn.Parameter]
+) -> Iterator[nn.Module]:
+    """The units, each after modules inside of it that are to be units of their own, since they are of another type.
+
+    Args:
+        units: Modules that are called.
+        root: What holds them; modules of another type beside the units are given too.
+        besides: Parameters that are in no unit.
+
+    Raises:
+        ConfigurationError: One module holds parameters of several types.
+    """
+    units = list(units)
+    for unit in units:
+        yield from _inside(unit, set(besides))
+        yield unit
+    if root is not None:
+        yield from _inside(root, {*besides, *(p for unit in units for p in unit.parameters())})
+
+
+def _inside(unit: nn.Module, besides: set[nn.Parameter], dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    """Modules in a unit of this type that are units of their own; the innermost come first."""
+    counts = Counter[torch.dtype]()
+    for parameter in unit.parameters():
+        if parameter not in besides:
+            counts[parameter.dtype] += parameter.numel()
+    dtype = dtype or _own(unit, besides) or max(counts, key=counts.__getitem__, default=None)
+    if not counts.keys() - {dtype}:
+        return
+    for part in called_below(unit):
+        own = _own(part, besides)
+        if own is None or own == dtype:
+            yield from _inside(part, besides, dtype)
+        else:
+            yield from _inside(part, besides, own)
+            yield part
+
+
+def _own(module: nn.Module, besides: set[nn.Parameter]) -> torch.dtype | None:
+    held = {p.dtype: name for name, p in module.named_parameters(recurse=False) if p not in besides}
+    if len(held) > 1:
+        shown = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in held.items())
+        raise ConfigurationError(
+            f"A {type(module).__name__} holds parameters of several types, which can't be sharded together: {shown}."
+            " Put those of each type into a module that is called."
+        )
+    return next(iter(held), None)
