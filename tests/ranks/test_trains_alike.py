@@ -66,13 +66,14 @@ class Module(L.LightningModule):
     def loss(self, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
         loss = self.loss(tokens)
         self.log("train_loss", loss)
-        return loss
+        return {"loss": loss, "first": tokens[:, 0]}
 
-    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
+    def validation_step(self, tokens: Tensor, batch_idx: int) -> Any:
         self.log("val_loss", self.loss(tokens))
+        return tokens[:, 0]
 
     def predict_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         return self.network(tokens)
@@ -82,7 +83,7 @@ class Module(L.LightningModule):
 
 
 class CountsSamples(Module):
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
         self.log("samples", float(len(tokens)))
         return super().training_step(tokens, batch_idx)
 

@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.plugin import loops
-from lightning_shard.plugin.steps.agreement import SameGradients
+from lightning_shard.plugin.steps.agreement import SameGradients, SameSettings
 
 __all__ = ["AgreedSIGTERM", "Preemption"]
 
@@ -76,9 +76,11 @@ class Preemption(callbacks.Callback):
         if loops.is_accumulating(trainer):
             trainer.should_stop = False  # until the others hear of it; and gradients aren't saved
             return
-        gradients = SameGradients(trainer.lightning_module, trainer.strategy.layout)  # type: ignore[attr-defined]
-        sigterm, requeue, *heard = self._exchange(trainer, *gradients.said)
-        gradients.check(heard)
+        layout = trainer.strategy.layout  # type: ignore[attr-defined]
+        gradients, settings = SameGradients(trainer.lightning_module, layout), SameSettings(trainer.optimizers, layout)
+        sigterm, requeue, *heard = self._exchange(trainer, *gradients.said, *settings.said)
+        gradients.check(heard[: len(gradients.said)])
+        settings.check(heard[len(gradients.said) :])
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
 

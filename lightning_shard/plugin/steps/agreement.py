@@ -63,19 +63,9 @@ class SameGradients:
         layout: This rank's.
     """
 
-    _BITS = 16
-
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        digest = xxhash.xxh3_64_intdigest(repr(self._without).encode())
-        own = [bool(digest >> bit & 1) for bit in range(self._BITS)]
-        silent = [False] * 2 * self._BITS
-        #: Each stage's bits, and their opposites: where both are said, two ranks differ.
-        self.said = [
-            bit
-            for stage in range(layout.pipeline_parallel_size)
-            for bit in ((*own, *(not bit for bit in own)) if stage == layout.pipeline_rank else silent)
-        ]
+        self.said = _of_stage(self._without, layout)
 
     def check(self, heard: Sequence[bool]) -> None:
         """Look at what any rank has said.
@@ -83,9 +73,7 @@ class SameGradients:
         Raises:
             StepError: On every rank.
         """
-        size = self._BITS
-        parts = [heard[start : start + size] for start in range(0, len(heard), size)]
-        if any(bit and opposite for one, other in zip(parts[::2], parts[1::2]) for bit, opposite in zip(one, other)):
+        if _differ(heard):
             raise StepError(
                 "Data ranks have computed gradients of different parameters in this step (this rank none of"
                 f" {self._without[:3] or 'those that others have none of'}), so they were added up wrongly, and this"
@@ -93,6 +81,59 @@ class SameGradients:
                 " parameters, such as by 0 * output of those that it leaves out; lists of experts may be dealt to ranks"
                 " by expert_parallel_size."
             )
+
+
+class SameSettings:
+    """Whether the optimizers of a stage's ranks step alike, asked in the same message.
+
+    Each rank steps its part of the parameters. A ReduceLROnPlateau whose monitored value is a data rank's own lowers
+    the learning rate on that one only.
+
+    Args:
+        optimizers: After a step.
+        layout: This rank's.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
+        self._rates = [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers]
+        settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self.said = _of_stage(settings, layout)
+
+    def check(self, heard: Sequence[bool]) -> None:
+        """Look at what any rank has said.
+
+        Raises:
+            StepError: On every rank.
+        """
+        if _differ(heard):
+            raise StepError(
+                f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
+                " steps its own part of the parameters, so this step's weights are wrong: resume from an earlier"
+                " checkpoint. Log what a scheduler monitors with sync_dist=True, and set what a hook sets alike on all"
+                " ranks."
+            )
+
+
+_BITS = 16
+
+
+def _of_stage(value: object, layout: Layout) -> list[bool]:
+    """For each stage bits, the own one's of a digest and their opposites: where both are said, ranks differ."""
+    digest = xxhash.xxh3_64_intdigest(repr(value).encode())
+    own = [bool(digest >> bit & 1) for bit in range(_BITS)]
+    both, silent = [*own, *(not bit for bit in own)], [False] * 2 * _BITS
+    stages = range(layout.pipeline_parallel_size)
+    return [bit for stage in stages for bit in (both if stage == layout.pipeline_rank else silent)]
+
+
+def _differ(heard: Sequence[bool]) -> bool:
+    parts = [heard[start : start + _BITS] for start in range(0, len(heard), _BITS)]
+    return any(bit and opposite for one, other in zip(parts[::2], parts[1::2]) for bit, opposite in zip(one, other))
+
+
+def _numbers(group: Mapping[str, Any]) -> list[Any]:
+    simple = ((name, value) for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
+    return [(name, value) for name, value in simple if not tree.tensors(value)]
 
 
 def check_replicas(states: Iterable[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.core.hooks import ModelHooks
 
 _OF_LIBRARIES = ("lightning.", "lightning_shard.")
+_RECORDER = "lightning_shard.testing.recorder"
 
 
 def has_hooks(trainer: pl.Trainer, module: pl.LightningModule, names: Iterable[str]) -> bool:
@@ -18,6 +19,12 @@ def has_hooks(trainer: pl.Trainer, module: pl.LightningModule, names: Iterable[s
     return any(is_overridden(module, name, ModelHooks) for name in names) or any(
         _is_users(callback, name) for callback in callbacks for name in names
     )
+
+
+def is_told(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> bool:
+    """Whether anyone looks at what this hook is given: a user's code, or the recorder of this package's tests."""
+    recorders = (type(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return has_hooks(trainer, module, [hook]) or any(kind.__module__ == _RECORDER for kind in recorders)
 
 
 def is_overridden(holder: Any, name: str, base: Any) -> bool:

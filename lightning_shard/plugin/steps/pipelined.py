@@ -46,7 +46,7 @@ from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
-from lightning_shard.plugin.steps.overridden import has_hooks
+from lightning_shard.plugin.steps.overridden import is_told
 from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedules import tell_of_whole_backwards
@@ -224,7 +224,7 @@ class PipelinedSteps:
         """
         self._under_way.clear()
         hearer = _HEARERS.get(method)
-        heard = hearer is None or has_hooks(self._module.trainer, self._module, [hearer])
+        heard = hearer is None or is_told(self._module.trainer, self._module, hearer)
         if any(self._groups.gather_over_stages(heard)):
             self._unheard.discard(method)
         else:
