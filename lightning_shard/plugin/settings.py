@@ -13,9 +13,10 @@ from torch.distributed import Backend
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.expert import EXPERT_STYLE, ExpertPlan
 from lightning_shard.parallel.plans import check_plan
-from lightning_shard.parallel.recompute import Recomputing
+from lightning_shard.parallel.recompute import Recomputing, check_recomputing
 from lightning_shard.parallel.tensor import STYLE_NAMES, Plan
 from lightning_shard.pipeline.placement import check_policy
 
@@ -42,6 +43,9 @@ class Settings:
     gathered_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_recomputing(self.activation_checkpointing)
+        check_backend(self.compile_blocks)
+        _check_switches(cpu_offload=self.cpu_offload, reshard_after_forward=self.reshard_after_forward or False)
         check_policy(self.placement)
         check_plan("tensor_parallel_plan", self.tensor_parallel_plan, STYLE_NAMES, ParallelStyle)
         check_plan("expert_parallel_plan", self.expert_parallel_plan, {EXPERT_STYLE})
@@ -53,6 +57,16 @@ class Settings:
                 " several lists and modules in the order in which they run; or None, to have it found."
             )
 
+    def check_beside(self, **sizes: int) -> None:
+        """Check them with sizes of axes.
+
+        Raises:
+            ConfigurationError: They can't go together.
+        """
+        for name, size in sizes.items():
+            if self.compile_blocks and size > 1:
+                raise ConfigurationError(f"compile_blocks with {name}={size} was never tried: leave one out.")
+
     @property
     def of_blocks(self) -> dict[str, Any]:
         """The settings that say how blocks are run and sharded, by name, where they were chosen."""
@@ -60,23 +74,20 @@ class Settings:
         return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
 
 
-def check_switches(**switches: object) -> None:
-    """Check settings that are on or off.
-
-    Raises:
-        ConfigurationError: One is anything else.
-    """
+def _check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
 
 
-def check_kinds(loss_weight: Any, process_group_backend: Any, timeout: Any) -> None:
+def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, process_group_backend: Any, timeout: Any) -> None:
     """Check what is handed on.
 
     Raises:
-        ConfigurationError: A weight that isn't a function, a backend that this torch hasn't, a time that isn't one.
+        ConfigurationError: A weight that isn't a function, a switch that is neither on nor off, a backend that this
+            torch hasn't, a time that isn't one.
     """
+    _check_switches(reduce_each_microbatch=reduce_each_microbatch)
     if loss_weight is not None and not callable(loss_weight):
         raise ConfigurationError(
             f"loss_weight={loss_weight!r} must be a function of a batch that gives a number, such as"

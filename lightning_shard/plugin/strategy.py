@@ -19,11 +19,10 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
-from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.data import reshard
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.lockstep import Lockstep
-from lightning_shard.parallel.recompute import Recomputing, check_recomputing
+from lightning_shard.parallel.recompute import Recomputing
 from lightning_shard.parallel.tensor import Plan
 from lightning_shard.parallel.units import sharded_units
 from lightning_shard.pipeline.placement import Placement
@@ -46,7 +45,7 @@ from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.settings import Settings, check_kinds, check_switches
+from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.first_looks import FirstLooks
@@ -152,20 +151,12 @@ class HybridShardStrategy(CheckpointedStrategy):
             "context_parallel_size": context_parallel_size,
         }
         super().__init__(sizes, process_group_backend, timeout)
-        check_kinds(loss_weight, process_group_backend, timeout)
-        check_recomputing(activation_checkpointing)
-        check_backend(compile_blocks)
-        check_switches(
-            cpu_offload=cpu_offload,
+        check_kinds(
+            loss_weight=loss_weight,
             reduce_each_microbatch=reduce_each_microbatch,
-            reshard_after_forward=reshard_after_forward or False,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
         )
-        for name, size in (
-            ("expert_parallel_size", expert_parallel_size),
-            ("context_parallel_size", context_parallel_size),
-        ):
-            if compile_blocks and size > 1:
-                raise ConfigurationError(f"compile_blocks with {name}={size} was never tried: leave one out.")
         self._settings = Settings(
             placement,
             pipeline_blocks,
@@ -175,6 +166,9 @@ class HybridShardStrategy(CheckpointedStrategy):
             cpu_offload=cpu_offload,
             compile_blocks=compile_blocks,
             reshard_after_forward=reshard_after_forward,
+        )
+        self._settings.check_beside(
+            expert_parallel_size=expert_parallel_size, context_parallel_size=context_parallel_size
         )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
         check_counts(self._schedules, pipeline_parallel_size, placement)
