@@ -10,12 +10,13 @@ from types import CodeType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.checkpoint.format.encode import encode
@@ -111,6 +112,34 @@ def warning_of_numbers_kept(module: pl.LightningModule, method: str, microbatche
 
 def _numbers(module: pl.LightningModule) -> dict[str, float]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
+@contextmanager
+def warning_of_buffers_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
+    """Warn on this rank of statistics that a pipelined training step keeps as buffers; those of BatchNorm are known."""
+    before = _sums_of_buffers(module)
+    yield
+    now = _sums_of_buffers(module)
+    changed = [name for name, sums in before.items() if name in now and not torch.equal(now[name], sums)]
+    if changed:
+        warnings.warn(
+            f"training_step changed the buffer {changed[0]}{f' and {len(changed) - 1} others' * (len(changed) > 1)}."
+            f" With several pipeline stages it does so for each of {microbatches} microbatches, by that one's samples:"
+            " statistics such as moving averages differ from one process that has the batch at once.",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def _sums_of_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Sum and norm; no version says that values were changed through ``.data``."""
+    return {
+        f"{path}.{name}".lstrip("."): torch.stack([buffer.double().sum(), buffer.double().norm()])
+        for path, part in module.named_modules()
+        if not isinstance(part, _BatchNorm)
+        for name, buffer in part._buffers.items()
+        if type(buffer) is Tensor and buffer.is_floating_point() and not buffer.is_meta
+    }
 
 
 def generates_in_validation(module: pl.LightningModule) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import nn
 
 from lightning_shard import HybridShardStrategy
@@ -16,6 +17,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.plugin.limits import (
     generates_in_validation,
     refuse_synced_generation,
+    warning_of_buffers_changed,
     warning_of_numbers_kept,
 )
 from lightning_shard.plugin.steps.schedules import candidates, that_generate
@@ -31,6 +33,22 @@ def test_counters_that_a_pipelined_step_keeps_are_warned_of() -> None:
     with warnings.catch_warnings(), warning_of_numbers_kept(module, "training_step", 4):
         warnings.simplefilter("error")
         module.name, module.another = "b", 3
+
+
+def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
+    module = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "codes": nn.Module(), "same": nn.Module()})
+    codes: Any = module["codes"]
+    codes.register_buffer("mean", torch.zeros(2))
+    codes.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+    module["same"].register_buffer("table", torch.ones(2))
+    warned = pytest.warns(UserWarning, match=r"changed the buffer codes\.mean\. .* 4 microbatches")
+    with warned, warning_of_buffers_changed(module, 4):
+        codes.mean.data.add_(1)  # no version says so
+    with warnings.catch_warnings(), warning_of_buffers_changed(module, 4):
+        warnings.simplefilter("error")
+        module["norm"](torch.randn(3, 2))
+        codes.count.add_(1)
+        module["same"].table = torch.ones(2)  # made anew, as a cache
 
 
 class Generating(nn.Module):

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
-from lightning_shard.plugin.limits import warning_of_numbers_kept
+from lightning_shard.plugin.limits import warning_of_buffers_changed, warning_of_numbers_kept
 from lightning_shard.plugin.optimizers import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
@@ -63,6 +63,8 @@ class FirstLooks:
                 if layout.pipeline_parallel_size > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
+                    if method == "training_step":
+                        looks.enter_context(warning_of_buffers_changed(module, self._microbatches))
                 if layout.tensor_parallel_size > 1:
                     looks.enter_context(tensor_ranks.refusing_parts())
                 if method == "training_step":
