@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
@@ -59,7 +60,8 @@ class InTwoParts:
         return sum(nbytes for key, (nbytes, of) in storages.items() if of == label and key in kept)
 
     def _see(self, product: Product) -> None:
-        _, key = self._ledger.label  # type: ignore[misc]
+        label: Any = self._ledger.label
+        _, key = label
         self._products.setdefault(key, []).append(product)
 
     def _left_of(self, key: Hashable) -> Left:
