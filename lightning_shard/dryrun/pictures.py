@@ -43,9 +43,9 @@ Unit = Callable[[float], str]
 """A number as text."""
 
 
-def units(value: float) -> str:
-    """Of time that isn't in seconds, such as a count of operations."""
-    return f"{value:.3g}"
+def percent(value: float) -> str:
+    """Of a step whose seconds aren't known."""
+    return f"{value:.3g} %"
 
 
 def gibibytes(value: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_shard.dryrun.drawing import Picture, save, stacked
 from lightning_shard.dryrun.memory import KINDS, StageMemory, usable
 from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import Curve, Unit, draw_balance, draw_curves, draw_timeline, gibibytes
+from lightning_shard.dryrun.pictures import Curve, Unit, draw_balance, draw_curves, draw_timeline, gibibytes, percent
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.pipeline.placement import seconds_text as seconds
 from lightning_shard.pipeline.schedule import Action
@@ -23,7 +23,7 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     """
     if timeline is None and plan.time is not None:
         timeline = plan.time.timeline
-    unit: Unit = seconds if timeline is not None else _percent
+    unit: Unit = seconds if timeline is not None else percent
     if timeline is None:
         costs = [float(stage.cost) for stage in plan.placement.stages] if plan.placement is not None else [1.0]
         whole = simulate(plan.schedule, Costs.of_forwards(costs)).duration
@@ -60,10 +60,6 @@ def save_page(plan: Plan, path: str | Path, timeline: Timeline | None = None) ->
         foot="By lightning-shard plan: reckoned, not measured.",
     )
     Path(path).write_text(made, encoding="utf-8")
-
-
-def _percent(value: float) -> str:
-    return f"{value:.3g} %"
 
 
 def _title(timeline: Timeline, unit: Unit) -> str:
