@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, ShardError
 
 if TYPE_CHECKING:
+    from lightning_shard.dryrun.found import Found
     from lightning_shard.dryrun.planned import Plan
 
 _SIZES = {
@@ -87,6 +90,14 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints isn't the answer
+        answer, code = _answer(arguments)
+    print(answer)
+    return code
+
+
+def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit code."""
     from lightning_shard.dryrun.planning import plan
 
     function = next((what for what in arguments.what if ":" in what and "=" not in what), None)
@@ -106,10 +117,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         settings |= _calibrated(settings)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
-    print(json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else made)
     if arguments.html or arguments.picture:
         _draw(made, arguments.html, arguments.picture)
-    return 1 if made.fits is False else 0
+    return _said(made, arguments), 1 if made.fits is False else 0
+
+
+def _said(found: Plan | Found, arguments: argparse.Namespace) -> str:
+    return json.dumps(found.to_json(), indent=2, ensure_ascii=False) if arguments.json else str(found)
 
 
 def _draw(made: Plan, html: str | None, picture: str | None) -> None:
@@ -138,7 +152,7 @@ def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"measured": measured, "device": profile, "device_type": kind}
 
 
-def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> int:
+def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[str, int]:
     from lightning_shard import tree
     from lightning_shard.dryrun.search import search_module
 
@@ -155,16 +169,21 @@ def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> int:
         most=arguments.most,
         **{name: value for name, value in settings.items() if name in known and name not in ("module", "batch")},
     )
-    print(json.dumps(found.to_json(), indent=2, ensure_ascii=False) if arguments.json else found)
-    return 0 if found.choices else 1
+    return _said(found, arguments), 0 if found.choices else 1
 
 
 def _sizes(sizes: Mapping[str, Any], world: int | None) -> dict[str, int]:
     """Axis sizes, of which data parallelism may be what is left of ``world`` ranks."""
     found = dict(sizes)
     if found.get("data_parallel_size", "auto") == "auto":
-        ranks = found.get("pipeline_parallel_size", 1) * found.get("tensor_parallel_size", 1)
-        found["data_parallel_size"] = max(1, (world or ranks) // ranks)
+        names = ("pipeline_parallel_size", "tensor_parallel_size")
+        ranks = math.prod(max(1, found.get(name, 1)) for name in names)  # others are refused with the layout
+        if world is not None and world % ranks:
+            both = " × ".join(f"{name} ({found.get(name, 1)})" for name in names)
+            raise ConfigurationError(
+                f"{both} must divide the {world} devices: use sizes whose product does, or another number of devices."
+            )
+        found["data_parallel_size"] = (world or ranks) // ranks
     return found
 
 
@@ -174,10 +193,26 @@ def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[
     from lightning_shard.dryrun.fake import built_on_meta
 
     path, _, attribute = name.partition(":")
+    if not path or not attribute:
+        raise ConfigurationError(f"{name!r} names no function: name one as package.module:function.")
     sys.path.insert(0, os.getcwd())
-    build = getattr(importlib.import_module(path), attribute, None)
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:  # of the user's code
+        raise ConfigurationError(
+            f"{path} can't be imported ({type(error).__name__}: {error}): run this in the folder from which it can, or"
+            " correct it; a function is named as package.module:function."
+        ) from error
+    build = getattr(module, attribute, None)
     if not callable(build):
         raise ConfigurationError(f"{path} has no function {attribute!r}: name one as package.module:function.")
+    needed = [
+        p.name for p in _parameters(build) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ConfigurationError(
+            f"{name} needs arguments ({', '.join(needed)}), and is called without any: name a function that needs none."
+        )
     made = built_on_meta(build)
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigurationError(
@@ -187,12 +222,26 @@ def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[
     yield from zip(("module", "batch"), made)
 
 
+def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return [*inspect.signature(build).parameters.values()]
+    except (TypeError, ValueError):
+        return []  # one that doesn't tell
+
+
 def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[str, Any]]:
     """What ``recipes/train.py`` would train with these overrides."""
     from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
+    if unclear := [override for override in overrides if "=" not in override]:
+        raise ConfigurationError(
+            f"{' '.join(unclear)} is neither a setting of a recipe, key=value such as recipe=demo, nor a function that"
+            " builds a module, package.module:function."
+        )
     folder = recipes.resolve().parent / "conf"
     if not folder.is_dir():
         raise ConfigurationError(
@@ -200,9 +249,15 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
             " function's module by package.module:function."
         )
     sys.path.insert(0, str(recipes.resolve()))
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        config = compose("config", overrides)
-    strategy: Any = OmegaConf.to_container(config.strategy, resolve=True)
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            config = compose("config", overrides)
+        strategy: Any = OmegaConf.to_container(config.strategy, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).partition("Config search path")[0].split())
+        raise ConfigurationError(
+            f"These settings make no recipe: {reason} Settings are those of {folder}, as key=value."
+        ) from error
     sizes = (*_SIZES.values(), "context_parallel_size")  # which the plan refuses
     yield "layout", {setting: strategy[setting] for setting in sizes if setting in strategy}
     for name in _OF_STRATEGY:
@@ -218,16 +273,32 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
     yield "precision", str(trainer.precision)
     yield "accumulate_grad_batches", trainer.accumulate_grad_batches
     yield "asynchronous_saving", bool(strategy.get("checkpoint_io", {}).get("asynchronous"))
-    yield "module", lambda: instantiate(config.model)
-    yield "data", instantiate(config.data)
+
+    def model() -> Any:
+        return instantiate(config.model)
+
+    yield "module", model
+    try:
+        data = instantiate(config.data)
+    except HydraException as error:
+        raise ConfigurationError(f"The recipe's data can't be made: {str(error).splitlines()[0]}") from error
+    yield "data", data
 
 
 def _first_batch(data: Any, ranks: int) -> Any:
     """Of a data module, as one of so many data-parallel ranks reads it."""
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": ranks, "rank": 0})
-    data.prepare_data()
-    data.setup("fit")
-    return next(iter(data.train_dataloader()))
+    try:
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+    except ShardError:
+        raise
+    except Exception as error:  # of the recipe's code, or no data
+        raise ConfigurationError(
+            f"The recipe's first batch can't be read ({type(error).__name__}: {error}): a plan needs its shapes. Have"
+            " the data there, use data=random_tokens, or name a function that returns a module and a batch."
+        ) from error
 
 
 def _value(text: str) -> Any:

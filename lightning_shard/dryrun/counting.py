@@ -29,7 +29,7 @@ from lightning_shard.dryrun.counts import (
     PartCount,
     Work,
 )
-from lightning_shard.dryrun.experts import DealtEvenly, ListDealtEvenly
+from lightning_shard.dryrun.experts import DealtEvenly, ListDealtEvenly, WholeEvenly, stacks_named
 from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.model import Model
 from lightning_shard.dryrun.watched import Outcome, Watched, Way
@@ -43,7 +43,7 @@ from lightning_shard.parallel.tensor import apply_tensor_parallel, resolve_plan
 WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LaidOut:
     """A module that is cut, in a process that is one of the ranks.
 
@@ -51,12 +51,16 @@ class _LaidOut:
         batch: One microbatch.
         experts: The names of modules that are dealt.
         parameters: By who holds them.
+        whole: Experts that aren't dealt.
+        stands_in: Whether blocks alike may stand for each other: not where code needs more than they return.
     """
 
     module: pl.LightningModule
     batch: Any
     experts: Sequence[str]
     parameters: Mapping[str, tuple[ParameterCount, ...]]
+    whole: Sequence[WholeEvenly]
+    stands_in: bool = True
 
 
 def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int = 1) -> Counts:
@@ -98,7 +102,7 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
         expert_parallel_size=expert_parallel_size,
         counted=not reason,
         reason=reason,
-        assumed=_assumptions(model, [laid.module.get_submodule(name) for name in laid.experts], outcomes.values()),
+        assumed=_assumptions(model, laid, outcomes.values()),
     )
 
 
@@ -114,9 +118,7 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
     with _laid_out(model, tensor, expert, counts.samples) as laid, fake_tensors():
         make_fake(laid.module)
         try:
-            if _has_dtensors(laid.module):
-                Watched(laid.module, model).run(laid.batch, "plain", in_two_parts=True)
-            outcome = _outcome(laid, model, "plain", in_two_parts=True)
+            outcome = _tried(laid, model, "plain", in_two_parts=True)
         except Exception as error:  # of the user's code, and of torch's in it
             return replace(counts, counted=False, in_two_parts=True, reason=_said(error))
 
@@ -143,7 +145,9 @@ def _laid_out(model: Model, tensor: int, expert: int, samples: int) -> Iterator[
     with fake_ranks(max(tensor, expert)):
         module = model.copy()
         experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
-        yield _LaidOut(module, batch, experts, _lay_out(module, model, tensor, expert, experts))
+        plan = model.settings.expert_parallel_plan if expert == 1 else None
+        parameters = _lay_out(module, model, tensor, expert, experts)
+        yield _LaidOut(module, batch, experts, parameters, [*map(WholeEvenly, stacks_named(module, plan))])
 
 
 def _first(batch: Any, samples: int) -> Any:
@@ -156,8 +160,11 @@ def _first(batch: Any, samples: int) -> Any:
     return tree.split(batch, size // samples)[0]
 
 
-def _assumptions(model: Model, dealt: Sequence[nn.Module], outcomes: Iterable[Outcome]) -> tuple[str, ...]:
+def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> tuple[str, ...]:
     found = []
+    dealt = [laid.module.get_submodule(name) for name in laid.experts]
+    if any(experts.is_asked for experts in laid.whole):
+        found.append("as many tokens choose each expert")
     if dealt:
         each = ", and on each over its experts" if any(map(is_list, dealt)) else ""
         found.append(f"tokens are spread evenly over the expert-parallel ranks{each}")
@@ -254,9 +261,7 @@ def _outcomes(laid: _LaidOut, model: Model, ways: Sequence[Way]) -> tuple[dict[W
         make_fake(laid.module)
         for way in ways:
             try:
-                if _has_dtensors(laid.module):
-                    _get_to_know(laid, model, way, adds=not outcomes)
-                outcomes[way] = _outcome(laid, model, way)
+                outcomes[way] = _tried(laid, model, way, adds=not outcomes)
             except Exception as error:  # of the user's code, and of torch's in it
                 return {}, _said(error)
     return outcomes, ""
@@ -270,14 +275,23 @@ def _has_dtensors(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def _get_to_know(laid: _LaidOut, model: Model, way: Way, *, adds: bool) -> None:
-    """Run on DTensors without counting: an operation's first call finds out its result's shape by another operation.
+def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False, in_two_parts: bool = False) -> Outcome:
+    """A run that is counted; with all blocks, where it fails without.
+
+    On DTensors an operation's first call finds out its result's shape by another operation. So one isn't counted.
 
     Args:
-        adds: Whether to run twice, so that gradients are added to the first run's: alike in all ways.
+        adds: Whether there were no gradients so far, to which a second run adds: alike in all ways.
     """
-    for _ in range(1 + adds):
-        Watched(laid.module, model).run(laid.batch, way)
+    try:
+        for _ in range((1 + adds) * _has_dtensors(laid.module)):
+            Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, in_two_parts=in_two_parts)
+        return _outcome(laid, model, way, in_two_parts=in_two_parts)
+    except Exception:
+        if not laid.stands_in:
+            raise
+    laid.stands_in = False
+    return _tried(laid, model, way, adds=adds, in_two_parts=in_two_parts)
 
 
 def _outcome(laid: _LaidOut, model: Model, way: Way, *, in_two_parts: bool = False) -> Outcome:
@@ -287,10 +301,10 @@ def _outcome(laid: _LaidOut, model: Model, way: Way, *, in_two_parts: bool = Fal
     def run(watched: Watched) -> Outcome:
         return watched.run(laid.batch, way, in_two_parts=in_two_parts)
 
-    watched = Watched(laid.module, model, laid.experts)
+    watched = Watched(laid.module, model, laid.experts, stands_in=laid.stands_in)
     outcome = run(watched)
-    stands_in = not watched.differ(outcome)
-    if not stands_in:
+    stands_in = laid.stands_in and not watched.differ(outcome)
+    if laid.stands_in and not stands_in:
         outcome = run(Watched(laid.module, model, laid.experts, stands_in=False))
     again = run(Watched(laid.module, model, laid.experts, stands_in=stands_in))
     return replace(outcome, adding=again.growth)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_shard import tree
 from lightning_shard.parallel.expert import Dispatched
 from lightning_shard.parallel.expert_lists import Owner, experts_of
+from lightning_shard.parallel.plans import matches
 
 _aten = torch.ops.aten
 
@@ -22,6 +25,41 @@ class DealtEvenly(Dispatched):
         ranks, rows = self._mesh.size(), len(chosen)
         sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
         return sizes, sizes, chosen.new_empty(rows)
+
+    def _compute(self, module: nn.Module, rows: Tensor, experts: Tensor, scales: Tensor, here: int) -> Tensor:
+        with PickedEvenly(here, experts):
+            return super()._compute(module, rows, experts, scales, here)
+
+
+@dataclass
+class WholeEvenly:
+    """The forward of a stack of experts that isn't dealt: as many tokens choose each of them.
+
+    Attributes:
+        is_asked: Whether its code looked which tokens chose an expert.
+    """
+
+    module: nn.Module
+    is_asked: bool = False
+
+    def __post_init__(self) -> None:
+        self._forward = self.module.forward
+        self.module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        integers = [t for t in tree.tensors((args, kwargs)) if t.ndim == 2 and not t.is_floating_point()]
+        if len(integers) != 1:
+            return self._forward(*args, **kwargs)
+        with PickedEvenly(int(self.module.num_experts), integers[0]) as picked:  # type: ignore[arg-type]
+            result = self._forward(*args, **kwargs)
+        self.is_asked |= picked.is_asked
+        return result
+
+
+def stacks_named(root: nn.Module, plan: Mapping[str, str] | None) -> list[nn.Module]:
+    """The stacks of experts that a user's own plan names."""
+    named = [module for name, module in root.named_modules() for pattern in plan or () if matches(name, pattern)]
+    return [module for module in named if isinstance(getattr(module, "num_experts", None), int)]
 
 
 class ListDealtEvenly(Owner):
@@ -49,14 +87,20 @@ class ListDealtEvenly(Owner):
 class PickedEvenly(TorchDispatchMode):
     """On fake tensors: code that looks which tokens chose an expert finds each expert's share of all choices.
 
-    Known are masks over the tokens, or over their choices, of the ``topk`` before; what else depends on values has no
-    answer.
+    Known are masks over the tokens, or over their choices; what else depends on values has no answer.
+
+    Args:
+        chosen: The experts that tokens have chosen, (tokens, choices of each). Default: those of the ``topk`` before.
+
+    Attributes:
+        is_asked: Whether any code looked.
     """
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, chosen: Tensor | None = None) -> None:
         super().__init__()
         self._experts = experts
-        self._tokens = self._choices = 0
+        self._tokens, self._choices = (0, 0) if chosen is None else (len(chosen), chosen.numel())
+        self.is_asked = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,4 +124,5 @@ class PickedEvenly(TorchDispatchMode):
 
     def _picked(self, mask: Tensor) -> Tensor:
         """The places, ``[rows, dims of the mask]``."""
+        self.is_asked = True
         return mask.new_empty(self._choices // self._experts, mask.ndim, dtype=torch.long)

@@ -62,10 +62,11 @@ def built_on_meta(build: Callable[[], Module]) -> Module:
             return build()
     except Exception as error:
         name = getattr(build, "__name__", type(build).__name__)
+        reason = " ".join(str(error).partition("\nfull_key")[0].split())  # what hydra adds
         raise ConfigurationError(
             f"{name} can't build its module without memory, under torch.device('meta')"
-            f" ({type(error).__name__}: {error}): leave what reads weights or computes with their values to"
-            " configure_model, setup or reset_parameters; or build it where there is memory, and pass the module."
+            f" ({type(error).__name__}: {reason}): leave what reads data or weights, or computes with their values, to"
+            " setup, configure_model or reset_parameters; or build it where there is memory, and pass the module."
         ) from error
 
 

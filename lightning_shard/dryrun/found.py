@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning_shard.dryrun.step_time import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.recompute import Recomputing
-from lightning_shard.pipeline.placement import size_text, table
+from lightning_shard.pipeline.placement import seconds_text, size_text, table
 
 CANT_BE_CUT = "the module can't be cut so"
 CANT_BE_COUNTED = "its step can't be counted when it is cut so"
@@ -61,7 +61,7 @@ class Choice:
             self.schedule or "",
             f"{self.microbatches} × {self.samples}",
             "" if self.activation_checkpointing is None else str(self.activation_checkpointing).lower(),
-            f"{step.step:.3g} s",
+            seconds_text(step.step),
             "" if step.mfu is None else f"{100 * step.mfu:.1f} %",
             f"{step.tokens_per_s:,.0f}",
             f"{100 * step.bubble:.1f} %",

@@ -11,8 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.dryrun.fake import built_on_meta, copied_to_meta
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import Blocks
@@ -67,6 +68,7 @@ class Model:
             ConfigurationError: It can't be built without memory, shards itself, or has no blocks where they are needed.
         """
         loops.refuse_precision(precision)
+        _check(module, batch, device_type)
         built = copied_to_meta(module) if isinstance(module, pl.LightningModule) else built_on_meta(module)
         if not isinstance(built, pl.LightningModule):
             raise ConfigurationError(
@@ -115,6 +117,22 @@ class Model:
             return {}
         parts = [*self.cost.blocks, *self.cost.before, *self.cost.after, *(part for _, part in self.cost.between)]
         return {part.name: part.flops for part in parts}
+
+
+def _check(module: Any, batch: Any, device_type: str) -> None:
+    try:
+        torch.device(device_type)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"device_type={device_type!r} is no kind of device that torch knows: use cuda or cpu. A model of a device"
+            " is named by device."
+        ) from error
+    if isinstance(module, nn.Module) and not isinstance(module, pl.LightningModule):
+        raise ConfigurationError(
+            f"{type(module).__name__} isn't a LightningModule: pass one, or a function that builds one."
+        )
+    if tree.batch_size(batch) < 1:
+        raise ConfigurationError("The batch has no samples: pass one of the size that a data-parallel rank reads.")
 
 
 def _configure(module: pl.LightningModule) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning_shard.dryrun.drawing import COLORS, FONT_SIZE, Line, Picture, Rect, Text
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.placement import seconds_text as seconds
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.simulate import Event, Timeline
 
@@ -42,16 +43,9 @@ Unit = Callable[[float], str]
 """A number as text."""
 
 
-def seconds(value: float) -> str:
-    for factor, name in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {name}"
-    return f"{value * 1e6:.2g} µs" if value else "0"
-
-
-def units(value: float) -> str:
-    """Of time that isn't in seconds, such as a count of operations."""
-    return f"{value:.3g}"
+def percent(value: float) -> str:
+    """Of a step whose seconds aren't known."""
+    return f"{value:.3g} %"
 
 
 def gibibytes(value: float) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from lightning_shard.dryrun.drawing import Picture, save, stacked
 from lightning_shard.dryrun.memory import KINDS, StageMemory, usable
 from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import Curve, Unit, draw_balance, draw_curves, draw_timeline, seconds, units
+from lightning_shard.dryrun.pictures import Curve, Unit, draw_balance, draw_curves, draw_timeline, gibibytes, percent
 from lightning_shard.dryrun.planned import Plan
+from lightning_shard.pipeline.placement import seconds_text as seconds
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
 
@@ -18,25 +19,30 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
 
     Args:
         timeline: Of a step, in seconds. Default: the plan's own on its device; or, where it has none, by the stages'
-            counted costs, a backward as two forwards, without time for sends: its unit is the count's.
+            counted costs, a backward as two forwards, without time for sends: in parts of a step.
     """
     if timeline is None and plan.time is not None:
         timeline = plan.time.timeline
-    unit: Unit = seconds if timeline is not None else units
+    unit: Unit = seconds if timeline is not None else percent
     if timeline is None:
-        costs = [stage.cost for stage in plan.placement.stages] if plan.placement is not None else [1.0]
-        timeline = simulate(plan.schedule, Costs.of_forwards(costs))
+        costs = [float(stage.cost) for stage in plan.placement.stages] if plan.placement is not None else [1.0]
+        whole = simulate(plan.schedule, Costs.of_forwards(costs)).duration
+        timeline = simulate(plan.schedule, Costs.of_forwards([100 * cost / whole for cost in costs]))
     limit = usable(plan.device_memory) if plan.device_memory is not None else None
     pictures = []
     if plan.schedule.stages > 1:
         pictures.append(draw_timeline(timeline, unit=unit, title=_title(timeline, unit)))
     curves = [_curve(timeline, rank, stage) for rank, stage in enumerate(plan.stages)]
     base = [float(min(moment.total for moment in stage.moments)) for stage in plan.stages]
-    pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit))
+    left_out = ", and what isn't known" if plan.unknown else ""
+    most = f"at {'least' if left_out else 'most'} {gibibytes(plan.peak_bytes)} on a rank{left_out}"
+    title = f"Memory over the step: {most}"
+    pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit, title=title))
     at_peak = {kind: [float(stage.peak.bytes.get(kind, 0)) for stage in plan.stages] for kind in KINDS}
     shown = {kind: values for kind, values in at_peak.items() if any(values)}
     of = "stage" if len(plan.stages) == plan.schedule.stages else "rank"
-    pictures.append(draw_balance(f"What fills a device of each {of}, at its peak", shown, limit=limit, of=of))
+    title = f"What fills a device of each {of}, at its peak{left_out}"
+    pictures.append(draw_balance(title, shown, limit=limit, of=of))
     return pictures
 
 

@@ -166,6 +166,8 @@ class Plan:
         batch = f"{self.counts.samples} sample{'s' * (self.counts.samples > 1)}"
         if self.counts.tokens != self.counts.samples:
             batch += f" ({self.counts.tokens:,} tokens)"
+        if self.layout.data_parallel_size > 1:
+            batch += f" on each of {self.layout.data_parallel_size} data ranks"
         held = self.run.held
         facts = [self.precision]
         if self.layout.pipeline_parallel_size > 1:
@@ -191,7 +193,7 @@ class Plan:
                     ", ".join(map(str, memory.stages)),
                     f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
                     ", ".join(map(range_text, self._blocks(memory))),
-                    " + ".join(map(str, memory.in_flight)) if several else "",
+                    " + ".join(map(str, memory.in_flight)) if self.layout.pipeline_parallel_size > 1 else "",
                     count_text(memory.parameters),
                     *(self._cell(kind, memory.peak.bytes[kind]) for kind in _COLUMNS),
                     size_text(memory.peak.total) + (" +?" if self.unknown else ""),
@@ -218,17 +220,20 @@ class Plan:
     def _verdict(self) -> Iterator[str]:
         peak = size_text(self.peak_bytes)
         stages = max(self.stages, key=lambda stage: stage.peak.total).stages
-        fullest = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+        fullest = f"a device of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))} needs"
+        most = f"{fullest} most,"
+        if len(self.stages) == 1:
+            fullest = most = "each device needs"
         if self.device_memory is None:
-            yield f"a device of {fullest} needs most: {peak}, and what its driver and allocator take beside"
+            yield f"{most} {peak}, and what its driver and allocator take beside"
         else:
             room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
             if self.fits:
-                yield f"fits: a device of {fullest} needs most, {peak}; {room}"
+                yield f"fits: {most} {peak}; {room}"
             elif self.fits is None:
-                yield f"whether it fits is unknown: a device of {fullest} needs at least {peak}; {room}"
+                yield f"whether it fits is unknown: {fullest} at least {peak}; {room}"
             else:
-                yield f"does not fit: a device of {fullest} needs {peak}; {room}"
+                yield f"does not fit: {fullest} {peak}; {room}"
                 for remedy in self.remedies:
                     yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
                 if not self.remedies:

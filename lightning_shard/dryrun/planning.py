@@ -16,7 +16,7 @@ from lightning_shard.dryrun.planned import Plan, Run
 from lightning_shard.dryrun.planner import Planner
 from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
 from lightning_shard.dryrun.remedies import remedies
-from lightning_shard.errors import LayoutError
+from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
@@ -70,6 +70,9 @@ def plan(
         ConfigurationError: What a run would refuse too; or the module can't be built without memory.
     """
     check_recomputing(activation_checkpointing)
+    for name, value in (("accumulate_grad_batches", accumulate_grad_batches), ("device_memory", device_memory)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
     chosen = _layout(layout)
     settings = Settings(
         placement,

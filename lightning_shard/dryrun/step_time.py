@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_shard.dryrun.rates import Seconds
 from lightning_shard.dryrun.stage_time import StageTime
+from lightning_shard.pipeline.placement import seconds_text
 from lightning_shard.pipeline.simulate import Timeline
 
 
@@ -64,7 +65,7 @@ class StepTime:
     def __str__(self) -> str:
         mfu = "" if self.mfu is None else f", {100 * self.mfu:.1f} % MFU"
         bubble = f", {100 * self.bubble:.1f} % bubble" if len(self.timeline.schedule.rows) > 1 else ""
-        return f"a step on {self.device}: {self.step:.3g} s, {self.tokens_per_s:,.0f} tokens/s{mfu}{bubble}"
+        return f"a step on {self.device}: {seconds_text(self.step)}, {self.tokens_per_s:,.0f} tokens/s{mfu}{bubble}"
 
     @property
     def dominates(self) -> str:

@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.tensors import Frame, Place, Spread
 from lightning_shard.dryrun.counts import Counts, ParameterCount
 from lightning_shard.dryrun.optimizer import OptimizerState
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import size_text
+from lightning_shard.pipeline.placement import seconds_text, size_text
 
 _ATTEMPT = "0" * 12
 _OF_A_FILE = len(f'"model/rank-00000-{_ATTEMPT}.safetensors"') + 110
@@ -61,8 +61,8 @@ class Stored:
         return (
             f"checkpoint{without}: {size_text(self.bytes)} in {self.files:,} files, at most"
             f" {size_text(self.rank_bytes)} of a rank, its manifest about {size_text(self.manifest_bytes)};\n"
-            f"  {self.seconds(10**9):.1f} s at 1 GB/s for each rank; on S3 {self.puts:,} requests of a rank to save,"
-            f" {self.gets:,} to load"
+            f"  {seconds_text(self.seconds(10**9))} at 1 GB/s for each rank; on S3 {self.puts:,} requests of a rank to"
+            f" save, {self.gets:,} to load"
         )
 
 

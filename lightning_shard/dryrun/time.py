@@ -22,6 +22,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedule import Action, Schedule
 from lightning_shard.pipeline.simulate import Costs, simulate
 
+LEFT_OUT = "launching kernels, reading data and the host's own work take no time"
 IDLE, OPTIMIZER, PIPELINE = "idle", "optimizer", "pipeline"
 
 
@@ -197,7 +198,7 @@ class Timing:
             spent=self._spent(step),
             sent={axis: max(of.get(axis, 0.0) for of in bytes_sent) for axis in axes},
             unknown=self._unknown(),
-            assumed=(*self.rates.device.assumptions, *counts.assumed),
+            assumed=(*self.rates.device.assumptions, *counts.assumed, LEFT_OUT),
         )
 
     def _cuts_of(self, stage: int) -> range:

@@ -30,7 +30,7 @@ from lightning_shard.dryrun.rates import Rates
 from lightning_shard.dryrun.scaled import ALIKE, between, is_like, kind_of
 from lightning_shard.dryrun.space import Space, divisors, layouts
 from lightning_shard.dryrun.stage_time import StageTime, stage_time
-from lightning_shard.dryrun.time import Timing, crossings, model_flops, ties
+from lightning_shard.dryrun.time import LEFT_OUT, Timing, crossings, model_flops, ties
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.expert import resolve_experts
@@ -77,7 +77,7 @@ class Workshop:
                 " or plan single layouts."
             )
         self.flops = model_flops(one)
-        self.assumed = (*rates.device.assumptions, *one.assumed)
+        self.assumed = (*rates.device.assumptions, *one.assumed, LEFT_OUT)
 
     # -- what there is
 
@@ -246,7 +246,12 @@ class Workshop:
                 self._peaks[known] = max(moment.total for moment in moments_of(Rank(made, shorter, rank)))
             return self._peaks[known] + later
 
-        return max(map(of, fullest.values()))
+        most = 0
+        for rank in sorted(fullest.values(), key=lambda rank: -flights[rank]):
+            most = max(most, of(rank))
+            if most > self.space.device_memory:
+                break
+        return most
 
     def _parts(self, choice: Choice, *, for_bound: bool = False) -> tuple[Counts, Layout, Schedule, Held]:
         """What a choice is made of.

@@ -216,11 +216,15 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
         except Exception as error:
             warnings.warn(
                 f"the network's operations are estimated from its parameters: it can't be run on fake tensors"
-                f" ({type(error).__name__}: {error})",
+                f" ({_first_sentence(error)})",
                 stacklevel=3,
             )
             return None
     return Run(flops, tuple(calls), products, frozenset(checkpointed))
+
+
+def _first_sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
 
 
 def _parameters(part: Part) -> list[nn.Parameter]:

@@ -317,6 +317,14 @@ def size_text(bytes_: float) -> str:
     return _scaled(bytes_, 1024, [" B", " KiB", " MiB", " GiB", " TiB"])
 
 
+def seconds_text(seconds: float) -> str:
+    """Such as ``1.3 ms``."""
+    for factor, name in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e6:.2g} µs" if seconds else "0"
+
+
 def _scaled(number: float, step: int, units: list[str]) -> str:
     for unit in units[:-1]:
         # 999.95 would be rounded to four digits

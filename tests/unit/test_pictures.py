@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_shard.dryrun.drawing import Picture, save, stacked, to_svg
 from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import draw_balance, draw_memory, draw_timeline, kept, seconds, ticks, units
+from lightning_shard.dryrun.pictures import draw_balance, draw_memory, draw_timeline, kept, percent, seconds, ticks
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
@@ -46,7 +46,7 @@ def tips(svg: str, prefix: str = "") -> list[str]:
 @some
 @given(timeline=timelines())
 def test_each_action_is_in_the_picture_once_at_its_time(timeline: Timeline) -> None:
-    picture = draw_timeline(timeline, unit=units)
+    picture = draw_timeline(timeline, unit=percent)
     root = ElementTree.fromstring(to_svg(picture))
     found = [
         (title.text.partition(":")[0], rect)

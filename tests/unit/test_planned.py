@@ -311,6 +311,13 @@ class TestExperts:
         assert block.plain.forward.flops >= 2 * rows * 2 * 16 * 24
         assert block.plain.forward.flops < 3 * rows * 2 * 16 * 24
 
+    @pytest.mark.parametrize("experts", [1, 2])
+    def test_of_stacks_that_pick_their_rows_find_as_many_for_each(self, experts: int) -> None:
+        sizes = {"data_parallel_size": 2, "expert_parallel_size": experts}
+        made = planned(partial(OfMixtures, partial(Mixture, 16)), self.STATES, expert_parallel_plan=self.PLAN, **sizes)
+        assert made.counts.counted, made.counts.reason
+        assert any("as many tokens choose each" in text or "spread evenly" in text for text in made.counts.assumed)
+
     def test_that_pick_their_rows_leave_activations_unknown(self) -> None:
         made = planned(partial(OfMixtures, partial(Mixture, 16)), self.STATES, data_parallel_size=2)
         assert not made.counts.counted

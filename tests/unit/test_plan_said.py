@@ -1,0 +1,91 @@
+"""What a plan says to people, and why it refuses what can't be planned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard import plan
+from lightning_shard.cli import main
+from lightning_shard.errors import ConfigurationError
+from tests.unit.test_planned import TOKENS, gpt, planned
+
+
+class TestWhatIsSaid:
+    def test_of_a_single_stage_each_device_needs_it_and_of_several_one_needs_most(self) -> None:
+        single = planned(data_parallel_size=2, device_memory=2**30)
+        assert "fits: each device needs" in str(single)
+        assert "(136 tokens) on each of 2 data ranks" in str(single)
+        several = planned(pipeline_parallel_size=2, device_memory=2**30)
+        assert "fits: a device of stage 0 needs most, " in str(several)
+        header, first, *_ = str(several).split("\n\n")[1].splitlines()
+        assert "in flight" in header
+        assert first.split()[4] == "2"  # of 1F1B's first of two stages
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"accumulate_grad_batches": 0}, r"accumulate_grad_batches \(0\) must be an integer of at least 1"),
+            ({"device_memory": -1}, r"device_memory \(-1\) must be"),
+            (
+                {"device_type": "gpu-of-mine"},
+                "device_type='gpu-of-mine' is no kind of device that torch knows: use cuda",
+            ),
+            ({"batch": torch.zeros(0, 17, dtype=torch.long)}, "The batch has no samples"),
+            ({"module": nn.Linear(2, 2)}, "Linear isn't a LightningModule"),
+        ],
+    )
+    def test_what_cant_be_planned_is_refused_with_its_reason(self, settings: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigurationError, match=said):
+            plan(**{"module": gpt, "batch": TOKENS, "layout": {}, "device_type": "cpu", **settings})
+
+
+_MODULES = {
+    "fine": "from tests.unit.test_planned import TOKENS, gpt\nprint('hello')\ndef build(): return gpt(), TOKENS\n",
+    "wrong": "raise RuntimeError('at import')\n",
+    "asks": "def build(path): return path\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("wrong:build", "wrong can't be imported (RuntimeError: at import): run this in the folder"),
+        ("absent:build", "absent can't be imported (ModuleNotFoundError: No module named 'absent')"),
+        ("fine:", "names no function"),
+        ("fine:absent", "fine has no function 'absent'"),
+        ("asks:build", "asks:build needs arguments (path)"),
+        ("fine:build --pipeline 0", "pipeline_parallel_size (0) must be an integer of at least 1"),
+        ("fine", "fine is neither a setting of a recipe"),
+        ("recipe=absent", "Could not find 'recipe/absent' Available options in 'recipe': "),
+        ("recipe=demo absent=3", "Could not override 'absent'"),
+        (
+            "recipe=demo trainer.devices=4 --pipeline 3",
+            "pipeline_parallel_size (3) × tensor_parallel_size (1) must divide",
+        ),
+    ],
+)
+def test_a_command_that_cant_be_understood_says_why(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in _MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", *arguments.split()]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_what_a_module_prints_isnt_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prints.py").write_text(_MODULES["fine"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "prints:build", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["module"] == "LanguageModel"
