@@ -51,7 +51,7 @@ class SplitBlocks:
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
         for name, block in blocks.items() if not deals_sequences else ():
             inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
-            if inside:
+            if inside and not _is_hooked(blocks[name]):
                 kinds.setdefault((type(block), tuple((n, repr(s)) for n, s in inside)), name)
         self._copies = {name: _without_hooks(blocks[name]) for name in kinds.values()}
         self._putting_back = putting_back
@@ -60,6 +60,11 @@ class SplitBlocks:
         """Have the blocks compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
         for name, whole in self._copies.items():
             _compare_first_call(root.get_submodule(name), name, whole, self._putting_back)
+
+
+def _is_hooked(block: nn.Module) -> bool:
+    """Whether what a copy without hooks computes may be something else, as where torch's older weight_norm is one."""
+    return any(has_other_hooks(module, ()) for module in block.modules() if module is not block)
 
 
 def _without_hooks(block: nn.Module) -> nn.Module:

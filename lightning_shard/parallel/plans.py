@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lightning_shard.errors import PlanError
 
@@ -69,3 +70,12 @@ def similar(names: Iterable[str], pattern: str) -> str:
     last = pattern.rpartition(".")[2]
     near = [name for name in names if name and name.rpartition(".")[2] == last]
     return f"; modules with that last name: {near[:4]}" if near else ""
+
+
+def weight_computed_by(module: nn.Module) -> str:
+    """What it is: a parametrization, or a hook of ``torch.nn.utils`` such as its older weight_norm."""
+    if parametrize.is_parametrized(module):
+        lists: Any = module.parametrizations
+        return ", ".join(type(each).__name__ for of_one in lists.values() for each in of_one)
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
+    return ", ".join(type(hook).__name__ for hook in hooks)

@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.local import computing_with, local_parameters, split_parameter
-from lightning_shard.parallel.plans import declared_plan, matches, similar
+from lightning_shard.parallel.plans import declared_plan, matches, similar, weight_computed_by
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -325,6 +325,11 @@ def _styles(
     if not isinstance(style, Split):
         yield name, style
         return
+    if style.features is not None and (computing := weight_computed_by(module)):
+        raise PlanError(
+            f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {chosen!r}, has its weight computed anew"
+            f" by {computing}, which can't be done in parts: leave it, and layers that it works with, out of the plan."
+        )
     split = {name: module}
     if isinstance(getattr(module, "base_layer", None), nn.Module):
         split = _with_lora(name, module, chosen, style)

@@ -8,8 +8,9 @@
 * ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
 * ``*_loop.on_run_end``: what is gathered is freed before the hooks that it calls, and no hook of the strategy's comes
   before those.
-* ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see. What it returns of
-  a prediction is ``predict_loop._predictions``, by loader; the loaders are in ``_combined_loader``.
+* ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see.
+* ``predict_loop._on_predict_epoch_end``: hands ``_predictions`` and ``epoch_batch_indices``, by loader, to writers, and
+  returns the former; the loaders are in ``_combined_loader``.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
 * ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
 * ``PyTorchProfiler._register``: its hooks on all modules, ``_record_module_names`` whether it is to make them.
@@ -155,11 +156,20 @@ def run_within(trainer: pl.Trainer, context: Callable[[], AbstractContextManager
 
     def run_stage() -> Any:
         with context():
-            results = type(trainer)._run_stage(trainer)
-        loop = trainer.predict_loop
-        if trainer.predicting and results and loop._combined_loader is not None:
-            for predictions, dataloader in zip(loop._predictions, loop._combined_loader.flattened):
-                drop_repeated(predictions, dataloader)
-        return results
+            return type(trainer)._run_stage(trainer)
 
     trainer._run_stage = run_stage  # type: ignore[method-assign]
+
+
+def drop_repeated_predictions(trainer: pl.Trainer) -> None:
+    """Have predictions of a batch that was only repeated left out of what is returned and written at the end."""
+    loop = trainer.predict_loop
+
+    def on_epoch_end() -> Any:
+        assert loop._combined_loader is not None
+        for place, dataloader in enumerate(loop._combined_loader.flattened):
+            for kept in (loop._predictions, loop.epoch_batch_indices):
+                drop_repeated(kept[place], dataloader)
+        return type(loop)._on_predict_epoch_end(loop)
+
+    loop._on_predict_epoch_end = on_epoch_end  # type: ignore[method-assign]

@@ -315,6 +315,7 @@ def find_batch_size_before(run: Run) -> Any:
 def write_predictions(run: Run) -> Any:
     wrote: dict[int, Any] = {}
     epochs: list[int] = []
+    at_ends: list[int] = []
 
     class Writer(stock.BasePredictionWriter):
         def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
@@ -323,11 +324,17 @@ def write_predictions(run: Run) -> Any:
 
         def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
             epochs.append(sum(map(len, predictions)))
+            at_ends.extend(index for of_loader in indices for batch in of_loader for index in batch)
 
     returned = run.trainer(callbacks=[Writer("batch_and_epoch")]).predict(Module(), run.loader(11, batch=4))
     assert returned is not None
     assert epochs == [len(wrote)] == [sum(map(len, returned))]
-    return [row for _, row in run.in_order(sorted(wrote.items()))]
+    rows = [row for _, row in run.in_order(sorted(wrote.items()))]
+    # the second data rank's last batch is the first sample over again
+    at_ends.clear()
+    run.trainer(callbacks=[Writer("epoch")]).predict(Module(), run.loader(9, batch=4), return_predictions=False)
+    assert epochs[-1] == len(at_ends)
+    return rows, sorted(run.in_order(at_ends))
 
 
 class Spiky(Module):

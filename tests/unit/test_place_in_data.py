@@ -3,13 +3,14 @@
 The data ranks are simulated one after the other in this process: nothing here talks to another rank.
 """
 
+import contextlib
 import math
 from itertools import chain
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler
@@ -342,3 +343,26 @@ def test_model_checkpoints_between_steps_resume(tmp_path, uninterrupted):
         steps = torch.load(path, weights_only=False)["global_step"]
         rest, _, _ = fit(1, tmp_path, resume=path, max_epochs=1)
         assert samples_of(rest, 0) == uninterrupted[0][2 * steps :]
+
+
+def test_gradients_are_accumulated_as_scheduled_after_a_resume_in_mid_epoch(tmp_path):
+    accumulated = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            accumulated.append(trainer.accumulate_grad_batches)
+
+    def run(stop, resume=None):
+        accumulated.clear()
+        scheduled = [GradientAccumulationScheduler({0: 1, 1: 4}), Watch()]
+        trainer = pl.Trainer(
+            strategy=Dealt(0, 1), accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[*scheduled, SaveAndStop(tmp_path / "a.ckpt", "on_train_batch_end", stop)],
+        )  # fmt: skip
+        with contextlib.suppress(Stop):
+            trainer.fit(Recorder(), loader(), ckpt_path=resume, weights_only=False)
+        return list(accumulated)
+
+    assert run(stop=26) == [1] * 24 + [4] * 8
+    assert run(stop=99, resume=tmp_path / "a.ckpt") == [4] * 16

@@ -189,3 +189,19 @@ def test_a_rank_takes_the_part_that_a_checkpoint_says(
         rows = [torch.tensor([i for start, stop in run for i in range(start, stop)]) for run in runs]
         expected = full[rows[0]][:, rows[1]][:, :, rows[2]]
         assert torch.equal(part_on(full, Grid((2, 2), coordinate), placements), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("compute", "name"),
+    [
+        (nn.utils.parametrizations.weight_norm, "_WeightNorm"),
+        (nn.utils.parametrizations.spectral_norm, "_SpectralNorm"),
+        (nn.utils.weight_norm, "WeightNorm"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_is_computed_from_others_is_refused(compute: Any, name: str) -> None:
+    net = nn.Sequential(compute(nn.Linear(4, 4)), nn.Linear(4, 4))
+    for style in ("colwise", "rowwise"):
+        with pytest.raises(PlanError, match=rf"has its weight computed anew by {name}, which can't be done in parts"):
+            resolve_plan(net, {"0": style}, 2)

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -71,6 +72,7 @@ def resume_data(trainer: pl.Trainer) -> None:
     combined = fit_loop._combined_loader
     if not fit_loop.is_resuming or combined is None:
         return
+    _accumulate_as_scheduled(trainer)
     samplers = [sampler for loader in combined.flattened if (sampler := sharded_sampler(loader)) is not None]
     if not samplers:
         return
@@ -91,6 +93,14 @@ def resume_data(trainer: pl.Trainer) -> None:
     if val_loop.restarted_mid_evaluation:
         # Lightning would go on counting from there, but begin with the first batch: run it as a whole
         val_loop.batch_progress.current.reset()
+
+
+def _accumulate_as_scheduled(trainer: pl.Trainer) -> None:
+    """In mid-epoch: Lightning leaves out the hook of an epoch's begin, in which the callback sets it."""
+    epoch = trainer.fit_loop.epoch_progress.current.processed
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
 
 
 def _load_states(trainer: pl.Trainer, combined: CombinedLoader) -> None:

@@ -87,6 +87,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         trainer = self.lightning_module.trainer
         self._preemption.take_over(trainer)
         loops.run_within(trainer, self._ending_as_it_should)
+        loops.drop_repeated_predictions(trainer)
 
     def _setup_distributed(self) -> None:
         """As the parent's, over a store whose keys are of this round of torchrun."""

@@ -38,7 +38,8 @@ def refuse_sharded(loss: Any) -> None:
         raise StepError(
             "The loss is computed from a parameter as it is between steps, a DTensor of which each rank has a part, as"
             " from a list that was made in configure_optimizers, so its gradients would go astray: take parameters"
-            " from the module in the step, as by self.parameters()."
+            " from the module in the step, as by self.parameters(), and of those that a tensor-parallel plan splits"
+            " p.full_tensor()."
         )
 
 
