@@ -97,10 +97,10 @@ def resume_data(trainer: pl.Trainer) -> None:
 
 def _accumulate_as_scheduled(trainer: pl.Trainer) -> None:
     """In mid-epoch: Lightning leaves out the hook of an epoch's begin, in which the callback sets it."""
-    epoch = trainer.fit_loop.epoch_progress.current.processed
+    epochs: Any = trainer.fit_loop.epoch_progress
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
-            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epochs.current.processed)
 
 
 def _load_states(trainer: pl.Trainer, combined: CombinedLoader) -> None:
