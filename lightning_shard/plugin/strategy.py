@@ -451,9 +451,12 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._gradients.begin_step()
         with self._looks.at("training_step", args[0] if args else None):
             if isinstance(self._steps, PipelinedSteps):
-                return self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
-            assert self._steps is not None
-            return self._steps.train(self.precision_plugin, draw, *args, **kwargs)
+                output = self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
+            else:
+                assert self._steps is not None
+                output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
+        self._looks.check_losses(output)
+        return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Of a step that isn't pipelined; what the step returned stays as it is."""

@@ -60,3 +60,34 @@ def test_what_runs_on_split_features_is_summed_where_the_plan_says_so_and_refuse
 def test_a_norm_over_features_that_are_split_is_refused_in_the_plans_name() -> None:
     with pytest.raises(PlanError, match=r"The first step fails with tensor_parallel_plan: Given normalized_shape"):
         assert_trains_alike(partial(Model, normed=True), batches, "tp2", tensor_parallel_plan=SPLIT)
+
+
+class Watched(Model):
+    """A hook looks at features that are split: it has the loss depend on them, or counts them in a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("largest", torch.zeros(()))
+        self.penalty: Tensor | float = 0.0
+        for layer in self.layers:
+            layer.between = nn.Tanh()
+        self.layers[0].between.register_forward_hook(self.look)
+
+    def look(self, _: nn.Module, __: Tensor, features: Tensor) -> None:
+        if self.what == "loss":
+            self.penalty = features.square().mean()
+        else:
+            self.largest.add_(features.detach().abs().max())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.penalty
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "says"), [("loss", "The tensor ranks have different losses"), ("buffer", "largest: the tensor ranks have")]
+)
+def test_what_is_computed_from_split_features_is_refused(what: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        assert_trains_alike(partial(Watched, what), batches, "tp2", tensor_parallel_plan=SPLIT)

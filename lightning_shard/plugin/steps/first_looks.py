@@ -45,9 +45,10 @@ class FirstLooks:
         self._microbatches = microbatches
         self._check_ties = check_ties
         self._copies = copies
-        self._steps = 0
+        self._steps = self._compared = 0
         self._kinds: set[str] = set()
         self._updates = 0
+        self._buffers = tensor_ranks.Buffers(module)
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[None]:
@@ -73,6 +74,14 @@ class FirstLooks:
                     looks.enter_context(refusing_lost_changes(module))
             yield
 
+    def check_losses(self, output: object) -> None:
+        """What a training step returned on the tensor ranks; a collective call over them in the first steps."""
+        if self._steps <= self._compared or self._layout.tensor_parallel_size == 1:
+            return
+        self._compared += 1
+        in_32_bits = "16" not in str(self._module.trainer.precision)
+        tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
+
     def check_copies(self) -> None:
         """Of frozen parameters on several stages; a collective call over the pipeline."""
         if self._copies is not None:
@@ -84,4 +93,5 @@ class FirstLooks:
             self._check_ties()
         if self._updates < tensor_ranks.STEPS and self._layout.tensor_parallel_size > 1:
             tensor_ranks.check_whole_gradients(self._module.named_parameters(), self._mesh[TENSOR_AXIS])
+            self._buffers.check(self._mesh[TENSOR_AXIS])
         self._updates += 1

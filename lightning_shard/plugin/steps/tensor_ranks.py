@@ -6,12 +6,13 @@ split: then each has a summand, and the ranks' parameters would part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +20,13 @@ from lightning_shard.errors import PlanError, ShardError
 from lightning_shard.sharding import local_tensor
 
 STEPS = 3
-"""So many optimizer steps are looked at: an adapter's gradients may be zero in the first."""
+"""So many steps, and optimizer steps, are looked at: an adapter's gradients may be zero in the first."""
 _ROUNDING = 0.01
 """Sums that ranks take in other orders differ by less, also in 16 bits."""
 _NOISE = 1e-6
 """A gradient that is zero but for rounding may be anything this small, relative to the largest one's norm."""
+_LOSS_ROUNDING = {True: 1e-5, False: 1e-3}
+"""By how much losses that are computed alike may differ, of their size, in 32 bits or more and in fewer."""
 _STYLE = "replicated_with_grad_allreduce"
 
 
@@ -40,10 +43,7 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
     whole = {name: parameter for name, parameter in parameters if not _is_split(parameter, tensor_axis)}
     if not whole:
         return
-    own = torch.stack([_norm_and_sum(parameter) for parameter in whole.values()]).to(tensor_axis.device_type)
-    joined = own.new_empty(tensor_axis.size() * len(own), 2)
-    dist.all_gather_into_tensor(joined, own, group=tensor_axis.get_group())
-    everyone = joined.view(tensor_axis.size(), *own.shape)
+    everyone = _everyones(torch.stack([_norm_and_sum(parameter) for parameter in whole.values()]), tensor_axis)
     norms = everyone[..., 0].amax(0)
     apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
     is_wrong = apart > _ROUNDING * norms + _NOISE * norms.max()
@@ -54,6 +54,64 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
             " gradients of it, so it is used on features that tensor_parallel_plan splits. Give its module the style"
             f' "{_STYLE}", which adds them up, or leave the layers around it out of the plan.'
         )
+
+
+def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> None:
+    """Compare what a training step returned; a collective call over the tensor axis.
+
+    Args:
+        output: A loss, a dict with one, or none.
+        in_32_bits: Whether nothing is computed in fewer.
+
+    Raises:
+        PlanError: On every rank of the axis, where the losses differ.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    value = float(local_tensor(loss.detach())) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
+    losses = _everyones(torch.tensor([value], dtype=torch.float64), tensor_axis).flatten()
+    if losses.amax() - losses.amin() > _LOSS_ROUNDING[in_32_bits] * losses.abs().amax():
+        raise PlanError(
+            f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
+            " step computes them with features that tensor_parallel_plan splits, as a hook on a layer between a"
+            " colwise and a rowwise one is given them: leave the layers around it out of the plan, or give the first"
+            ' the style "colwise_gather_output" and the second "rowwise_split_input".'
+        )
+
+
+class Buffers:
+    """Those that steps change, which tensor ranks have to change alike: one rank's are saved."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = self._versions()
+
+    def check(self, tensor_axis: DeviceMesh) -> None:
+        """A collective call over the tensor axis.
+
+        Raises:
+            PlanError: On every rank of the axis, where one differs that has changed.
+        """
+        before, versions = self._before, self._versions()
+        named = self._module.named_buffers()
+        buffers = {name: buffer for name, buffer in named if not _is_split(buffer, tensor_axis)}
+        changed = {name for name in buffers if before.get(name) != versions[name]}
+        nothing = torch.zeros(2, dtype=torch.float64)
+        if not buffers:
+            return
+        rows = [_changed(buffers[name]) if name in changed else nothing for name in buffers]
+        everyone = _everyones(torch.stack(rows), tensor_axis)
+        apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
+        wrong = [name for name, is_apart in zip(buffers, apart > _ROUNDING * everyone[..., 0].amax(0)) if is_apart]
+        if wrong:
+            raise PlanError(
+                f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}: the tensor ranks have changed"
+                " this buffer to different values, so it is computed from features that tensor_parallel_plan splits."
+                " Leave the layers around it out of the plan, or give the one before it the style"
+                ' "colwise_gather_output" and the one behind it "rowwise_split_input".'
+            )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
 
 
 @contextmanager
@@ -76,6 +134,21 @@ def refusing_parts() -> Iterator[None]:
             " weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or use"
             " tensor_parallel_size=1."
         ) from error
+
+
+def _everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
+    """``[ranks, *own.shape]``"""
+    own = own.to(axis.device_type)
+    joined = own.new_empty(axis.size() * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(joined, own, group=axis.get_group())
+    return joined.view(axis.size(), *own.shape)
+
+
+def _changed(buffer: Tensor) -> Tensor:
+    """Its norm and its sum."""
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    values = local_tensor(values).detach().double().cpu()
+    return torch.stack([torch.linalg.vector_norm(values), values.sum()])
 
 
 def _is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
