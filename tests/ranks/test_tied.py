@@ -164,10 +164,11 @@ class TakesNorm(Tied):
 
 
 class Untried(Normalized):
-    """Can't be made by its settings, which would show that it takes a norm."""
+    """Can't be made by its settings, nor copied, which would show that it takes a norm."""
 
     def __init__(self, parameters: Any, lr: float, norm: str) -> None:
         super().__init__(parameters, lr=lr)
+        self.norms = torch.zeros(3)
 
 
 class Drifts(Tied):

@@ -267,11 +267,6 @@ class VmappedInside(ByFunction):
         return torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time)
 
 
-class ForwardDerivative(ByFunction):
-    def condition(self, time: Tensor) -> Tensor:
-        return torch.func.jvp(torch.sin, (time,), (torch.ones_like(time),))[1]
-
-
 class Functionalized(ByFunction):
     """Isn't told of."""
 
@@ -413,7 +408,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
         *(Inherits, BetweenAll),
-        *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside, ForwardDerivative),
+        *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}
 

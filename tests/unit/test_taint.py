@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.crossing import Passage
 from lightning_shard.pipeline.taint import Hollow, Unknown
+from lightning_shard.pipeline.trace import Trace
 
 CPU = torch.device("cpu")
 
@@ -57,6 +59,15 @@ COMPUTED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("what", COMPUTED)
 def test_what_is_computed_from_it_is_unknown(what: str) -> None:
     assert isinstance(COMPUTED[what](), Unknown)
+
+
+def test_a_forward_derivative_along_it_is_unknown() -> None:
+    """Not on threads, as ``vmap`` is tried: torch counts levels of forward derivatives in the process."""
+    with Trace(Passage(1, {}, searching=True)).running():
+        both = torch.func.jvp(torch.sin, (torch.ones(2, 3),), (unknown(),))
+        neither = torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
+    assert all(isinstance(each, Unknown) for each in both)
+    assert not any(isinstance(each, Unknown) for each in neither)
 
 
 @pytest.mark.parametrize(
