@@ -1,4 +1,4 @@
-"""What blocks are given: values that hold nothing, containers made anew, and users' hooks that would see a run more."""
+"""What blocks are given: values that hold nothing, and users' hooks that would see a run more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from torch import nn
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 """Values that no run changes, and that hold nothing of a batch."""
-
-
-def made_like(given: Any, values: list[Any]) -> Any:
-    """A tuple or list of the kind of another, of these values."""
-    return type(given)(*values) if hasattr(given, "_fields") else type(given)(values)
 
 
 def is_cache(value: Any) -> bool:

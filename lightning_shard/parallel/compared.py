@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache, made_like
+from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.tensor import ScatterSequence
 from lightning_shard.sharding import full_tensor
 
@@ -115,7 +115,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, (tuple, list)):
-        return made_like(value, [_copied(each) for each in value])
+        return tree.rebuild(value, [_copied(each) for each in value])
     if type(value) is dict:
         return {key: _copied(each) for key, each in value.items()}
     if is_cache(value):

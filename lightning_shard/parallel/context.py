@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache, made_like
+from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.attention import attention_by, make_masks, over_ranks
 from lightning_shard.parallel.positions import (
     POSITIONS,
@@ -149,7 +150,7 @@ class DealtSequences:
         if isinstance(returned, Tensor):
             return Join.apply(returned, 1, self._part)
         if isinstance(returned, (tuple, list)):
-            return made_like(returned, [self._joined(value) for value in returned])
+            return tree.rebuild(returned, [self._joined(value) for value in returned])
         return returned
 
     def _check(
@@ -211,7 +212,7 @@ def _each_tensor(block: nn.Module, hidden: Tensor, given: Any, take: Callable[[T
     if isinstance(given, Tensor):
         return take(given, 1 if given is hidden else sequence_dim(given, hidden.size(1)))
     if isinstance(given, (tuple, list)):
-        return made_like(given, [_each_tensor(block, hidden, value, take) for value in given])
+        return tree.rebuild(given, [_each_tensor(block, hidden, value, take) for value in given])
     if type(given) is dict:
         return {name: _each_tensor(block, hidden, value, take) for name, value in given.items()}
     if not isinstance(given, PLAIN):
