@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -61,7 +62,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     on_mesh = tensor.to(tensor.device_mesh.device_type)  # it may be offloaded
     assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor()
+    try:
+        return on_mesh.full_tensor()
+    except ValueError:  # torch 2.11 takes any strided shard for FSDP2's over a tensor-parallel one, and not packed ones
+        if torch.__version__ >= "2.12":
+            raise
+        return _summed_parts(on_mesh)
+
+
+def _summed_parts(tensor: DTensor) -> Tensor:
+    local = tensor.to_local()
+    numbers = torch.arange(tensor.numel(), device=local.device).view(tensor.shape)
+    full = torch.zeros(tensor.numel(), dtype=local.dtype, device=local.device)
+    full[local_part(numbers, tensor).flatten()] = local.flatten()
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(full, group=tensor.device_mesh.get_group(axis))
+    return full.view(tensor.shape)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ class Owner:
         self._refuse(owner, (*args, *kwargs.values()))
         called = [False] * len(experts)
         weights = ExpertWeights(experts, self._mesh.size(), self._data_mesh)
-        full = Gathered.apply(weights, called, *weights.local())
+        full = Gathered.apply(weights, called, *weights.shards())
         own_forward: Any = type(owner).forward
         tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
         device = self._mesh.device_type

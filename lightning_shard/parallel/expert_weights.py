@@ -73,10 +73,9 @@ class ExpertWeights:
         self.own = experts[first : first + self.here]
         self._own_slots = self._slots[first : first + self.here]
 
-    def local(self) -> list[Tensor]:
-        """This rank's shards, of every expert in turn."""
-        shards = (module._parameters[key] for slots in self._slots for module, key in slots)
-        return [shard.to_local().to(self._device) for shard in shards]  # type: ignore[union-attr]
+    def shards(self) -> list[Tensor]:
+        """The parameters of every expert in turn, as this rank holds them."""
+        return [module._parameters[key] for slots in self._slots for module, key in slots]  # type: ignore[misc]
 
     @contextmanager
     def in_place(self, place: int, full: Sequence[Tensor]) -> Iterator[None]:
@@ -91,8 +90,9 @@ class ExpertWeights:
             for (module, key), shard in zip(slots, held):
                 module._parameters[key] = shard
 
-    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, shards: Sequence[DTensor]) -> list[Tensor]:
         """This rank's experts' whole parameters; under autocast, what it casts in its type."""
+        local = [shard.to_local().to(self._device) for shard in shards]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number, kind in enumerate(self._kinds):
             by_dtype.setdefault(kind.gathered_in, []).append(number)
@@ -152,20 +152,30 @@ class ExpertWeights:
 
 
 class Gathered(torch.autograd.Function):
-    """Shards to this rank's experts' whole parameters; ``called`` says, when gradients come, which experts have any."""
+    """Shards to this rank's experts' whole parameters; ``called`` says, when gradients come, which experts have any.
+
+    From the parameters and not from their local parts: torch 2.11's ``to_local`` makes zeros of no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weights: ExpertWeights, called: list[bool], *local: Tensor) -> tuple[Tensor, ...]:
-        ctx.weights, ctx.called, ctx.dtype = weights, called, local[0].dtype
-        return tuple(weights.gather(local))
+    def forward(ctx: Any, weights: ExpertWeights, called: list[bool], *shards: DTensor) -> tuple[Tensor, ...]:
+        ctx.weights, ctx.called, ctx.shards = weights, called, shards
+        return tuple(weights.gather(shards))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weights: ExpertWeights = ctx.weights
+        shards: tuple[DTensor, ...] = ctx.shards
         kinds = len(gradients) // weights.here
-        reduced_in = torch.promote_types(ctx.dtype, torch.float32)
+        reduced_in = torch.promote_types(shards[0].dtype, torch.float32)
         back = weights.give_back([gradient.to(reduced_in) for gradient in gradients])
         # an expert that one process wouldn't have called has no gradient there
         has = [has_any for has_any in ctx.called for _ in range(kinds)]
-        return None, None, *(g.to(ctx.dtype) if h else None for g, h in zip(back, has))
+        return None, None, *(_laid_out(g, shard) if h else None for g, shard, h in zip(back, shards, has))
+
+
+def _laid_out(local: Tensor, like: DTensor) -> Tensor:
+    local = local.to(like.device, like.dtype)
+    size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)

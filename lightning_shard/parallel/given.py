@@ -12,11 +12,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+
+_LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
 
 
 def keep_what_is_given(units: Iterable[FSDPModule]) -> None:
@@ -45,16 +48,17 @@ class _Call:
 
     def copied(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         pairs = zip(self._given, tree.containers((args, kwargs)))
-        self._copies = [(given, copy, _entries(copy)) for given, copy in pairs if given is not copy]
+        self._copies = [(given, copy, _entries(copy)) for given, copy in pairs if given is not copy or _isnt_seen(copy)]
 
     def ends(self, unit: nn.Module, _: Any, output: Any) -> Any:
         copies, self._given, self._copies = self._copies, [], []
+        _refuse_unseen(unit, [*tree.containers(output), *(c for _, c, old in copies if _differs(old, c))])
         if not copies:
             return output
         returned = {id(each) for each in tree.containers(output)}
         given_for: dict[int, Any] = {}
         for given, copy, before in copies:
-            if tree.same_entries(before, _entries(copy)):
+            if not _differs(before, copy):
                 continue
             if id(copy) not in returned:
                 kind = type(copy).__name__
@@ -68,6 +72,24 @@ class _Call:
         if type(output) is tuple:
             return tuple(given_for.get(id(each), each) for each in output)
         return given_for.get(id(output), output)
+
+
+def _isnt_seen(container: Any) -> bool:
+    return dataclasses.is_dataclass(container) and not _LOOKS_INTO_DATACLASSES
+
+
+def _refuse_unseen(unit: nn.Module, filled: Iterable[Any]) -> None:
+    for each in filled:
+        if _isnt_seen(each) and any(tensor.requires_grad for tensor in tree.tensors(each)):
+            raise StepError(
+                f"A {type(unit).__name__.removeprefix('FSDP')} returns or changes a {type(each).__name__}, and FSDP2 of"
+                f" torch {torch.__version__} looks into no dataclasses, so its backward can't be run: install torch"
+                " 2.12 or newer, or have the block return tensors, a tuple or a dict."
+            )
+
+
+def _differs(before: list[Any], container: Any) -> bool:
+    return not tree.same_entries(before, _entries(container))
 
 
 def _entries(container: Any) -> list[Any]:

@@ -361,7 +361,7 @@ def test_code_that_changes_a_blocks_output_in_place(sizes: dict[str, int]) -> No
     plain, ours = train_in_place(), combine(run_ranks(train_in_place, 2, sizes, elastic=True), sizes)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
-    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.gradients, plain.gradients) < 2e-7
 
 
 class StopsOnOneRank(Model):

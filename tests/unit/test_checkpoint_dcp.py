@@ -260,7 +260,9 @@ def test_one_writer_and_one_reader_serve_many_paths(tmp_path):
 
 
 def test_errors_of_loading_are_told(tmp_path):
-    with pytest.raises(CheckpointException, match="holds no committed checkpoint"):
+    # torch 2.11 keeps a reader's errors to itself, and says what it hasn't got
+    told = "holds no committed checkpoint" if torch.__version__ >= "2.12" else "metadata is None"
+    with pytest.raises(CheckpointException, match=told):
         load({"w": torch.zeros(3)}, tmp_path / "nothing")
     path = save({"w": torch.ones(3)}, tmp_path / "c")
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: v"):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel import given
 from lightning_shard.parallel.given import keep_what_is_given
 from lightning_shard.sharding import full_tensor
 from tests.unit.pipelines import Root
@@ -61,8 +62,11 @@ def sharded(network: type[Net]) -> tuple[Sharded, Sharded]:
     return root, plain
 
 
+SEES_DATACLASSES = torch.__version__ >= "2.12"
+
+
 def test_what_is_changed_and_returned_is_seen_around_them() -> None:
-    for network in (PassesDict, PassesList, PassesState):
+    for network in (PassesDict, PassesList, *([PassesState] if SEES_DATACLASSES else [])):
         root, plain = sharded(network)
         [x, *_] = batches()
         values = [each(x) for each in (root, plain)]
@@ -76,7 +80,17 @@ def test_what_is_changed_and_returned_is_seen_around_them() -> None:
 
 
 def test_what_is_changed_only_is_refused() -> None:
-    for network, kind in ((ChangesDict, "dict"), (ChangesState, "State")):
+    for network, kind in ((ChangesDict, "dict"), *([(ChangesState, "State")] if SEES_DATACLASSES else [])):
         root, _ = sharded(network)
         with pytest.raises(StepError, match=f"A Passes changes a {kind} that it is given"):
             root(batches()[0])
+
+
+@pytest.mark.parametrize("network", [PassesState, ChangesState])
+def test_dataclasses_that_fsdp2_doesnt_look_into_are_refused(
+    network: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(given, "_LOOKS_INTO_DATACLASSES", False)
+    root, _ = sharded(network)
+    with pytest.raises(StepError, match="A Passes returns or changes a State, and FSDP2 of torch 2"):
+        root(batches()[0])

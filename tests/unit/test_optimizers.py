@@ -64,10 +64,10 @@ FORMS = {
 
 
 def sharded() -> nn.Sequential:
-    module = network()
+    module, mesh = network(), init_device_mesh("cpu", (dist.get_world_size(),))
     for part in module:
-        fully_shard(part)
-    return fully_shard(module)
+        fully_shard(part, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
 
 
 def save_in_all_forms(folder: str) -> None:
@@ -237,7 +237,7 @@ def save_with_empty_parts(folder: str) -> None:
     torch.manual_seed(1)
     module = nn.ModuleDict({"body": nn.Linear(3, 4), "value": nn.Linear(3, 1), "cost": nn.Linear(3, 1)})
     for part in module.values():
-        fully_shard(part)
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
     optimizer = pulled(list(module.parameters()))
     for parameter, number in zip(module.parameters(), itertools.count(1)):
         parameter.grad = torch.full_like(parameter, float(number))
