@@ -12,16 +12,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
+from lightning_shard.parallel.batch_norm import batch_norms
 
 
 def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
@@ -30,11 +31,17 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
     Raises:
         ConfigurationError: The first that doesn't go with the layout, and the way out.
     """
-    batch_norms = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-    if getattr(trainer.strategy, "_layer_sync", None) is not None and batch_norms:
+    normalizing = list(batch_norms(module))
+    layer_sync = getattr(trainer.strategy, "_layer_sync", None)
+    if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:
         raise ConfigurationError(
-            f"sync_batchnorm=True isn't done by this strategy, and {batch_norms[0]} would normalize by each process's"
-            " own samples: leave it out if that is meant, or use a norm of each sample (GroupNorm, LayerNorm)."
+            f"{type(layer_sync).__name__} isn't known to this strategy, whose modules are laid out on ranks: use"
+            " sync_batchnorm=True, or change the layers in configure_model."
+        )
+    if layer_sync is not None and normalizing and layout.context_parallel_size > 1:
+        raise ConfigurationError(
+            f"sync_batchnorm=True with context_parallel_size={layout.context_parallel_size} was never tried: leave one"
+            f" out, or use another norm than {normalizing[0]}."
         )
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
@@ -50,9 +57,9 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
         )
     if layout.pipeline_parallel_size == 1:
         return
-    if batch_norms and trainer.state.fn == TrainerFn.FITTING:
+    if normalizing and trainer.state.fn == TrainerFn.FITTING:
         rank_zero_warn(
-            f"{batch_norms[0]} normalizes by the samples of a microbatch, as it does when gradients are accumulated:"
+            f"{normalizing[0]} normalizes by the samples of a microbatch, as it does when gradients are accumulated:"
             " with several pipeline stages training differs from that on whole batches. GroupNorm and LayerNorm don't."
         )
     fits = trainer.state.fn == TrainerFn.FITTING
@@ -64,7 +71,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
         ),
         (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
         (
-            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and batch_norms,
+            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and normalizing,
             "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
         ),
         (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
@@ -133,10 +140,11 @@ def warning_of_buffers_changed(module: nn.Module, microbatches: int) -> Iterator
 @torch.no_grad()
 def _sums_of_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Sum and norm; no version says that values were changed through ``.data``."""
+    known = set(batch_norms(module).values())
     return {
         f"{path}.{name}".lstrip("."): torch.stack([buffer.double().sum(), buffer.double().norm()])
         for path, part in module.named_modules()
-        if not isinstance(part, _BatchNorm)
+        if part not in known
         for name, buffer in part._buffers.items()
         if type(buffer) is Tensor and buffer.is_floating_point() and not buffer.is_meta
     }

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.parallel.data import reshard
 from lightning_shard.parallel.expert import ExpertPlan
 from lightning_shard.parallel.lockstep import Lockstep
@@ -277,6 +278,8 @@ class HybridShardStrategy(CheckpointedStrategy):
     def teardown(self) -> None:
         if self._walks is not None:
             self._walks.release()
+        if self.model is not None:
+            synchronize(self.model, None)
         super().teardown()
 
     # The model
@@ -322,6 +325,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
         self._assembly = known
+        has_others = self._layer_sync is not None and self.layout.data_parallel_size > 1
+        synchronize(module, self.groups.data if has_others else None)
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)

@@ -371,12 +371,6 @@ class NoBlocks(Plain):
         self.model = nn.ModuleDict({"embed": nn.Embedding(64, 16)})
 
 
-class Normalizes(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.norm = nn.BatchNorm1d(16)
-
-
 class OddWidth(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -608,13 +602,6 @@ REFUSED = {
         ConfigurationError,
         r"activation_checkpointing=5 is every 5th block, and there are 4: use a smaller number, or True",
         {"activation_checkpointing": 5},
-    ),
-    "batch norm that should be synchronized": Refusal(
-        DATA,
-        Normalizes,
-        ConfigurationError,
-        r"sync_batchnorm=True isn't done by this strategy, and model\.norm would normalize",
-        {"trainer": {"sync_batchnorm": True}},
     ),
     "manual optimization": Refusal(
         PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.testing import run_ranks
 from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
 
@@ -131,3 +135,82 @@ def test_containers_penalties_and_toggled_optimizers(kind: Any) -> None:
     plain = train_kind(None, kind)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+class Normalizing(Model):
+    """BatchNorm before the blocks, in them, and without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        torch.manual_seed(2)
+        kinds: list[dict[str, Any]] = [{"momentum": None}, {}, {"affine": False}, {"eps": 1e-3}]
+        stem, *norms = (nn.BatchNorm1d(32, **kind) for kind in kinds)
+        blocks = (nn.Sequential(nn.Linear(32, 32), Columns(norm), nn.Tanh()) for norm in norms)
+        self.model = nn.Sequential(nn.Embedding(64, 32), Columns(stem), *blocks, nn.Linear(32, 64))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)  # Adam would make steps of the rounding of a bias's gradient
+
+
+class Columns(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Statistics(L.Callback):
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.kept = {name: b.detach().cpu().clone() for name, b in module.named_buffers() if type(b) is Tensor}
+
+
+def normalize(sizes: dict[str, int] | None) -> tuple[Seen, dict[str, Tensor]]:
+    statistics = Statistics()
+    trainer = {"sync_batchnorm": True, "gradient_clip_val": 0.05}
+    return train("gpt", sizes, module=Normalizing, trainer=trainer, callbacks=[statistics]), statistics.kept
+
+
+def test_synchronized_batch_norm_normalizes_by_all_samples() -> None:
+    per_rank = run_ranks(normalize, 2, DATA, elastic=True)
+    ours, (plain, kept) = combine([seen for seen, _ in per_rank], DATA), normalize(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)  # by running statistics
+    assert ours.norm == pytest.approx(plain.norm, rel=2e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 5e-5
+    for _, own in per_rank:
+        assert all(torch.allclose(own[name], kept[name], rtol=1e-5, atol=1e-6) for name in own)
+
+
+def copies_and_pickles() -> None:
+    layer = nn.BatchNorm1d(3)
+    synchronize(nn.Sequential(layer), dist.group.WORLD)
+    samples = torch.arange(12.0).view(4, 3).square()
+    own = samples[dist.get_rank() :: 2]
+    expected = nn.BatchNorm1d(3)(samples)[dist.get_rank() :: 2]
+    for each in (layer, copy.deepcopy(layer)):
+        torch.testing.assert_close(each(own), expected)
+    assert isinstance(layer, nn.BatchNorm1d)
+    again = pickle.loads(pickle.dumps(layer))
+    assert type(again) is nn.BatchNorm1d
+    assert int(again.num_batches_tracked) == 1
+    synchronize(layer, None)
+    torch.testing.assert_close(layer(own), nn.BatchNorm1d(3)(own))
+
+
+def test_a_synchronized_layer_is_copied_and_pickled() -> None:
+    run_ranks(copies_and_pickles, 2)
+
+
+@pytest.mark.long
+def test_it_is_synchronized_within_a_stage() -> None:
+    sizes = layout(pipeline=2, data=2)
+    per_rank = [kept for _, kept in run_ranks(normalize, 4, sizes, elastic=True)]
+    for one, other in (per_rank[:2], per_rank[2:]):
+        assert one
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,132 @@
+"""BatchNorm over the samples of all data ranks, as ``Trainer(sync_batchnorm=True)`` asks for.
+
+Torch's ``SyncBatchNorm`` runs on accelerators only, and is another class. Here a layer stays what it is, with its name,
+hooks and buffers; in training it takes the mean and the variance of all data ranks' samples. On an accelerator torch's
+own kernels do that, on the CPU sums that are reduced twice: of the samples, and of their squared distances to the mean.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules._functions import (
+    SyncBatchNorm as _OnAccelerator,
+)  # private: what nn.SyncBatchNorm calls (2.11-13)
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_CLASSES: dict[type[_BatchNorm], type[_BatchNorm]] = {}
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """Those that take statistics of the samples that they see, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+
+
+def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Have ``module``'s BatchNorm layers normalize by all samples of a group's ranks in training, in place.
+
+    Args:
+        group: None: by their own samples again.
+    """
+    for layer in batch_norms(module).values():
+        kind = type(layer)
+        if not issubclass(kind, Synchronized):
+            if group is None:
+                continue
+            if kind not in _CLASSES:
+                _CLASSES[kind] = type(kind.__name__, (Synchronized, kind), {"__module__": kind.__module__})
+            layer.__class__ = _CLASSES[kind]
+        layer.__dict__["_over"] = _Over(group)
+
+
+class _Over:
+    """A group, of which copies of a layer have the same one."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, _: Any) -> _Over:
+        return self
+
+
+class Synchronized(_BatchNorm):
+    """A BatchNorm layer while it is synchronized; pickled, it is what it was."""
+
+    _over: _Over
+
+    def __reduce__(self) -> Any:
+        state = {key: value for key, value in self.__dict__.items() if key != "_over"}
+        return object.__new__, (type(self).__mro__[2],), state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def forward(self, input: Tensor) -> Tensor:
+        group = self._over.group
+        if group is None or not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        mean, variance, share = self._to_track()
+        if input.device.type != "cpu":
+            size = dist.get_world_size(group)
+            weight, bias = self.weight, self.bias
+            return _OnAccelerator.apply(input, weight, bias, mean, variance, self.eps, share, group, size)  # type: ignore[no-any-return]
+        return self._on_host(input, group, mean, variance, share)
+
+    def _to_track(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """The running statistics, and the share of a batch's in them; counts the batch."""
+        if not self.track_running_stats:
+            return None, None, 0.0
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return self.running_mean, self.running_var, share
+
+    def _on_host(
+        self, input: Tensor, group: dist.ProcessGroup, tracked_mean: Tensor | None, tracked: Tensor | None, share: float
+    ) -> Tensor:
+        x = input if input.dtype in (torch.float32, torch.float64) else input.float()
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        of_channels = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+        here = x.new_full((1,), x.numel() // x.size(1))
+        sums: Tensor = _Summed.apply(torch.cat([x.sum(dims), here]), group)
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = x - mean.view(of_channels)
+        variance: Tensor = _Summed.apply(centred.square().sum(dims), group) / count
+        if tracked_mean is not None and tracked is not None:
+            with torch.no_grad():
+                tracked_mean.lerp_(mean.to(tracked_mean.dtype), share)
+                tracked.lerp_((variance * (count / (count - 1))).to(tracked.dtype), share)
+        scale = (variance + self.eps).rsqrt()
+        if self.weight is not None:
+            scale = scale * self.weight
+        out = centred * scale.view(of_channels)
+        if self.bias is not None:
+            out = out + self.bias.view(of_channels)
+        return out.to(input.dtype)
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a group's ranks; the gradient is that of all their losses."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
