@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.sharding import full_tensor
+from tests import on_gpu
+
+on_gpu.place_ranks()
 
 VOCABULARY = 64
 LENGTH = 16

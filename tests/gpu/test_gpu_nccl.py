@@ -1,4 +1,7 @@
-"""On two CUDA devices, over NCCL: every layout of two ranks computes what one process does, and steps don't wait."""
+"""On CUDA devices, over NCCL: layouts compute what one process does, steps don't wait for a device, all stop together.
+
+Each rank has a device, or all share one: see tests/on_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,33 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import run_ranks
-from tests.parity import LAYOUTS, QUIET, Model, Seen, combine, largest_difference, layout, loader, train
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests import on_gpu
+from tests.parity import LAYOUTS, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there aren't two CUDA devices")
+pytestmark = pytest.mark.skipif(not on_gpu.has_room_for(2), reason="two ranks need two CUDA devices, or to share one")
 
-TWO = {"pp2": LAYOUTS["pp2"], "tp2": LAYOUTS["tp2"], "dp2": layout(data=2)}
-ON_GPU: dict[str, Any] = {"accelerator": "gpu"}
+ON_GPU: dict[str, Any] = {**QUIET, "accelerator": "gpu"}
+SETTINGS: dict[str, Any] = {"elastic": True, "start_method": "spawn", "timeout_s": 300}
+WIDE = {"dp2": layout(data=2), **LAYOUTS}
+IN_ORDERS = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def on_host(seen: Seen) -> Seen:
     for part in (seen.gradients, seen.initial, seen.parameters):
+        assert all(tensor.is_cuda for tensor in part.values())
         part.update({name: tensor.cpu() for name, tensor in part.items()})
     return seen
 
 
-def on_two(name: str, network: str, schedule: str) -> Seen:
-    return on_host(train(network, TWO[name], trainer=ON_GPU, schedule=schedule))
+def trained(name: str, network: str) -> dict[str, Seen]:
+    schedules = IN_ORDERS if name == "pp2" else ("1F1B",)
+    return {each: on_host(train(network, WIDE[name], trainer=ON_GPU, schedule=each)) for each in schedules}
 
 
 def on_one(network: str) -> Seen:
@@ -34,16 +44,17 @@ def on_one(network: str) -> Seen:
 
 
 @pytest.mark.parametrize("network", ["gpt", "llama"])
-@pytest.mark.parametrize(("name", "schedule"), [("pp2", "1F1B"), ("pp2", "GPipe"), ("tp2", "1F1B"), ("dp2", "1F1B")])
-def test_a_layout_over_nccl_computes_what_one_process_computes(name: str, schedule: str, network: str) -> None:
-    settings: dict[str, Any] = {"elastic": True, "start_method": "spawn", "timeout_s": 300}
-    ours = combine(run_ranks(on_two, 2, name, network, schedule, **settings), TWO[name])
-    [plain] = run_ranks(on_one, 1, network, **settings)
-    assert ours.losses == pytest.approx(plain.losses, rel=5e-6)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=5e-6)
-    assert ours.norm == pytest.approx(plain.norm, rel=2e-6)
-    assert largest_difference(ours.gradients, plain.gradients) < 5e-7
-    assert largest_difference(ours.parameters, plain.parameters) < 5e-5
+@pytest.mark.parametrize("name", ["pp2", "dp2", "tp2", "pp2×dp2", "pp2×tp2", "dp2×tp2"])
+def test_a_layout_over_nccl_computes_what_one_process_computes(name: str, network: str) -> None:
+    per_rank = run_ranks(trained, world(WIDE[name]), name, network, **SETTINGS)
+    [plain] = run_ranks(on_one, 1, network, **SETTINGS)
+    for schedule in per_rank[0]:
+        ours = combine([runs[schedule] for runs in per_rank], WIDE[name])
+        assert ours.losses == pytest.approx(plain.losses, rel=5e-6), schedule
+        assert ours.metrics == pytest.approx(plain.metrics, rel=5e-6), schedule
+        assert ours.norm == pytest.approx(plain.norm, rel=2e-6), schedule
+        assert largest_difference(ours.gradients, plain.gradients) < 5e-7, schedule
+        assert largest_difference(ours.parameters, plain.parameters) < 5e-5, schedule
 
 
 class Returns(Model):
@@ -65,14 +76,17 @@ class Strict(L.Callback):
         assert outputs["features"].is_cuda
 
 
-def steady_steps() -> None:
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2)
-    settings = {**QUIET, **ON_GPU, "devices": 2, "max_steps": 5, "gradient_clip_val": 0.5}
-    L.Trainer(strategy=strategy, callbacks=[Strict()], **settings).fit(Returns("gpt"), loader(16))
+def steady_steps(name: str) -> None:
+    assert on_gpu.has_room_for(2)
+    strategy = HybridShardStrategy(**WIDE[name], microbatches=2)
+    settings = {**ON_GPU, "devices": 2, "max_steps": 5, "gradient_clip_val": 0.5}
+    L.Trainer(strategy=strategy, callbacks=[Strict()], **settings).fit(Returns("llama"), loader(16))
+    assert dist.get_backend() == "nccl"
 
 
-def test_a_steady_step_on_stages_waits_for_no_device() -> None:
-    run_ranks(steady_steps, 2, elastic=True, start_method="spawn", timeout_s=300)
+@pytest.mark.parametrize("name", ["pp2", "dp2", "tp2"])
+def test_a_steady_step_waits_for_no_device(name: str) -> None:
+    run_ranks(steady_steps, 2, name, **SETTINGS)
 
 
 def predict(streams: bool) -> list[Tensor]:
@@ -83,12 +97,39 @@ def predict(streams: bool) -> list[Tensor]:
     torch.manual_seed(1)
     module = Model("gpt")
     module.predict_step = lambda batch, batch_idx: module.model(batch["x"])  # type: ignore[method-assign]
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, **{**QUIET, **ON_GPU})
+    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, **ON_GPU)
     found: Any = trainer.predict(module, loader(8))
     return [logits.cpu() for logits in found]
 
 
 def test_streamed_predictions_are_those_of_one_batch_after_the_other() -> None:
-    settings: dict[str, Any] = {"elastic": True, "start_method": "spawn", "timeout_s": 300}
-    streamed, in_order = (run_ranks(predict, 2, streams, **settings)[0] for streams in (True, False))
+    streamed, in_order = (run_ranks(predict, 2, streams, **SETTINGS)[0] for streams in (True, False))
     assert all(map(torch.equal, streamed, in_order))
+
+
+class Fails(Model):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            raise ValueError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def fail(name: str) -> None:
+    train("gpt", WIDE[name], trainer=ON_GPU, steps=5, module=lambda: Fails("gpt"))
+
+
+@pytest.mark.parametrize("name", ["pp2", "dp2"])
+def test_a_rank_that_fails_ends_those_that_wait_for_it_in_nccl(name: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(fail, 2, name, **{**SETTINGS, "timeout_s": 60})
+    accounts = caught.value.accounts
+    assert all("no more" in accounts[rank] for rank in (0, 1)), accounts
+
+
+def over_gloo() -> None:
+    with pytest.raises(ConfigurationError, match="gloo, which doesn't serve CUDA devices"):
+        train("gpt", WIDE["pp2"], trainer=ON_GPU, process_group_backend="gloo")
+
+
+def test_gloo_is_refused() -> None:
+    run_ranks(over_gloo, 2, **SETTINGS)

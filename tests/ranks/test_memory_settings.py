@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_shard.testing import run_ranks
 from recipes.gpt import MLP
+from tests import on_gpu
 from tests.parity import LAYOUTS, Model, Seen, combine, largest_difference, layout, train, world
 
 LOSS, GRADIENT, PARAMETER = 2e-6, 1e-7, 2e-5
@@ -170,7 +171,7 @@ class Overflowing(Model):
 def scaled(sizes: Mapping[str, int] | None, rank: int, **options: Any) -> tuple[Seen, list[float], dict[str, Any]]:
     """With fp16's scaler; the Trainer itself takes 16-mixed for CUDA only."""
     module = Overflowing(rank)
-    plugin = MixedPrecision("16-mixed", "cpu")
+    plugin = MixedPrecision("16-mixed", on_gpu.device_type())
     seen = train("gpt", sizes, module=lambda: module, steps=3, trainer={"plugins": plugin, **CLIPPED}, **options)
     return seen, module.scales, plugin.state_dict()
 

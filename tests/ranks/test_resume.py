@@ -57,7 +57,7 @@ def load_all(name: str, folders: list[str]) -> list[tuple[dict[str, bytes], list
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture(scope="module")
