@@ -268,4 +268,4 @@ def combine(seen: list[Seen], sizes: Mapping[str, int]) -> Seen:
 def largest_difference(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:
     """Over all tensors of equal names; the names must be the same."""
     assert ours.keys() == plain.keys()
-    return max(float((ours[name] - plain[name]).abs().max()) for name in plain)
+    return max(float((ours[name].cpu() - plain[name].cpu()).abs().max()) for name in plain)

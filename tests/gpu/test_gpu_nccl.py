@@ -22,7 +22,7 @@ from tests.parity import LAYOUTS, QUIET, Model, Seen, combine, largest_differenc
 pytestmark = pytest.mark.skipif(not on_gpu.has_room_for(2), reason="two ranks need two CUDA devices, or to share one")
 
 ON_GPU: dict[str, Any] = {**QUIET, "accelerator": "gpu"}
-SETTINGS: dict[str, Any] = {"elastic": True, "start_method": "spawn", "timeout_s": 300}
+SETTINGS: dict[str, Any] = {"elastic": True, "timeout_s": 300}
 WIDE = {"dp2": layout(data=2), **LAYOUTS}
 IN_ORDERS = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 

@@ -280,7 +280,7 @@ def drop() -> list[Tensor]:
 def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
     masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
     assert len(masks) == 4 * 4
-    assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
+    assert len({mask.cpu().numpy().tobytes() for mask in masks}) == len(masks)
 
 
 BY_SEQUENCE = {

@@ -113,7 +113,7 @@ def whole(state: dict[str, Tensor]) -> dict[str, Whole]:
 
 
 def as_bytes(tensor: Tensor) -> Whole:
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return tensor.dtype, tuple(tensor.shape), data
 
 

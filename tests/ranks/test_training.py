@@ -101,7 +101,7 @@ class IsTheNetwork(L.LightningModule):
         self.norm = nn.LayerNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, depth = self.embed(x) + self.position, torch.zeros(len(x), dtype=torch.long)
+        hidden, depth = self.embed(x) + self.position, torch.zeros(len(x), dtype=torch.long, device=x.device)
         for block in self.blocks:
             hidden, depth = block(hidden, depth)
         return self.head(self.norm(hidden)) + 0.1 * depth[:, None, None]
@@ -191,7 +191,7 @@ def padded(batch: dict[str, Tensor]) -> Tensor:
     """Texts of 1 to 16 tokens, the rest padding; every eighth is empty."""
     x, y = batch["x"], batch["y"]
     lengths = (1 + x[:, :1] % LENGTH) * (x[:, 1:2] % 8 > 0)
-    return y.where(torch.arange(LENGTH) < lengths, -100)
+    return y.where(torch.arange(LENGTH, device=y.device) < lengths, -100)
 
 
 class Padded(Model):

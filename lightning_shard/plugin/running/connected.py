@@ -128,6 +128,7 @@ class ConnectedStrategy(ModelParallelStrategy):
             return tensor
         if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
+        tensor = tensor.to(self.root_device)  # nccl takes none of the host's
         return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

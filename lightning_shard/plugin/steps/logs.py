@@ -130,7 +130,7 @@ class HeldLogs:
             return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
-        values = _together(record.values)
+        values = _together(record.values, self._module.device)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())
         mean = values.mean()
@@ -155,9 +155,9 @@ _OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch
 _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
 
 
-def _together(values: list[Any]) -> Tensor:
+def _together(values: list[Any], elsewhere: torch.device) -> Tensor:
     """Numbers in 64 bits, on the device of those that are on one; it isn't waited for."""
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    device = next((value.device for value in values if isinstance(value, Tensor)), elsewhere)
     return torch.stack(
         [
             value.to(device=device, dtype=torch.float64).reshape(())
