@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -217,29 +217,6 @@ def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is
 
 
 @contextmanager
-def differentiating_by_inputs(root: nn.Module, reduces: Callable[[], bool]) -> Iterator[None]:
-    """Inside, ``torch.autograd.grad`` leaves parameters gathered, since a graph that it creates uses them once more.
-
-    Args:
-        reduces: Whether the next backward after it is to reduce gradients.
-    """
-    plain = torch.autograd.grad
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        expect_backward(root, reduces=False, reshards=False)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            expect_backward(root, reduces=reduces())
-
-    torch.autograd.grad = grad
-    try:
-        yield
-    finally:
-        torch.autograd.grad = plain
-
-
-@contextmanager
 def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
     """Begin to gather what a step inside calls first, or all of it; a call of each unit waits for its own.
 
@@ -291,7 +268,7 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
     if (held := whole_of(root)) is not None:
         held.hand_over_gradients()
     for group in groups_under(root):
-        if any(_has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
+        if has_unreduced_gradients(group):
             group.reduce_grads, group.reshard_after_backward = True, reshards
             group.post_backward()
             group.finalize_backward()
@@ -327,7 +304,10 @@ def gather_along(unit: FSDPModule) -> None:
         unit.reshard()
 
 
-def _has_unreduced_gradient(parameter: Any) -> bool:
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    return hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None
+def has_unreduced_gradients(group: Any) -> bool:
+    """Whether backwards have left any to a group of FSDP2's parameters."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None)
+        for parameter in group.fsdp_params
+    )

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from lightning_shard.parallel.by_inputs import ByInputs
 from lightning_shard.parallel.data import (
     average_gradients,
-    differentiating_by_inputs,
     end_backward,
     forget_gradients,
     no_gradient_sync,
@@ -39,6 +39,7 @@ class Gradients:
         self._is_pipelined = is_pipelined
         self._scalars = scalar_parameters(module)
         self._is_held = False
+        self._by_inputs = ByInputs(module, lambda: not self._is_held or self._reduces_each)
         self.is_accumulating = False
         """Whether the step that began last is followed by another one before the optimizer's."""
 
@@ -55,6 +56,7 @@ class Gradients:
             forget_gradients(self._module)
 
     def end_backward(self) -> None:
+        self._by_inputs.end()
         end_backward(self._module, reduces=not self._is_held)
         if not self._is_held:
             average_gradients((p for p in self._scalars if p.requires_grad), self._group)
@@ -77,4 +79,4 @@ class Gradients:
 
     def of_inputs(self) -> AbstractContextManager[None]:
         """Around a step that may differentiate by its inputs."""
-        return differentiating_by_inputs(self._module, lambda: not self._is_held or self._reduces_each)
+        return self._by_inputs.watched()
