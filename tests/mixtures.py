@@ -297,4 +297,4 @@ def assert_alike(sizes: dict[str, int], kinds: list[str], folder: Path | None = 
         assert seen.metrics == pytest.approx(plain.metrics, rel=1e-5), kind
         if folder is not None:
             stored = checkpoint.read(folder / kind)
-            assert all(torch.equal(stored[name][...], value) for name, value in seen.parameters.items()), kind
+            assert all(torch.equal(stored[name][...], value.cpu()) for name, value in seen.parameters.items()), kind

@@ -320,6 +320,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 self.groups,
             )
             module.__dict__[_ASSEMBLY] = known
+            module._device = self.root_device  # Lightning's own: where it computes, though shards may lie on the host
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         else:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count, 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard.parallel.data import reshard
 from lightning_shard.sharding import local_tensor
 
 _COLUMN = "Params per Device"
@@ -64,7 +65,9 @@ def summarize_beside(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def _summarized(depth: int, _trainer: pl.Trainer, module: pl.LightningModule) -> WholeSummary:
-    return _beside(WholeSummary.of(module, depth), module)
+    found = WholeSummary.of(module, depth)
+    reshard(module)  # which ran on its example
+    return _beside(found, module)
 
 
 def _summaries(callbacks: Iterable[pl.Callback]) -> list[ModelSummary]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.testing import RanksFailed, run_ranks
+from lightning_shard.testing import RanksFailed, processes, run_ranks
 from tests import on_gpu
 from tests.parity import LAYOUTS, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
 
@@ -65,10 +65,10 @@ class Returns(Model):
 
 
 class Strict(L.Callback):
-    """From the third batch on, CUDA raises where the host would wait for the device."""
+    """From the fourth batch on, CUDA raises where the host would wait for the device; first steps are looked at."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx > 1:
+        if batch_idx > 2:
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -79,7 +79,7 @@ class Strict(L.Callback):
 def steady_steps(name: str) -> None:
     assert on_gpu.has_room_for(2)
     strategy = HybridShardStrategy(**WIDE[name], microbatches=2)
-    settings = {**ON_GPU, "devices": 2, "max_steps": 5, "gradient_clip_val": 0.5}
+    settings = {**ON_GPU, "devices": 2, "max_steps": 6, "gradient_clip_val": 0.5}
     L.Trainer(strategy=strategy, callbacks=[Strict()], **settings).fit(Returns("llama"), loader(16))
     assert dist.get_backend() == "nccl"
 
@@ -119,11 +119,16 @@ def fail(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])
-def test_a_rank_that_fails_ends_those_that_wait_for_it_in_nccl(name: str) -> None:
+def test_a_rank_that_fails_ends_those_that_wait_for_it_in_nccl(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "FAILURE_GRACE_S", 30.0)
     with pytest.raises(RanksFailed) as caught:
         run_ranks(fail, 2, name, **{**SETTINGS, "timeout_s": 60})
     accounts = caught.value.accounts
-    assert all("no more" in accounts[rank] for rank in (0, 1)), accounts
+    assert "no more" in accounts[1]
+    assert "exit code 1" in accounts[0] or "no more" in accounts[0], accounts
+    assert "because of the first failure, on rank 1: ValueError: no more" in capfd.readouterr().err + accounts[0]
 
 
 def over_gloo() -> None:

@@ -69,11 +69,12 @@ class Own(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        angles = torch.arange(tokens.size(1))[:, None] / 100.0 ** torch.arange(WIDTH // HEADS // 2)
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        angles = places[:, None] / 100.0 ** torch.arange(WIDTH // HEADS // 2, device=tokens.device)
         later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         for block in self.blocks:
             block.scale = 1 + x.square().mean()  # which isn't given to it
-            bias = self.bias.masked_fill(later, -torch.inf)
+            bias = self.bias.masked_fill(later.to(x.device), -torch.inf)
             x = block(x, (angles.cos(), angles.sin()), bias=bias, shift=x.mean((0, 1)))
         return x @ self.embedding.weight.T
 

@@ -33,7 +33,7 @@ class Counts(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         hidden = self.embed(batch["x"]) * self.scale
-        hidden = hidden + torch.rand(WIDTH, generator=self.noise) * 0
+        hidden = hidden + torch.rand(WIDTH, generator=self.noise).to(hidden.device) * 0
         for block in self.blocks:
             hidden = block(hidden)
         self.last = batch_idx + 2
