@@ -39,6 +39,7 @@ from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie
 from lightning_shard.plugin.cutting import OwnPart, cut_to_rank
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.laid_out import LaidOutParameters
 from lightning_shard.plugin.looking import looking_at, to_run_again
 from lightning_shard.plugin.placing import blocks_of, place_blocks
 from lightning_shard.plugin.settings import Settings
@@ -63,6 +64,7 @@ class Assembly:
         ties: The parameters that this rank and another one of its pipeline hold.
         is_tied_over_stages: Whether any ranks hold such a parameter.
         places: Each parameter's place in the whole module.
+        parameters: What the module had then; ``None`` where it shards itself.
         lockstep: Of evaluation steps over data ranks; set when it is first needed.
     """
 
@@ -75,7 +77,17 @@ class Assembly:
     ties: tuple[Tie, ...]
     is_tied_over_stages: bool
     places: Mapping[str, int]
+    parameters: LaidOutParameters | None
     lockstep: Lockstep | None = None
+
+    def check_parameters(self, module: nn.Module, groups: Groups) -> None:
+        """A collective call over the pipeline.
+
+        Raises:
+            ConfigurationError: On all ranks, where parts came to the module since, or left its stages.
+        """
+        if self.parameters is not None:
+            self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
         """Take up the module for another Trainer, whose order the stages run in from now on.
@@ -205,6 +217,7 @@ def assemble(
         part.ties,
         part.is_tied_over_ranks,
         places,
+        LaidOutParameters(module),
     )
 
 
@@ -254,7 +267,7 @@ def _as_it_shards_itself(
         )
     materialize(module, (), device, seed)
     module.to(device)
-    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places, None)
 
 
 def _deal(

@@ -321,6 +321,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
+            known.check_parameters(module, self.groups)
         self._assembly = known
         self.model = module
         self._connect_checkpoint_io(trainer)
@@ -417,6 +418,8 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
+        assert self._assembly is not None
+        self._assembly.check_parameters(self.lightning_module, self.groups)
         resume_data(self.lightning_module.trainer)
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
