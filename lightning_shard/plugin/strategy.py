@@ -32,6 +32,7 @@ from lightning_shard.plugin import loops, optimizers
 from lightning_shard.plugin.assemble import Assembly, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
+from lightning_shard.plugin.data.streams import talks_to_other_ranks
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.held import HeldMemory, held_memory
@@ -531,7 +532,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size == 1:
             return
         ahead = None
-        if not any(self.groups.gather_over_stages(runs_in_order(trainer, module, method))):
+        in_order = runs_in_order(trainer, module, method) or any(map(talks_to_other_ranks, loops.dataloaders(loop)))
+        if not any(self.groups.gather_over_stages(in_order)):
             ahead = BatchesAhead.put_in(loop, method, self._prepare)
         self._ahead = ahead
 
