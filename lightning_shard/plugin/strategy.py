@@ -276,9 +276,9 @@ class HybridShardStrategy(CheckpointedStrategy):
         super()._report(exception)
 
     def teardown(self) -> None:
-        if self._walks is not None:
-            self._walks.release()
         super().teardown()
+        if self._walks is not None:
+            self._walks.warn()
 
     # The model
 
