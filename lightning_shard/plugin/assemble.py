@@ -86,7 +86,7 @@ class Assembly:
         Raises:
             ConfigurationError: On all ranks, where parts came to the module since, or left its stages.
         """
-        if self.parameters is not None:
+        if self.parameters is not None and self.layout.world_size > 1:
             self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:

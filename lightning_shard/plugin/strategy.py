@@ -419,8 +419,6 @@ class HybridShardStrategy(CheckpointedStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        assert self._assembly is not None
-        self._assembly.check_parameters(self.lightning_module, self.groups)
         resume_data(self.lightning_module.trainer)
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
@@ -436,9 +434,12 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        assert self._assembly is not None
+        if batch_idx == 0:  # after the hooks of the epoch's start
+            self._assembly.check_parameters(self.lightning_module, self.groups)
         if not isinstance(self._steps, PipelinedSteps):
             return
-        assert self.lightning_module is not None
         loops.skip_backward(self.lightning_module.trainer)
         if (
             finetuning_callbacks(self.lightning_module.trainer) and batch_idx == 0
