@@ -164,6 +164,7 @@ class Measured(Model):
         self.log("correct", correct.sum(), reduce_fx="sum", sync_dist=True)
         ends = batch["y"][:, -1] % 3 == 0  # means over other numbers of samples
         self.log("rare", logits[ends].mean(), batch_size=int(ends.sum()), sync_dist=True)
+        self.log("norm", self.model.blocks[3].mlp.down.weight.norm(), sync_dist=True)  # split over tensor ranks
         return {"correct": correct}
 
     def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
