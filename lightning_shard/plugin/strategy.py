@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -29,6 +29,7 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops, optimizers
+from lightning_shard.plugin.all_parameters import all_parameters
 from lightning_shard.plugin.assemble import Assembly, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
@@ -380,7 +381,12 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
         take_over_unfreezing(several)
-        with optimizers_of_nothing() if several else nullcontext():
+        assert self._assembly is not None
+        with ExitStack() as inside:
+            if several:
+                inside.enter_context(optimizers_of_nothing())
+                gather = self.groups.gather_over_stages
+                inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
         self._trains = self._what_trains()
         if several and not any(map(any, self._trains)):
@@ -388,7 +394,6 @@ class HybridShardStrategy(CheckpointedStrategy):
                 "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
                 " pipeline_parallel_size=1."
             )
-        assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
         optimizers.prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
