@@ -147,6 +147,16 @@ def new_head_between_fits(run: Run) -> Any:
     return run.fit(module)
 
 
+@habit("a new head in on_train_epoch_start", refused={"pp2": LATE, "dp2": LATE}, long=True)
+def new_head_in_a_fit(run: Run) -> Any:
+    class Grows(Module):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net.head = torch.nn.Linear(WIDTH, 2)
+
+    return run.fit(Grows(), max_epochs=2)
+
+
 @habit("load_state_dict of a whole module, layers unfrozen and frozen, between fits")
 def changed_between_fits(run: Run) -> Any:
     module, first = Module(), Module().state_dict()
