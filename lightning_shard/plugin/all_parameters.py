@@ -11,13 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shard.pipeline.taint import Hollow
-
-
-class Elsewhere(nn.Parameter):
-    """In the place of one that another stage holds: its shape and dtype, over a single NaN."""
 
 
 @contextmanager
@@ -33,16 +29,16 @@ def all_parameters(
     own = {name: parameter.requires_grad for name, parameter in module.named_parameters(remove_duplicate=False)}
     trains = {name: trains for of_stage in gather_over_stages(own) for name, trains in of_stage.items()}
     order = {name: place for place, name in enumerate(names)}
-    made: dict[str, Elsewhere] = {}
-    hollow: list[tuple[nn.Module, str, Any]] = []
+    placed: dict[str, Hollow] = {}
+    hollow: list[tuple[nn.Module, str, Hollow]] = []
     for path, part in module.named_modules():
         start = f"{path}." if path else ""
         for key, value in [item for item in vars(part).items() if isinstance(item[1], Hollow)]:
             first = names[f"{start}{key}"]
-            if first not in made:
-                made[first] = _elsewhere(value, trains.get(first, False))
             hollow.append((part, key, vars(part).pop(key)))
-            part._parameters[key] = made[first]
+            one: Any = placed.setdefault(first, value)  # of tied ones
+            _be_parameter(one, True, trains.get(first, False))
+            part._parameters[key] = one
             in_order = sorted(part._parameters.items(), key=lambda item: order.get(f"{start}{item[0]}", -1))
             part._parameters.clear()
             part._parameters.update(in_order)
@@ -51,20 +47,23 @@ def all_parameters(
     finally:
         for part, key, value in hollow:
             part._parameters.pop(key, None)
+            _be_parameter(value, False, False)
             vars(part)[key] = value
 
 
 def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:
     """Leave out of each group what another stage holds, and of the optimizer's state what it has made for that."""
     for group in optimizer.param_groups:
-        kept = [not isinstance(parameter, (Hollow, Elsewhere)) for parameter in group["params"]]
+        kept = [not isinstance(parameter, Hollow) for parameter in group["params"]]
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [value for value, is_kept in zip(group[key], kept, strict=True) if is_kept]
-    for parameter in [key for key in optimizer.state if isinstance(key, Elsewhere)]:
+    for parameter in [key for key in optimizer.state if isinstance(key, Hollow)]:
         del optimizer.state[parameter]
 
 
-def _elsewhere(hollow: Tensor, trains: bool) -> Elsewhere:
-    nan = torch.full((), torch.nan, dtype=torch.float32, device=hollow.device).to(hollow.dtype)
-    return torch.Tensor._make_subclass(Elsewhere, nan.expand(hollow.shape), trains)
+def _be_parameter(hollow: Any, is_one: bool, trains: bool) -> None:
+    """What is computed from it stays unknown, also later: a user may keep it in a list."""
+    hollow._is_param = is_one  # isinstance(…, nn.Parameter) asks for this
+    with torch._C.DisableTorchFunctionSubclass():
+        hollow.requires_grad_(trains)
