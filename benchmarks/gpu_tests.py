@@ -1,6 +1,6 @@
 """Run the tests that need CUDA devices, and note what came of each with the date and the machine.
 
-    python benchmarks/gpu_tests.py                    # writes benchmarks/results/gpu-tests-<date>.json; wants two devices
+    python benchmarks/gpu_tests.py          # writes benchmarks/results/gpu-tests-<date>.json; wants two devices
     python benchmarks/gpu_tests.py tests/ranks/test_parity.py   # and tests of ranks that run on the CPU otherwise
 
 One device is enough with NCCL 2.31 or newer, which lets ranks share it: see tests/on_gpu.py. Else what needs two is
@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.on_gpu import EVERYWHERE, SHARED
+from tests.on_gpu import EVERYWHERE, SHARED  # noqa: E402
 
 
 def main() -> int:

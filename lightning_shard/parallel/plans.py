@@ -59,6 +59,31 @@ def declared_plan(root: nn.Module, kind: Literal["tp", "ep"]) -> dict[str, str]:
     return plan
 
 
+def check_heads(modules: Mapping[str, nn.Module], name: str, parts: int) -> None:
+    """Of a layer that is split by output features and makes whole heads, a part has to be some whole heads.
+
+    Args:
+        modules: By name; transformers' attention modules know their ``head_dim``.
+
+    Raises:
+        PlanError: It isn't.
+    """
+    owner, _, kind = name.rpartition(".")
+    features = getattr(modules[name], "out_features", None)
+    size = getattr(modules[owner], "head_dim", None)
+    if kind not in _OF_HEADS or not isinstance(features, int) or not isinstance(size, int) or size < 1:
+        return
+    if features % size == 0 and features // size % parts:
+        raise PlanError(
+            f"{name} makes {features // size} heads of {size} features, which tensor_parallel_size ({parts}) must"
+            f" divide ({_OF_HEADS[kind]} of the model's configuration): choose another size, or use"
+            " tensor_parallel_size=1."
+        )
+
+
+_OF_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a dotted name, or its end, is of a pattern whose ``*`` stands for any one part."""
     parts, wanted = name.split("."), pattern.split(".")

@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.local import computing_with, local_parameters, split_parameter
-from lightning_shard.parallel.plans import declared_plan, matches, similar, weight_computed_by
+from lightning_shard.parallel.plans import check_heads, declared_plan, matches, similar, weight_computed_by
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -283,6 +283,8 @@ def resolve_plan(
             if chosen == _EXPERTS:
                 experts.append(name)
             else:
+                if declared and chosen == "colwise":
+                    check_heads(modules, name, parts)
                 resolved.update(_styles(modules, name, pattern, chosen, parts))
     for name in experts:
         of_module = {key.rpartition(".")[2]: cuts.pop(key) for key in list(cuts) if key.rpartition(".")[0] == name}

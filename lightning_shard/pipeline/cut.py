@@ -63,6 +63,7 @@ def cut(
     for stage, each in foreign.items():
         stage.elsewhere = each.modules
     _leave_state_to_others(root, stages, set.intersection(*(stage.elsewhere for stage in stages)))
+    _leave_out_of_loads(root, nowhere, stages.foreign_buffers)
     for name in stages[0].places:
         _stand_in(root.get_submodule(name), name, stages)
     for name in parts:
@@ -153,6 +154,26 @@ def _leave_state_to_others(root: nn.Module, stages: Stages, modules: Collection[
                 stages.foreign_buffers.add(f"{path}.{buffer}")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             module.register_state_dict_post_hook(_without_extra_state)
+
+
+def _leave_out_of_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
+    """Have ``load_state_dict`` take a whole module's state: of what no stage of this rank holds nothing is taken."""
+    keys: dict[nn.Module, set[str]] = {}
+    for name in buffers:
+        parent, _, key = name.rpartition(".")
+        keys.setdefault(root.get_submodule(parent), set()).add(key)
+    for module, key in parameters:
+        keys.setdefault(module, set()).add(key)
+    for module, own in keys.items():
+        module.register_load_state_dict_pre_hook(_leaving_out(own))
+
+
+def _leaving_out(keys: Collection[str]) -> Callable[..., None]:
+    def leave_out(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in keys:
+            state.pop(f"{prefix}{key}", None)
+
+    return leave_out
 
 
 def _stand_in(block: nn.Module, name: str, stages: Stages) -> None:

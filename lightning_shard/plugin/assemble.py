@@ -39,6 +39,7 @@ from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie
 from lightning_shard.plugin.cutting import OwnPart, cut_to_rank
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.laid_out import LaidOutParameters
 from lightning_shard.plugin.looking import looking_at, to_run_again
 from lightning_shard.plugin.placing import blocks_of, place_blocks
 from lightning_shard.plugin.settings import Settings
@@ -63,6 +64,8 @@ class Assembly:
         ties: The parameters that this rank and another one of its pipeline hold.
         is_tied_over_stages: Whether any ranks hold such a parameter.
         places: Each parameter's place in the whole module.
+        names: All names of parameters, in the whole module's order, and of each the first one of what it names.
+        parameters: What the module had then; ``None`` where it shards itself.
         lockstep: Of evaluation steps over data ranks; set when it is first needed.
     """
 
@@ -75,7 +78,18 @@ class Assembly:
     ties: tuple[Tie, ...]
     is_tied_over_stages: bool
     places: Mapping[str, int]
+    names: Mapping[str, str]
+    parameters: LaidOutParameters | None
     lockstep: Lockstep | None = None
+
+    def check_parameters(self, module: nn.Module, groups: Groups) -> None:
+        """A collective call over the pipeline.
+
+        Raises:
+            ConfigurationError: On all ranks, where parts came to the module since, or left its stages.
+        """
+        if self.parameters is not None and self.layout.world_size > 1:
+            self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
         """Take up the module for another Trainer, whose order the stages run in from now on.
@@ -136,8 +150,10 @@ def assemble(
     """
     behave_as_tensors()
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
+    first = {name: group[0] for group in names_of_parameters(module) for name in group}
+    names = {name: first[name] for name, _ in module.named_parameters(remove_duplicate=False)}
     if parallelizes_itself(module):
-        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places)
+        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
 
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
@@ -154,10 +170,10 @@ def assemble(
     compared = None
     if blocks and placement:
         own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
-        names = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
-        compared = _to_compare(module, names, settings, styles, device)
+        held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+        compared = _to_compare(module, held_blocks, settings, styles, device)
         # before the cut, which stands in for some calls
-        _wrap_blocks(module, names, recomputed, settings, sequences, device)
+        _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
 
     named = names_of_parameters(module)
     units, part = listed, OwnPart()
@@ -205,6 +221,8 @@ def assemble(
         part.ties,
         part.is_tied_over_ranks,
         places,
+        names,
+        LaidOutParameters(module),
     )
 
 
@@ -238,6 +256,7 @@ def _as_it_shards_itself(
     device: torch.device,
     seed: int,
     places: Mapping[str, int],
+    names: Mapping[str, str],
 ) -> Assembly:
     """A module of Lightning's own kind leaves nothing to do that cuts it, or says how its blocks run."""
     sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS, _CONTEXT) and size > 1}
@@ -254,7 +273,7 @@ def _as_it_shards_itself(
         )
     materialize(module, (), device, seed)
     module.to(device)
-    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places, names, None)
 
 
 def _deal(

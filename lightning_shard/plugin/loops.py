@@ -10,7 +10,8 @@
   before those.
 * ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see.
 * ``predict_loop._on_predict_epoch_end``: hands ``_predictions`` and ``epoch_batch_indices``, by loader, to writers, and
-  returns the former; the loaders are in ``_combined_loader``.
+  returns the former.
+* ``_combined_loader``: the loaders of a loop that evaluates.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
 * ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
 * ``PyTorchProfiler._register``: its hooks on all modules, ``_record_module_names`` whether it is to make them.
@@ -126,6 +127,12 @@ def evaluating(trainer: pl.Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else trainer.validate_loop
 
 
+def dataloaders(loop: Any) -> list[Any]:
+    """Those that an evaluating loop reads."""
+    loaders: list[Any] = loop._combined_loader.flattened
+    return loaders
+
+
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
     """Have ``act`` called whenever a loop has run its last step, before the hooks of its end."""
 
@@ -166,8 +173,7 @@ def drop_repeated_predictions(trainer: pl.Trainer) -> None:
     loop = trainer.predict_loop
 
     def on_epoch_end() -> Any:
-        assert loop._combined_loader is not None
-        for place, dataloader in enumerate(loop._combined_loader.flattened):
+        for place, dataloader in enumerate(dataloaders(loop)):
             for kept in (loop._predictions, loop.epoch_batch_indices):
                 drop_repeated(kept[place], dataloader)
         return type(loop)._on_predict_epoch_end(loop)

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.updates import update_shards
-from lightning_shard.pipeline.taint import Hollow
+from lightning_shard.plugin.all_parameters import leave_out_elsewhere
 from lightning_shard.plugin.coupling import depends_on_others
 from lightning_shard.plugin.groups import Groups
 
@@ -126,8 +126,8 @@ def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     Raises:
         ConfigurationError: An optimizer over parameters that the module hasn't, as of before it was sharded.
     """
+    leave_out_elsewhere(optimizer)
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, Hollow)]
         if any(id(parameter) not in names for parameter in group["params"]):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} holds parameters that aren't the module's, since it was made before"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,9 +30,11 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin import loops, optimizers
+from lightning_shard.plugin.all_parameters import all_parameters
 from lightning_shard.plugin.assemble import Assembly, assemble
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
+from lightning_shard.plugin.data.streams import talks_to_other_ranks
 from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.held import HeldMemory, held_memory
@@ -276,11 +278,11 @@ class HybridShardStrategy(CheckpointedStrategy):
         super()._report(exception)
 
     def teardown(self) -> None:
-        if self._walks is not None:
-            self._walks.release()
         if self.model is not None:
             synchronize(self.model, None)
         super().teardown()
+        if self._walks is not None:
+            self._walks.warn()
 
     # The model
 
@@ -325,6 +327,7 @@ class HybridShardStrategy(CheckpointedStrategy):
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
+            known.check_parameters(module, self.groups)
         self._assembly = known
         has_others = self._layer_sync is not None and self.layout.data_parallel_size > 1
         synchronize(module, self.groups.data if has_others else None)
@@ -384,7 +387,12 @@ class HybridShardStrategy(CheckpointedStrategy):
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
         take_over_unfreezing(several)
-        with optimizers_of_nothing() if several else nullcontext():
+        assert self._assembly is not None
+        with ExitStack() as inside:
+            if several:
+                inside.enter_context(optimizers_of_nothing())
+                gather = self.groups.gather_over_stages
+                inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
         self._trains = self._what_trains()
         if several and not any(map(any, self._trains)):
@@ -392,7 +400,6 @@ class HybridShardStrategy(CheckpointedStrategy):
                 "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
                 " pipeline_parallel_size=1."
             )
-        assert self._assembly is not None
         tied = {name for tie in self._assembly.ties for name in tie.names}
         optimizers.prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
@@ -438,9 +445,12 @@ class HybridShardStrategy(CheckpointedStrategy):
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        assert self._assembly is not None
+        if batch_idx == 0:  # after the hooks of the epoch's start
+            self._assembly.check_parameters(self.lightning_module, self.groups)
         if not isinstance(self._steps, PipelinedSteps):
             return
-        assert self.lightning_module is not None
         loops.skip_backward(self.lightning_module.trainer)
         if (
             finetuning_callbacks(self.lightning_module.trainer) and batch_idx == 0
@@ -534,7 +544,8 @@ class HybridShardStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size == 1:
             return
         ahead = None
-        if not any(self.groups.gather_over_stages(runs_in_order(trainer, module, method))):
+        in_order = runs_in_order(trainer, module, method) or any(map(talks_to_other_ranks, loops.dataloaders(loop)))
+        if not any(self.groups.gather_over_stages(in_order)):
             ahead = BatchesAhead.put_in(loop, method, self._prepare)
         self._ahead = ahead
 

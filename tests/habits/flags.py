@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch.utils.data import DistributedSampler
 
 from lightning_shard import ModelCheckpoint
-from tests.habits.harness import Habits, Module, Run, Samples
+from tests.habits.harness import WIDTH, Habits, Module, Run, Samples
 
 habit = Habits("Flags of the Trainer")
 logging_habit = Habits("Logging")
@@ -133,6 +134,39 @@ def fit_again(run: Run) -> Any:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, run.loader(), run.loader(16))
     return tested, trainer.global_step, float(trainer.callback_metrics["val_loss"])
+
+
+LATE = r"ConfigurationError: The parameter 'net.head.weight' \(and 1 more\) came to the module, or was replaced, after"
+
+
+@habit("a new head between two fits of one module", refused={"pp2": LATE, "dp2": LATE})
+def new_head_between_fits(run: Run) -> Any:
+    module = Module()
+    run.fit(module, max_steps=1, limit_val_batches=0)
+    module.net.head = torch.nn.Linear(WIDTH, 2)
+    return run.fit(module)
+
+
+@habit("a new head in on_train_epoch_start", refused={"pp2": LATE, "dp2": LATE}, long=True)
+def new_head_in_a_fit(run: Run) -> Any:
+    class Grows(Module):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net.head = torch.nn.Linear(WIDTH, 2)
+
+    return run.fit(Grows(), max_epochs=2)
+
+
+@habit("load_state_dict of a whole module, layers unfrozen and frozen, between fits")
+def changed_between_fits(run: Run) -> Any:
+    module, first = Module(), Module().state_dict()
+    module.net.embed.requires_grad_(False)
+    frozen = run.fit(module)
+    module.load_state_dict(first)
+    module.net.embed.requires_grad_(True)
+    unfrozen = run.fit(module, callbacks=[LambdaCallback(on_train_start=lambda *_: module.load_state_dict(first))])
+    module.net.blocks[0].requires_grad_(False)
+    return frozen, unfrozen, run.fit(module)
 
 
 @habit("ckpt_path in the middle of an epoch")

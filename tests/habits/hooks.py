@@ -101,6 +101,32 @@ def steps_itself(run: Run) -> Any:
     return run.fit(WarmsUp())
 
 
+class ByPlace(Module):
+    """Rates that fall from layer to layer, as all parameters are counted."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [parameter], "lr": 0.02 * 0.8**place} for place, parameter in enumerate(self.net.parameters())
+        ]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+
+class ByModule(Module):
+    """A group for each module that has parameters; Adagrad makes its state at once, and of names there are lists."""
+
+    def configure_optimizers(self) -> Any:
+        groups: list[dict[str, Any]] = []
+        for part in self.net.modules():
+            if own := [*part.named_parameters(recurse=False)]:
+                groups.append({"params": own, "lr": 0.01 * (1 + len(groups))})
+        return torch.optim.Adagrad(groups)
+
+
+@habit("groups of parameters by their place in the module")
+def by_place(run: Run) -> Any:
+    return run.fit(ByPlace()), run.fit(ByModule())
+
+
 @habit("configure_optimizers that returns None", long=True)
 def no_optimizer(run: Run) -> Any:
     class Looks(Module):

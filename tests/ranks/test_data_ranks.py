@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.testing import run_ranks
@@ -70,7 +71,7 @@ def test_parameters_without_dimensions_train_and_are_restored_elsewhere(tmp_path
 
 
 class Pairs(Model):
-    """Containers that are never called, and a penalty on gradients by inputs."""
+    """Containers that are never called, and penalties: on gradients by inputs, and on all parameters."""
 
     def __init__(self) -> None:
         super().__init__("gpt")
@@ -88,7 +89,8 @@ class Pairs(Model):
         if not torch.is_grad_enabled():
             return each.mean()
         (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
-        return each.mean() + slope.square().mean()
+        parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters())
+        return each.mean() + slope.square().mean() + 0.01 * sum(p.square().sum() for p in parameters)
 
 
 class Adversaries(L.LightningModule):

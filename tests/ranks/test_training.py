@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -23,6 +25,7 @@ from tests.parity import (
     VOCABULARY,
     Model,
     Seen,
+    Tokens,
     combine,
     largest_difference,
     layout,
@@ -161,6 +164,7 @@ class Measured(Model):
         self.log("correct", correct.sum(), reduce_fx="sum", sync_dist=True)
         ends = batch["y"][:, -1] % 3 == 0  # means over other numbers of samples
         self.log("rare", logits[ends].mean(), batch_size=int(ends.sum()), sync_dist=True)
+        self.log("norm", self.model.blocks[3].mlp.down.weight.norm(), sync_dist=True)  # split over tensor ranks
         return {"correct": correct}
 
     def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
@@ -236,7 +240,18 @@ class Predicting(Model):
         return {"first": batch["x"][:, 0], "logits": self.model(batch["x"])}
 
 
-def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, float, Any]:
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """A data rank's part of the samples."""
+
+    def __init__(self, places: range) -> None:
+        self.places = places
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        samples = Tokens()
+        return (samples[i] for i in self.places)
+
+
+def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, list[float], Any]:
     strategy: Any = (
         HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
         if sizes
@@ -256,17 +271,21 @@ def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, float, Any]:
     module = Predicting("gpt")
     trainer.fit(module, loader(GLOBAL_BATCH // data), loader(GLOBAL_BATCH // data, samples=32))
     tested = trainer.test(module, loader(GLOBAL_BATCH // data, samples=32), verbose=False)
+    stream = Stream(range(strategy.layout.data_rank if sizes else 0, 32, data))
+    streamed = trainer.test(module, DataLoader(stream, batch_size=GLOBAL_BATCH // data), verbose=False)
     predictions = trainer.predict(module, loader(GLOBAL_BATCH // data, samples=32))
     assert predictions is not None
-    return trainer.global_step, tested[0]["val_loss"], predictions[0]
+    return trainer.global_step, [tested[0]["val_loss"], streamed[0]["val_loss"]], predictions[0]
 
 
 @pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
 def test_all_ranks_stop_at_once_and_evaluate_alike(sizes: dict[str, int]) -> None:
-    steps, loss, predictions = stop_test_predict(None)
-    for rank, (own_steps, own_loss, own) in enumerate(run_ranks(stop_test_predict, world(sizes), sizes, elastic=True)):
+    steps, losses, predictions = stop_test_predict(None)
+    for rank, (own_steps, own_losses, own) in enumerate(
+        run_ranks(stop_test_predict, world(sizes), sizes, elastic=True)
+    ):
         assert own_steps == steps == 4
-        assert own_loss == pytest.approx(loss, rel=2e-6)
+        assert own_losses == pytest.approx(losses, rel=2e-6)
         data_rank = rank // sizes["tensor_parallel_size"] % 2
         assert torch.equal(own["first"], predictions["first"][data_rank::2])
         assert torch.allclose(own["logits"], predictions["logits"][data_rank::2], atol=1e-5)

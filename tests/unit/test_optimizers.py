@@ -272,7 +272,9 @@ def test_what_does_not_fit_is_refused_and_leaves_the_optimizer_as_it_was(tmp_pat
     half = torch.optim.AdamW(
         [{"params": [*module[0].parameters(), module[2].weight]}, {"params": list(module[1].parameters())[:1]}]
     )
+    of_sgd = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=0.1, momentum=0.9)
     for path, given, match in (
+        ("c", of_sgd, "has the settings .*betas.*, and lacks dampening, momentum, nesterov, so it isn't a SGD"),
         ("c", plain, "2 parameter groups, and the one here has 1"),
         ("c", swapped, "in the same order"),
         ("c", half, "was in group 1"),

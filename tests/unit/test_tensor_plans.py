@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -32,6 +33,24 @@ def test_a_declared_plan_of_experts_is_taken_as_far_as_it_goes() -> None:
     dealt = [f"net.model.layers.{i}.mlp.experts" for i in range(4)]
     beside = resolve_plan(on_meta("qwen3"), None, 2, without=dealt)
     assert styles.keys() - beside.keys() == set(dealt)
+
+
+def test_a_declared_plan_needs_whole_heads_on_each_rank() -> None:
+    with torch.device("meta"):
+        model = transformers.GemmaForCausalLM(
+            transformers.GemmaConfig(
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=1,
+                head_dim=8,
+            )
+        )
+    told = r"k_proj makes 1 heads of 8 features, which tensor_parallel_size \(2\) must divide \(num_key_value_heads"
+    with pytest.raises(PlanError, match=told):
+        resolve_plan(nn.ModuleDict({"net": model}), None, 2)
 
 
 def test_shared_rotary_keys_of_deepseek() -> None:

@@ -34,6 +34,21 @@ def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself() 
     assert len(held) == 3
 
 
+def test_after_a_run_who_goes_over_a_stages_parameters_is_told_until_the_next_is_set_up() -> None:
+    module = nn.Linear(2, 2)
+    vars(module)["named_parameters"] = module.named_parameters
+    walks = Walks({"": module})
+    walks.warn()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        next(module.parameters())
+        with pytest.raises(UserWarning, match=r"the parameters of the LightningModule\. .*gather_full_parameters"):
+            sum(p.numel() for p in module.parameters())
+        Walks({"": module}).release()
+        assert len([*module.parameters()]) == 2
+
+
 def fail(*_: object) -> NoReturn:
     raise AssertionError
 

@@ -31,6 +31,9 @@ from lightning_shard.errors import StateMismatchError, UnsupportedStateError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What torch's schedulers add to parameter groups."""
+
 
 class Restored:
     """Optimizers that are to be filled from a checkpoint, with the parameters of a state.
@@ -243,6 +246,7 @@ def _groups_of(
     A group that holds these alone, on all stages, keeps its settings; where the place isn't told, on this one.
     """
     saved = rest["param_groups"]
+    _check_kind(index, optimizer, saved)
     flattened = bool(rest.get("flattened"))
     if len(saved) != len(optimizer.param_groups) and not flattened:
         raise StateMismatchError(
@@ -272,6 +276,26 @@ def _groups_of(
             known = theirs or any(asked_as(index, name) in asked_by_any for name in before) or not (own or before)
             found.append(saved[number] if known else {})
     return found
+
+
+def _check_kind(index: int, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the state of an optimizer of another kind, whose learning rate would be taken and whose state would lie.
+
+    The kind isn't stored. Another version of the same one may have settings more, or fewer; another kind has both.
+
+    Raises:
+        StateMismatchError: The saved groups have settings that the optimizer doesn't know, and lack some that it needs.
+    """
+    known = {*optimizer.defaults, *_SCHEDULERS, *NAMES_OF_NOTHING_ELSE}
+    for group, before in zip(optimizer.param_groups, saved):
+        unknown = [key for key in before if key not in known and key not in group]
+        missing = [key for key in optimizer.defaults if key not in before]
+        if unknown and missing:
+            raise StateMismatchError(
+                f"The checkpoint's optimizer {index} has the settings {', '.join(sorted(unknown))}, and lacks"
+                f" {', '.join(sorted(missing))}, so it isn't a {type(optimizer).__name__}: make the kind that was"
+                " saved, or load the weights alone (load_from_checkpoint of a LightningModule) and leave out ckpt_path."
+            )
 
 
 def _stored_in(value: Any) -> set[str]:

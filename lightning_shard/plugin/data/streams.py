@@ -30,6 +30,12 @@ def end_together(dataloader: Any, ranks: Ranks) -> None:
         )
     alone = dataloader._get_iterator
     dataloader._get_iterator = lambda: _EndingTogether(alone(), ranks)
+    dataloader._ends_together = True
+
+
+def talks_to_other_ranks(dataloader: Any) -> bool:
+    """Whether to take a batch is a collective call over all ranks, so that they have to do it at the same time."""
+    return getattr(dataloader, "_ends_together", False)
 
 
 def _length(dataloader: Any) -> int | None:

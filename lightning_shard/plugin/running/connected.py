@@ -15,6 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.plugin import loops
@@ -126,6 +127,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
+        tensor = _whole(tensor)
         if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
         tensor = tensor.to(self.root_device)  # nccl takes none of the host's
@@ -140,7 +142,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
         # LightningModule.all_gather passes the world where its user passes nothing.
         group = self.groups.data if group in (None, dist.group.WORLD) else group
-        return super().all_gather(tensor, group, sync_grads)
+        return super().all_gather(_whole(tensor), group, sync_grads)
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
@@ -177,3 +179,8 @@ class ConnectedStrategy(ModelParallelStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+
+
+def _whole(tensor: Any) -> Any:
+    """What is computed of a split weight or between split layers, such as a norm that is logged, as a plain tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

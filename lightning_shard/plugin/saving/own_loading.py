@@ -22,7 +22,7 @@ from lightning_shard.errors import StateMismatchError
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
-_ANYONES = ("torch.", "torchmetrics.", "lightning.", "lightning_shard.parallel.")
+_ANYONES = ("torch.", "torchmetrics.", "lightning.", "lightning_shard.parallel.", "lightning_shard.pipeline.")
 """Whose loading code copies values by their names, which is done better without it."""
 _METADATA = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
 

@@ -37,9 +37,9 @@ def refuse_sharded(loss: Any) -> None:
     if isinstance(loss, DTensor):
         raise StepError(
             "The loss is computed from a parameter as it is between steps, a DTensor of which each rank has a part, as"
-            " from a list that was made in configure_optimizers, so its gradients would go astray: take parameters"
-            " from the module in the step, as by self.parameters(), and of those that a tensor-parallel plan splits"
-            " p.full_tensor()."
+            " one of a repeated block outside of its call is, or one from a list that was made in configure_optimizers;"
+            " so its gradients would go astray: take parameters from the module in the step, and of those that are"
+            " DTensors there p.full_tensor(), as for a penalty over self.parameters()."
         )
 
 
@@ -73,8 +73,9 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
             raise
         raise StepError(
             f"The step computes with parameters that are sharded ({error}). Each of the"
-            " model's repeated blocks is gathered while it is called: call block(x) and not block.forward(x), and use"
-            " its parameters inside of it only. Or use one process, or another strategy."
+            " model's repeated blocks is gathered while it is called: call block(x) and not block.forward(x), and"
+            " elsewhere take p.full_tensor() of its parameters that are DTensors. Or use one process, or another"
+            " strategy."
         ) from error
     finally:
         restore()

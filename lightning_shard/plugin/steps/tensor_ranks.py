@@ -72,9 +72,10 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
     if losses.amax() - losses.amin() > _LOSS_ROUNDING[in_32_bits] * losses.abs().amax():
         raise PlanError(
             f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
-            " step computes them with features that tensor_parallel_plan splits, as a hook on a layer between a"
-            " colwise and a rowwise one is given them: leave the layers around it out of the plan, or give the first"
-            ' the style "colwise_gather_output" and the second "rowwise_split_input".'
+            " step computes them with features or weights that tensor_parallel_plan splits. A hook on a layer between"
+            " a colwise and a rowwise one is given such features: leave the layers around it out of the plan, or give"
+            ' the first the style "colwise_gather_output" and the second "rowwise_split_input". Of weights that are'
+            " DTensors take p.full_tensor(), as for a penalty over self.parameters()."
         )
 
 

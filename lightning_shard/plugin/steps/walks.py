@@ -3,7 +3,7 @@
 A sum over them, a norm, or a zip with another module's would be of this stage only. So ``parameters()`` raises where it
 would go on past the first; ``named_parameters()``, with which most work is on each by itself, says so once, as do an
 optimizer's groups in the hooks that are given gradients. Steps have a guard of their own (``pipeline/stage.py``), and
-``configure_optimizers`` runs before.
+``configure_optimizers`` runs before. After a run both are told.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _TAKE_PARTS = (
     "torch.nn.utils.clip_grad",  # whole by norms.py
 )
 """Modules and packages whose code goes over parameters and is right with this stage's."""
+_PARAMETERS = nn.Module.parameters.__code__
+"""What goes over the named ones for the code that called it."""
 
 
 class Walks:
@@ -32,8 +34,11 @@ class Walks:
 
     def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
         self._incomplete = incomplete
-        self._of_stage = {name: module.__dict__["named_parameters"] for name, module in incomplete.items()}
+        own = {name: module.__dict__["named_parameters"] for name, module in incomplete.items()}
+        # an earlier Trainer's warns
+        self._of_stage = {name: getattr(function, "of_stage", function) for name, function in own.items()}
         self._has_warned = False
+        self.release()
 
     def guard(self) -> None:
         for name, module in self._incomplete.items():
@@ -44,6 +49,12 @@ class Walks:
         for name, module in self._incomplete.items():
             module.__dict__.pop("parameters", None)
             module.__dict__["named_parameters"] = self._of_stage[name]
+
+    def warn(self) -> None:
+        """After a run, where code may have any use for a stage's parameters, until the next one is set up."""
+        for name, module in self._incomplete.items():
+            module.__dict__.pop("parameters", None)
+            module.__dict__["named_parameters"] = self._warning(name, module)
 
     def _refusing(self, name: str, module: nn.Module) -> Any:
         def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -63,9 +74,12 @@ class Walks:
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
             for place, named in enumerate(self._of_stage[name](*args, **kwargs)):
                 if place == 1:
-                    self._tell(sys._getframe(1), f"the named parameters of {name or 'the LightningModule'}")
+                    frame: Any = sys._getframe(1)
+                    frame = frame.f_back if frame.f_code is _PARAMETERS else frame
+                    self._tell(frame, f"the parameters of {name or 'the LightningModule'}")
                 yield named
 
+        named_parameters.of_stage = self._of_stage[name]  # type: ignore[attr-defined]
         return named_parameters
 
     @contextmanager
@@ -88,7 +102,7 @@ class Walks:
             rank_zero_warn(
                 f"{_code(frame)} goes over {what}. With several pipeline stages these are its stage's: work on each by"
                 " itself is right, what is taken over all isn't (torch.nn.utils.clip_grad_norm_ and Lightning's"
-                " grad_norm see all)."
+                " grad_norm see all, and strategy.gather_full_parameters() gives all)."
             )
 
 
