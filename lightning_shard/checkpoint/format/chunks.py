@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts
+from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts, chunk_texts_in
 
 TILINGS_KEPT = 32
 """Models have few shapes, most of them in each layer."""
@@ -71,6 +71,12 @@ class TensorEntry:
         parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in self.chunks)
         return [(chunk, part) for chunk, part in parts if part is not None]
 
+    def in_files(self, files: Collection[int]) -> Iterable[Chunk]:
+        """The chunks that lie in some files, by number; whether all together make up the tensor isn't looked at."""
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.in_files(files)
+        return (chunk for chunk in self.chunks if chunk.file in files)
+
 
 class Chunks(Sequence[Chunk]):
     """A tensor's chunks as text, each checked when it is needed, and not kept.
@@ -110,6 +116,11 @@ class Chunks(Sequence[Chunk]):
         texts, tiling = self._look()
         return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
 
+    def in_files(self, files: Collection[int]) -> Iterator[Chunk]:
+        """Those that lie in some files."""
+        for text in chunk_texts_in(self._text(), frozenset(files)):
+            yield self._check(text, _box(_place(text)))
+
     def __len__(self) -> int:
         return len(self._look()[0])
 
@@ -131,6 +142,11 @@ Places = tuple[bytes, ...]
 _place: Callable[[ChunkText], bytes] = itemgetter(3)
 
 
+def _box(place: bytes) -> Box:
+    fields = json.loads(b"{" + place + b"}")
+    return Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
+
+
 class Tiling:
     """Boxes that make up a tensor, each element once. One object for all tensors that are cut alike, told by identity.
 
@@ -141,8 +157,7 @@ class Tiling:
     def __init__(self, shape: tuple[int, ...], places: Places) -> None:
         self.boxes: list[Box] = []
         for place in places:
-            fields = json.loads(b"{" + place + b"}")
-            box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
+            box = _box(place)
             if not len(box.offsets) == len(box.sizes) == len(shape) or any(
                 offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, shape)
             ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.format.blocks import digest, digest_of_parts
@@ -14,6 +14,8 @@ from lightning_shard.checkpoint.format.strict_json import loads
 OWN_DIGEST = "manifest_digest"
 HEAD_FIELDS = ("format", "format_version", "writer", "attempt", "world_size", "layout", "digest")
 TENSOR_SECTIONS = ("model", "optimizer", "trainer")
+FEW_FILES = 8
+"""Of so many, chunks are searched for without taking all apart."""
 OWN_WRITER = "lightning_shard "
 """How ``writer`` begins in manifests that this program wrote: with their own digest, a tensor to a line."""
 _END = f',\n"{OWN_DIGEST}":'.encode()
@@ -155,6 +157,20 @@ def tensor_text(raw: Mapping[str, Any]) -> TensorText:
 def chunk_texts(chunks: bytes) -> list[ChunkText]:
     """A tensor's chunks, taken apart."""
     return _CHUNK_TEXT.findall(chunks)
+
+
+def chunk_texts_in(chunks: bytes, files: frozenset[int]) -> list[ChunkText]:
+    """Those of them that lie in some files."""
+    if len(files) > FEW_FILES:
+        numbers = {b"%d" % number for number in files}
+        return [text for text in chunk_texts(chunks) if text[0] in numbers]
+    return _chunk_text_in(files).findall(chunks)
+
+
+@lru_cache(maxsize=4)
+def _chunk_text_in(files: frozenset[int]) -> re.Pattern[bytes]:
+    numbers = b"|".join(b"%d" % number for number in sorted(files))
+    return re.compile(_CHUNK_TEXT.pattern.replace(_NUMBER, numbers, 1))
 
 
 def parse(data: bytes, *, at_once: bool = True) -> Any:
