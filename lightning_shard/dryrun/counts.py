@@ -8,8 +8,10 @@ positions), and *loss*, what follows the last block, which the last stage runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -196,6 +198,12 @@ class Counts:
             yield from ((place, part) for own, part in self.parts if own == place)
             if place < len(self.blocks):
                 yield place, self.blocks[place]
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """In how many of the parts that are cut each parameter is, by its name; a block that runs again is one."""
+        parts = {part.name: part for _, part in self.in_order()}
+        return Counter(parameter.name for part in parts.values() for parameter in part.parameters)
 
     def of_stage(self, blocks: range) -> tuple[PartCount, ...]:
         """What a stage with these blocks runs, in order; what every stage runs is first, the loss last."""
