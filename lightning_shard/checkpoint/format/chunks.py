@@ -125,14 +125,15 @@ class Chunks(Sequence[Chunk]):
         return len(self._look()[0])
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        return list(iter(self))[index]
 
     def __iter__(self) -> Iterator[Chunk]:
+        """Their text is taken apart for this, as for their number: ``list(chunks)`` asks for both, ``iter`` for one."""
         texts, tiling = self._look()
         return map(self._check, texts, tiling.boxes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, Sequence) and list(iter(self)) == list(iter(other))
 
     __hash__ = None  # type: ignore[assignment]
 
