@@ -72,7 +72,10 @@ class TensorEntry:
         return [(chunk, part) for chunk, part in parts if part is not None]
 
     def in_files(self, files: Collection[int]) -> Iterable[Chunk]:
-        """The chunks that lie in some files, by number; whether all together make up the tensor isn't looked at."""
+        """The chunks that lie in some files, by number.
+
+        Whether all together make up the tensor isn't looked at: who takes whole files sees that chunks make these up.
+        """
         if isinstance(self.chunks, Chunks):
             return self.chunks.in_files(files)
         return (chunk for chunk in self.chunks if chunk.file in files)
@@ -88,6 +91,7 @@ class Chunks(Sequence[Chunk]):
         text: Gives them, joined by commas.
         tile: Gives the tiling that the boxes are; raises if they are none.
         check: Gives a chunk of its text and its box; raises if its numbers don't fit.
+        unchecked: Gives their text, where it doesn't matter what else is in it.
     """
 
     def __init__(
@@ -95,10 +99,12 @@ class Chunks(Sequence[Chunk]):
         text: Callable[[], bytes],
         tile: Callable[[Places], Tiling],
         check: Callable[[ChunkText, Box], Chunk],
+        unchecked: Callable[[], bytes],
     ) -> None:
         self._text = text
         self._tile = tile
         self._check = check
+        self._unchecked = unchecked
         self._tiling: Tiling | None = None
 
     def _look(self) -> tuple[list[ChunkText], Tiling]:
@@ -117,8 +123,8 @@ class Chunks(Sequence[Chunk]):
         return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
 
     def in_files(self, files: Collection[int]) -> Iterator[Chunk]:
-        """Those that lie in some files."""
-        for text in chunk_texts_in(self._text(), frozenset(files)):
+        """Those that lie in some files. The others' text, most of a large manifest, isn't looked at."""
+        for text in chunk_texts_in(self._unchecked(), frozenset(files)):
             yield self._check(text, _box(_place(text)))
 
     def __len__(self) -> int:

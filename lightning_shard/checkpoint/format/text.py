@@ -43,11 +43,13 @@ Bring = Callable[[int, int], bytes]
 
 class TensorText(NamedTuple):
     """A tensor as far as it is taken apart without parsing: ``{"dtype":…,"shape":…`` without the closing brace, and
-    what gives its chunks, joined by commas. That raises ValueError where they aren't laid out as the format says.
+    what gives its chunks, joined by commas. That raises ValueError where they aren't laid out as the format says;
+    ``unchecked`` gives them as they are.
     """
 
     head: bytes
     chunks: Callable[[], bytes]
+    unchecked: Callable[[], bytes]
 
 
 class Placed(NamedTuple):
@@ -97,7 +99,10 @@ class Lines(_ByLine):
 
     def __getitem__(self, name: str) -> TensorText | dict[str, Any]:
         found = self.lines[name]
-        return TensorText(found.head, partial(self._chunks, found)) if isinstance(found, Placed) else json.loads(found)
+        if not isinstance(found, Placed):
+            return json.loads(found)
+        assert self._bring is not None
+        return TensorText(found.head, partial(self._chunks, found), partial(self._bring, found.begin, found.end))
 
     def line(self, name: str) -> bytes:
         found = self.lines[name]
@@ -151,7 +156,8 @@ def tensor_text(raw: Mapping[str, Any]) -> TensorText:
             raise ValueError(f"its chunk {text.decode():.200} isn't as the format says")
         chunks.append(text)
     head = dump({"dtype": raw["dtype"], "shape": raw["shape"]}).encode()[:-1]
-    return TensorText(head, partial(b",".join, chunks))
+    joined = partial(b",".join, chunks)
+    return TensorText(head, joined, joined)
 
 
 def chunk_texts(chunks: bytes) -> list[ChunkText]:
