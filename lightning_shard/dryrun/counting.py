@@ -126,7 +126,9 @@ def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_paral
         loss=part(LOSS),
         samples=samples,
         tokens=max(integers, default=samples),
-        batch_bytes=sum(t.numel() * t.element_size() for t in tree.tensors(batch)),
+        batch_bytes=_nbytes(tree.tensors(batch)),
+        buffer_bytes=_nbytes(model.module.buffers()),
+        saved_buffer_bytes=_nbytes(_saved_buffers(model.module)),
         tensor_parallel_size=tensor_parallel_size,
         expert_parallel_size=expert_parallel_size,
         counted=not reason,
@@ -167,6 +169,16 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
         loss=with_parts(counts.loss),
         in_two_parts=True,
     )
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _saved_buffers(module: nn.Module) -> Iterable[Tensor]:
+    parts = module.modules()
+    held = ((part, key, buffer) for part in parts for key, buffer in part._buffers.items() if buffer is not None)
+    return {id(b): b for part, key, b in held if key not in part._non_persistent_buffers_set}.values()
 
 
 @contextmanager

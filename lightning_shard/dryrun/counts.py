@@ -169,6 +169,8 @@ class Counts:
         samples: Of the microbatch.
         tokens: Of the microbatch: elements of its largest tensor of integers; samples, where there is none.
         batch_bytes: Of the microbatch's tensors.
+        buffer_bytes: Of all of the module's buffers, which every rank holds whole.
+        saved_buffer_bytes: What of that is in checkpoints.
         tensor_parallel_size: That it was counted for.
         expert_parallel_size: That it was counted for.
         counted: Whether the step ran on fake tensors. If not, only parameters, and operations estimated from them, are
@@ -185,6 +187,8 @@ class Counts:
     samples: int = 1
     tokens: int = 1
     batch_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_buffer_bytes: int = 0
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     counted: bool = True

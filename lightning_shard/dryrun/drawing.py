@@ -37,6 +37,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "send": ("#6b7280", "#9aa3af"),
     "activations": ("#7a6bb8", "#8f81cf"),
     "parameters": ("#4c8dd6", "#4f8fd8"),
+    "buffers": ("#2f5d8c", "#7fb0e6"),
     "gradients": ("#e8853d", "#e08a4a"),
     "optimizer": ("#5aa469", "#5fb572"),
     "gathered": ("#2a9d8f", "#35b3a4"),

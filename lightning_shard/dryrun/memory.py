@@ -21,7 +21,10 @@ from lightning_shard.pipeline.schedule import Action, Schedule
 
 RESERVED = 0.06
 """Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
-KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working", "batch")
+KINDS = (
+    *("parameters", "buffers", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working"),
+    "batch",
+)
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' backward", "W": "weights' backward"}
 _WHOLE = (torch.float32, torch.float64)
 """Types of parameters that a single rank holds as they are, without FSDP2."""

@@ -48,6 +48,7 @@ class Step:
         self._base = {
             "parameters": 0 if offloads else sum(unit.held for unit in (*rank.units, rank.root)),
             "optimizer": 0 if offloads else rank.state_bytes,
+            "buffers": counts.buffer_bytes,
             "batch": counts.batch_bytes * len({action.microbatch for action in rank.row}),
         }
 
