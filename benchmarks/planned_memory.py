@@ -213,7 +213,8 @@ class Watch(L.Callback):
         for group in _groups(module):
             for tensor in (t for p in group.fsdp_params for t in p.all_gather_outputs):
                 self.ledger.adopt(tensor, "gathered")
-        self.ledger.adopt(batch, "rest")
+        for tensor in (batch, *module.buffers()):
+            self.ledger.adopt(tensor, "rest")
         self._resizes = self.ledger.seeing_resizes()
         self._resizes.__enter__()
         self.ledger.__enter__()

@@ -92,25 +92,37 @@ def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
     """Read files, and compare each block with its digest: why one is damaged, or can't be read; else nothing."""
     try:
         for _, blocks in _with_blocks(checkpoint, files):
-            for _ in blocks:
-                pass
+            _read(blocks)
     except CorruptCheckpointError as error:
         return str(error)
     return ""
 
 
+def _read(blocks: Iterable[Buffer]) -> None:
+    for _ in blocks:
+        pass
+
+
 def _cut_off_or_missing(carried: Checkpoint, files: Iterable[FileEntry]) -> list[FileEntry]:
     """Of files that may have been carried before, those that aren't there; what is there and damaged is removed."""
-    missing = []
-    for file in files:
-        try:
-            if carried.store.size(file.path) == file.bytes and not damage(carried, [file]):
-                continue
-        except (FileNotFoundError, NotADirectoryError):
-            pass
+    files = list(files)
+    whole: set[FileEntry] = set()
+    # all in one look at the manifest's chunks, of which a large run has millions
+    for file, blocks in _with_blocks(carried, [file for file in files if _has_size(carried, file)]):
+        with contextlib.suppress(CorruptCheckpointError):
+            _read(blocks)
+            whole.add(file)
+    missing = [file for file in files if file not in whole]
+    for file in missing:
         carried.store.remove(file.path)
-        missing.append(file)
     return missing
+
+
+def _has_size(checkpoint: Checkpoint, file: FileEntry) -> bool:
+    try:
+        return checkpoint.store.size(file.path) == file.bytes
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def attempt_at(store: Store) -> str:
@@ -137,9 +149,8 @@ def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator
     for section in checkpoint.manifest.sections().values() if chunks else ():
         for name, entry in section.items():
             if section.alias_of(name) is None:
-                for chunk in entry.chunks:
-                    if chunk.file in chunks:
-                        chunks[chunk.file].append((name, chunk))
+                for chunk in entry.in_files(chunks):
+                    chunks[chunk.file].append((name, chunk))
     for index, of_file in chunks.items():
         file = checkpoint.manifest.files[index]
         yield file, _checked(checkpoint, file, sorted(of_file, key=lambda one: (one[1].begin, one[1].end)))

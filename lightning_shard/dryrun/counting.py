@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +33,7 @@ from lightning_shard.dryrun.counts import (
 from lightning_shard.dryrun.experts import DealtEvenly, ListDealtEvenly, WholeEvenly, stacks_named
 from lightning_shard.dryrun.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.two_parts import accumulators
 from lightning_shard.dryrun.watched import Outcome, Watched, Way
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.cast import cast_units, not_cast
@@ -48,11 +50,13 @@ class _LaidOut:
     """A module that is cut, in a process that is one of the ranks.
 
     Attributes:
-        batch: One microbatch.
+        batch: The microbatch that is counted.
         experts: The names of modules that are dealt.
         parameters: By who holds them.
         whole: Experts that aren't dealt.
         stands_in: Whether blocks alike may stand for each other: not where code needs more than they return.
+        has_added: Whether there have been gradients already, to which a run added.
+        accumulators: Of the parameters' gradients; empty where backwards come in one part.
     """
 
     module: pl.LightningModule
@@ -61,6 +65,8 @@ class _LaidOut:
     parameters: Mapping[str, tuple[ParameterCount, ...]]
     whole: Sequence[WholeEvenly]
     stands_in: bool = True
+    has_added: bool = False
+    accumulators: Sequence[tuple[Tensor, Node]] = ()
 
 
 def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int = 1) -> Counts:
@@ -73,9 +79,32 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
     Raises:
         ConfigurationError: The module can't be cut so.
     """
+    (counts,) = count_each(model, tensor_parallel_size, expert_parallel_size, [samples])
+    return counts
+
+
+def count_each(
+    model: Model, tensor_parallel_size: int, expert_parallel_size: int, samples: Sequence[int]
+) -> list[Counts]:
+    """The same for microbatches of several sizes, for which the module is cut once; one that can't be counted is last.
+
+    Raises:
+        ConfigurationError: As :func:`count`.
+    """
+    found: list[Counts] = []
+    batches = [_first(model.batch, number) for number in samples]
+    with _laid_out(model, tensor_parallel_size, expert_parallel_size) as laid, fake_tensors():
+        make_fake(laid.module)
+        for number, laid.batch in zip(samples, batches):
+            found.append(_count(model, laid, tensor_parallel_size, expert_parallel_size, number))
+            if not found[-1].counted:
+                break
+    return found
+
+
+def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_parallel_size: int, samples: int) -> Counts:
     blocks = model.blocks.names if model.blocks else ()
-    with _laid_out(model, tensor_parallel_size, expert_parallel_size, samples) as laid:
-        outcomes, reason = _outcomes(laid, model, WAYS if blocks else WAYS[:1])
+    outcomes, reason = _outcomes(laid, model, WAYS if blocks else WAYS[:1])
     batch, parameters = laid.batch, laid.parameters
     around = [name for name, _ in model.blocks.parts] if model.blocks else []
 
@@ -97,7 +126,9 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
         loss=part(LOSS),
         samples=samples,
         tokens=max(integers, default=samples),
-        batch_bytes=sum(t.numel() * t.element_size() for t in tree.tensors(batch)),
+        batch_bytes=_nbytes(tree.tensors(batch)),
+        buffer_bytes=_nbytes(model.module.buffers()),
+        saved_buffer_bytes=_nbytes(_saved_buffers(model.module)),
         tensor_parallel_size=tensor_parallel_size,
         expert_parallel_size=expert_parallel_size,
         counted=not reason,
@@ -115,10 +146,12 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
     if counts.in_two_parts or not counts.counted:
         return replace(counts, in_two_parts=True)
     tensor, expert = counts.tensor_parallel_size, counts.expert_parallel_size
-    with _laid_out(model, tensor, expert, counts.samples) as laid, fake_tensors():
+    batch = _first(model.batch, counts.samples)
+    with _laid_out(model, tensor, expert) as laid, fake_tensors():
         make_fake(laid.module)
+        laid.batch, laid.accumulators = batch, accumulators(laid.module)
         try:
-            outcome = _tried(laid, model, "plain", in_two_parts=True)
+            outcome = _tried(laid, model, "plain")
         except Exception as error:  # of the user's code, and of torch's in it
             return replace(counts, counted=False, in_two_parts=True, reason=_said(error))
 
@@ -138,16 +171,25 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
     )
 
 
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _saved_buffers(module: nn.Module) -> Iterable[Tensor]:
+    parts = module.modules()
+    held = ((part, key, buffer) for part in parts for key, buffer in part._buffers.items() if buffer is not None)
+    return {id(b): b for part, key, b in held if key not in part._non_persistent_buffers_set}.values()
+
+
 @contextmanager
-def _laid_out(model: Model, tensor: int, expert: int, samples: int) -> Iterator[_LaidOut]:
+def _laid_out(model: Model, tensor: int, expert: int) -> Iterator[_LaidOut]:
     """Inside, this process is a rank with its part of the module."""
-    batch = _first(model.batch, samples)
     with fake_ranks(max(tensor, expert)):
         module = model.copy()
         experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
         plan = model.settings.expert_parallel_plan if expert == 1 else None
         parameters = _lay_out(module, model, tensor, expert, experts)
-        yield _LaidOut(module, batch, experts, parameters, [*map(WholeEvenly, stacks_named(module, plan))])
+        yield _LaidOut(module, None, experts, parameters, [*map(WholeEvenly, stacks_named(module, plan))])
 
 
 def _first(batch: Any, samples: int) -> Any:
@@ -257,13 +299,12 @@ def _estimated(model: Model, name: str) -> tuple[Work, Work]:
 def _outcomes(laid: _LaidOut, model: Model, ways: Sequence[Way]) -> tuple[dict[Way, Outcome], str]:
     """A run each, and why there is none."""
     outcomes: dict[Way, Outcome] = {}
-    with fake_tensors():
-        make_fake(laid.module)
-        for way in ways:
-            try:
-                outcomes[way] = _tried(laid, model, way, adds=not outcomes)
-            except Exception as error:  # of the user's code, and of torch's in it
-                return {}, _said(error)
+    for way in ways:
+        try:
+            outcomes[way] = _tried(laid, model, way, adds=not laid.has_added)
+            laid.has_added = True
+        except Exception as error:  # of the user's code, and of torch's in it
+            return {}, _said(error)
     return outcomes, ""
 
 
@@ -275,7 +316,7 @@ def _has_dtensors(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False, in_two_parts: bool = False) -> Outcome:
+def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Outcome:
     """A run that is counted; with all blocks, where it fails without.
 
     On DTensors an operation's first call finds out its result's shape by another operation. So one isn't counted.
@@ -285,21 +326,21 @@ def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False, in_two
     """
     try:
         for _ in range((1 + adds) * _has_dtensors(laid.module)):
-            Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, in_two_parts=in_two_parts)
-        return _outcome(laid, model, way, in_two_parts=in_two_parts)
+            Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, laid.accumulators)
+        return _outcome(laid, model, way)
     except Exception:
         if not laid.stands_in:
             raise
     laid.stands_in = False
-    return _tried(laid, model, way, adds=adds, in_two_parts=in_two_parts)
+    return _tried(laid, model, way, adds=adds)
 
 
-def _outcome(laid: _LaidOut, model: Model, way: Way, *, in_two_parts: bool = False) -> Outcome:
+def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
     for parameter in laid.module.parameters():
         parameter.grad = None
 
     def run(watched: Watched) -> Outcome:
-        return watched.run(laid.batch, way, in_two_parts=in_two_parts)
+        return watched.run(laid.batch, way, laid.accumulators)
 
     watched = Watched(laid.module, model, laid.experts, stands_in=laid.stands_in)
     outcome = run(watched)

@@ -8,8 +8,10 @@ positions), and *loss*, what follows the last block, which the last stage runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -167,6 +169,8 @@ class Counts:
         samples: Of the microbatch.
         tokens: Of the microbatch: elements of its largest tensor of integers; samples, where there is none.
         batch_bytes: Of the microbatch's tensors.
+        buffer_bytes: Of all of the module's buffers, which every rank holds whole.
+        saved_buffer_bytes: What of that is in checkpoints.
         tensor_parallel_size: That it was counted for.
         expert_parallel_size: That it was counted for.
         counted: Whether the step ran on fake tensors. If not, only parameters, and operations estimated from them, are
@@ -183,6 +187,8 @@ class Counts:
     samples: int = 1
     tokens: int = 1
     batch_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_buffer_bytes: int = 0
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     counted: bool = True
@@ -196,6 +202,12 @@ class Counts:
             yield from ((place, part) for own, part in self.parts if own == place)
             if place < len(self.blocks):
                 yield place, self.blocks[place]
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """In how many of the parts that are cut each parameter is, by its name; a block that runs again is one."""
+        parts = {part.name: part for _, part in self.in_order()}
+        return Counter(parameter.name for part in parts.values() for parameter in part.parameters)
 
     def of_stage(self, blocks: range) -> tuple[PartCount, ...]:
         """What a stage with these blocks runs, in order; what every stage runs is first, the loss last."""

@@ -21,6 +21,9 @@ PNG_DPI = 160
 MAX_PNG_PIXELS = 30_000
 """Of a side: more, few programs show, and Agg refuses 2¹⁶."""
 
+LEAST_SCALE = 0.75
+"""So small a page's pictures may become to be seen as a whole; where that isn't enough, they are scrolled."""
+
 COLORS: Mapping[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#16181d"),
     "ink": ("#1f2328", "#e6e8eb"),
@@ -34,6 +37,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "send": ("#6b7280", "#9aa3af"),
     "activations": ("#7a6bb8", "#8f81cf"),
     "parameters": ("#4c8dd6", "#4f8fd8"),
+    "buffers": ("#2f5d8c", "#7fb0e6"),
     "gradients": ("#e8853d", "#e08a4a"),
     "optimizer": ("#5aa469", "#5fb572"),
     "gathered": ("#2a9d8f", "#35b3a4"),
@@ -143,9 +147,12 @@ def style() -> str:
 def to_svg(picture: Picture, *, alone: bool = True) -> str:
     """An SVG document; where not ``alone``, for a page that has :func:`style` already."""
     width, height = _number(picture.width), _number(picture.height)
+    # in a page it gives way to a narrow window, as far as its text can be read
+    least = _number(LEAST_SCALE * picture.width)
+    fits = "" if alone else f' style="height:auto;width:100%;min-width:{least}px;max-width:{width}px"'
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        f' role="img" aria-label="{escape(picture.title)}">'
+        f' role="img" aria-label="{escape(picture.title)}"{fits}>'
     )
     ground = f"<style>{style()}</style>" + _svg(Rect(0, 0, picture.width, picture.height, "paper")) if alone else ""
     return "\n".join([head + ground, *map(_svg, picture.shapes), "</svg>"])

@@ -1,7 +1,8 @@
 """Ranks and tensors that aren't there: a process group that sends nothing, and a module that has no memory.
 
 Private in torch 2.11 to 2.13 and used here: ``torch.testing._internal.distributed.fake_pg``, the only process group
-of any size that one process can make, and ``FakeTensorMode``, tensors with a device and without data.
+of any size that one process can make, ``FakeTensorMode``, tensors with a device and without data, and
+``DTensor._local_tensor``: ``to_local()`` is an operation, of which each on meta costs as much as ten on fake tensors.
 """
 
 from __future__ import annotations
@@ -100,19 +101,20 @@ def make_fake(module: nn.Module) -> None:
     def empty(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
-            local = empty(tensor.to_local())
+            local = empty(tensor._local_tensor)
             return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             is_parameter = isinstance(tensor, nn.Parameter)
-            copy = empty(tensor.detach())
+            copy = empty(tensor)
             made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
         return made[id(tensor)]
 
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for key, tensor in held.items():
-                if tensor is not None:
-                    held[key] = fake(tensor)  # type: ignore[assignment]
+    with torch.no_grad():
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        held[key] = fake(tensor)  # type: ignore[assignment]

@@ -93,8 +93,8 @@ class Links:
         self._reached = device.achieved.links
 
     def ring(self, group: Group, sent: float, collectives: int = 1) -> float:
-        """Collectives in which each rank sends so many bytes altogether."""
-        if group.size == 1 or not collectives:
+        """Collectives in which each rank sends so many bytes altogether; there is none where there are none to send."""
+        if group.size == 1 or not collectives or not sent:
             return 0.0
         return sent / self._bandwidth(group) + collectives * self._round(group)
 

@@ -7,7 +7,7 @@ allocator's fragments and communicators take: see ``RESERVED``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,7 +21,10 @@ from lightning_shard.pipeline.schedule import Action, Schedule
 
 RESERVED = 0.06
 """Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
-KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working", "batch")
+KINDS = (
+    *("parameters", "buffers", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working"),
+    "batch",
+)
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' backward", "W": "weights' backward"}
 _WHOLE = (torch.float32, torch.float64)
 """Types of parameters that a single rank holds as they are, without FSDP2."""
@@ -234,7 +237,7 @@ class Stage:
         sizes = shards, shards // self._layout.expert_parallel_size, self._is_sharded()
         named = {part.name: part for part in self.parts}
         uses = Counter(name for part in named.values() for name in {p.name for p in part.parameters})
-        elsewhere = Counter(p.name for part in self._all_parts() for p in part.parameters)
+        elsewhere = self.counts.uses
         block_names = {block.name for block in self._own}
         units: dict[str, Unit] = {}
         root = Unit([], *sizes)
@@ -258,9 +261,6 @@ class Stage:
             return True
         parameters = [p for part in self.counts.of_stage(range(len(self.counts.blocks))) for p in part.parameters]
         return any(p.gathered_dtype is not None or p.dtype not in _WHOLE for p in parameters)
-
-    def _all_parts(self) -> Iterable[PartCount]:
-        return {part.name: part for _, part in self.counts.in_order()}.values()
 
     @property
     def keeps_gathered(self) -> bool:

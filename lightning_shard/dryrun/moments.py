@@ -2,7 +2,7 @@
 
 A rank holds, at the moment when it runs one part of one microbatch:
 
-* its shards of parameters and of the optimizer's state, and of gradients from where they are reduced;
+* all buffers, and its shards of parameters and of the optimizer's state, and of gradients from where they are reduced;
 * *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: what isn't in a block for the whole
   step, blocks for the whole step or while they run, and the buffer of one all-gather;
 * gradients that aren't reduced yet, and the buffer of one reduce-scatter;

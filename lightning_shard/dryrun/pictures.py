@@ -86,7 +86,7 @@ def draw_timeline(
     _time_ticks(picture, scale, unit)
     for rank in ranks:
         picture.add(
-            Text(LEFT - 8, top[rank] + ROW / 2, _rank_name(timeline, rank), anchor="end"),
+            Text(LEFT - 8, top[rank] + ROW / 2, row_name(timeline, rank), anchor="end"),
             Rect(LEFT, top[rank], scale(timeline.duration) - LEFT, ROW, "idle"),
         )
     for event in timeline.events:
@@ -104,10 +104,10 @@ def draw_timeline(
         idle = timeline.idle(rank) / timeline.duration if timeline.duration else 0.0
         picture.add(Text(picture.width - RIGHT + 8, top[rank] + ROW / 2, f"{100 * idle:.1f} % idle", "faint"))
     picture.facts = (
-        ("rank", "stage", "action", "microbatch", "starts", "ends"),
+        ("row", "stage", "action", "microbatch", "starts", "ends"),
         [
             (
-                str(e.rank),
+                row_name(timeline, e.rank),
                 str(e.action.stage),
                 KINDS[e.action.kind][1],
                 str(e.action.microbatch),
@@ -223,17 +223,17 @@ def draw_curves(
         end, base = scale(timeline.duration), base_bytes[rank]
         picture.add(
             Rect(LEFT, bottom - MEMORY_ROW, end - LEFT, MEMORY_ROW, "idle"),
-            Text(LEFT - 8, bottom - MEMORY_ROW / 2, _rank_name(timeline, rank), anchor="end"),
+            Text(LEFT - 8, bottom - MEMORY_ROW / 2, row_name(timeline, rank), anchor="end"),
         )
         if base:
-            tip = f"rank {rank}: {gibibytes(base)} all the time"
+            tip = f"{row_name(timeline, rank)}: {gibibytes(base)} all the time"
             picture.add(Rect(LEFT, height(base), end - LEFT, bottom - height(base), "other", tip))
         points: list[tuple[float, float]] = []
         for time, nbytes in curves[rank]:
             points += [(scale(time), points[-1][1])] if points else []
             points.append((scale(time), height(nbytes)))
         points.append((end, points[-1][1]))
-        tip = f"rank {rank}: {gibibytes(peaks[rank] - base)} of {above} at the most"
+        tip = f"{row_name(timeline, rank)}: {gibibytes(peaks[rank] - base)} of {above} at the most"
         picture.add(Line(tuple(points), "activations", 1.2, filled=height(base), tip=tip))
         if limit:
             y = height(limit)
@@ -244,10 +244,15 @@ def draw_curves(
             Text(picture.width - RIGHT + 8, bottom - MEMORY_ROW / 2, peak, "limit" if over else "faint", bold=over)
         )
     rows = [
-        (str(rank), gibibytes(base_bytes[rank]), gibibytes(peaks[rank] - base_bytes[rank]), gibibytes(peaks[rank]))
+        (
+            row_name(timeline, rank),
+            gibibytes(base_bytes[rank]),
+            gibibytes(peaks[rank] - base_bytes[rank]),
+            gibibytes(peaks[rank]),
+        )
         for rank in ranks
     ]
-    picture.facts = (("rank", "held all the time", f"{above} at the most", "peak"), rows)
+    picture.facts = (("row", "held all the time", f"{above} at the most", "peak"), rows)
     return picture
 
 
@@ -257,7 +262,7 @@ def draw_balance(
     *,
     unit: Unit = gibibytes,
     limit: float | None = None,
-    of: str = "stage",
+    names: Sequence[str] = (),
 ) -> Picture:
     """A bar for each stage, of parts: how even the stages are.
 
@@ -265,13 +270,14 @@ def draw_balance(
         kinds: By what a part is called: its amount by stage. Names of :data:`~lightning_shard.dryrun.drawing.COLORS`
             have these colours.
         limit: The most that fits, as a line.
-        of: What the bars are called.
+        names: What the bars are called. Default: ``stage 0`` and so on.
     """
     count = max(map(len, kinds.values()), default=0)
     if not count or any(len(values) != count for values in kinds.values()):
         raise ConfigurationError(
-            f"kinds ({ {name: len(values) for name, values in kinds.items()} }) must have a number for each {of}."
+            f"kinds ({ {name: len(values) for name, values in kinds.items()} }) must have a number for each stage."
         )
+    names = names or [f"stage {number}" for number in range(count)]
     totals = [sum(values[number] for values in kinds.values()) for number in range(count)]
     near = _near(limit, max(totals))
     most = max([*totals, near or 0.0]) or 1.0
@@ -285,10 +291,10 @@ def draw_balance(
     for number in range(count):
         y = TOP + number * (BAR + ROW_GAP)
         x = float(LEFT)
-        picture.add(Text(LEFT - 8, y + BAR / 2, f"{of} {number}", anchor="end"))
+        picture.add(Text(LEFT - 8, y + BAR / 2, names[number], anchor="end"))
         for kind, values in kinds.items():
             width = room * values[number] / most
-            tip = f"{of} {number}, {kind}: {unit(values[number])}"
+            tip = f"{names[number]}, {kind}: {unit(values[number])}"
             picture.add(Rect(x, y, width, BAR, colors[kind], tip))
             x += width
         share = f" ({totals[number] / mean:.2f}×)" if mean else ""
@@ -297,10 +303,10 @@ def draw_balance(
         x = LEFT + room * near / most
         picture.add(Line(((x, TOP - 4), (x, TOP + count * (BAR + ROW_GAP))), "limit", 1, dashed=True))
     rows = [
-        [str(number), *(unit(values[number]) for values in kinds.values()), unit(totals[number])]
+        [names[number], *(unit(values[number]) for values in kinds.values()), unit(totals[number])]
         for number in range(count)
     ]
-    picture.facts = ((of, *kinds, "in all"), rows)
+    picture.facts = (("row", *kinds, "in all"), rows)
     return picture
 
 
@@ -318,10 +324,10 @@ def _width(timeline: Timeline) -> float:
     return min(max(WIDTH, LEFT + RIGHT + longest * ACTION_PIXELS), MOST_WIDTH)
 
 
-def _rank_name(timeline: Timeline, rank: int) -> str:
+def row_name(timeline: Timeline, rank: int) -> str:
+    """By its stages: a pipeline's ranks are other ones than the world's, whose numbers a plan tells beside them."""
     stages = timeline.schedule.stages_of(rank)
-    named = ", ".join(map(str, stages))
-    return f"stage {named}" if stages == [rank] else f"rank {rank}: stage{'s' * (len(stages) > 1)} {named}"
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _box(event: Event, timeline: Timeline, scale: _TimeAxis, top: float, unit: Unit) -> list[Rect | Text]:

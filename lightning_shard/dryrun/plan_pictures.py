@@ -7,7 +7,16 @@ from pathlib import Path
 from lightning_shard.dryrun.drawing import Picture, save, stacked
 from lightning_shard.dryrun.memory import KINDS, StageMemory, usable
 from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import Curve, Unit, draw_balance, draw_curves, draw_timeline, gibibytes, percent
+from lightning_shard.dryrun.pictures import (
+    Curve,
+    Unit,
+    draw_balance,
+    draw_curves,
+    draw_timeline,
+    gibibytes,
+    percent,
+    row_name,
+)
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.pipeline.placement import seconds_text as seconds
 from lightning_shard.pipeline.schedule import Action
@@ -40,9 +49,9 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
     pictures.append(draw_curves(timeline, curves, base, "what a step adds", limit, unit=unit, title=title))
     at_peak = {kind: [float(stage.peak.bytes.get(kind, 0)) for stage in plan.stages] for kind in KINDS}
     shown = {kind: values for kind, values in at_peak.items() if any(values)}
-    of = "stage" if len(plan.stages) == plan.schedule.stages else "rank"
-    title = f"What fills a device of each {of}, at its peak{left_out}"
-    pictures.append(draw_balance(title, shown, limit=limit, of=of))
+    title = f"What fills a device of each stage, at its peak{left_out}"
+    names = [row_name(timeline, rank) for rank in range(len(plan.stages))]
+    pictures.append(draw_balance(title, shown, limit=limit, names=names))
     return pictures
 
 

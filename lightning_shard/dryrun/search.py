@@ -148,6 +148,9 @@ def _searched(workshop: Workshop, most: int, exhaustively: bool) -> Found:
         if not exhaustively and len(best) >= most and candidate.bound > _seconds(best[most - 1]):
             dropped[SLOWER] += len(candidates) - number
             break
+        if workshop.least_peak(candidate) > space.device_memory:  # counting takes longer than all else
+            dropped[DOESNT_FIT] += 1
+            continue
         if not workshop.can_be_counted(candidate):
             dropped[CANT_BE_COUNTED] += 1
             continue

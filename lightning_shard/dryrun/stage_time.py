@@ -138,8 +138,8 @@ def total(spent: Iterable[Seconds]) -> dict[str, float]:
 
 def _units_in_turn(stage: Stage) -> list[Unit | None]:
     """For each part the unit that is gathered for it: once, where a block runs several times."""
-    units = [stage.units.get(part.name) for part in stage.parts]
-    return [unit if unit not in units[:place] else None for place, unit in enumerate(units)]
+    units = dict(stage.units)
+    return [units.pop(part.name, None) for part in stage.parts]
 
 
 def _of_unit(unit: Unit, *, gradients: bool) -> tuple[float, float]:

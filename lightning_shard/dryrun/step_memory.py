@@ -27,6 +27,8 @@ class Step:
         self._gathered: set[int] = set()
         self._whole: dict[int, int] = {}
         """Bytes of gradients of whole parameters, in the type in which they are added up, by their unit."""
+        self._all_whole = 0
+        """The sum of these."""
         self._has_gradient: set[str] = set()
         self._of_root: dict[str, ParameterCount] = {}
         self._fresh = 0
@@ -34,6 +36,11 @@ class Step:
         self._reduced = 0
         self._buffer = 0
         self._flight: dict[tuple[int, int], Counter[str]] = {}
+        """What is kept of each microbatch, by stage, but for the one that is being run."""
+        self._in_flight: Counter[str] = Counter()
+        """The sum of these."""
+        self._running: Counter[str] = Counter()
+        """What is kept of the one that is being run."""
         self._leaving = 0
         self._asked_for = 0
         offloads = held.cpu_offload
@@ -41,6 +48,7 @@ class Step:
         self._base = {
             "parameters": 0 if offloads else sum(unit.held for unit in (*rank.units, rank.root)),
             "optimizer": 0 if offloads else rank.state_bytes,
+            "buffers": counts.buffer_bytes,
             "batch": counts.batch_bytes * len({action.microbatch for action in rank.row}),
         }
 
@@ -48,14 +56,14 @@ class Step:
         self, action: Action | None, part: str, gathered: int, gradients: int, working: int, crossing: int = 0
     ) -> Moment:
         reduced = 0 if self._held.cpu_offload else self._reduced
-        kept = {kind: sum(kept[kind] for kept in self._flight.values()) for kind in _KEPT}
+        kept = {kind: self._in_flight[kind] + self._running[kind] for kind in _KEPT}
         kept["received"] += self._leaving + self._asked_for + crossing
         return Moment(
             action,
             part,
             {
                 **self._base,
-                "gradients": reduced + self._buffer + sum(self._whole.values()) + self._fresh + gradients,
+                "gradients": reduced + self._buffer + self._all_whole + self._fresh + gradients,
                 "gathered": gathered,
                 **kept,
                 "working": working,
@@ -77,9 +85,7 @@ class Step:
 
     def forward(self, action: Action) -> Iterator[Moment]:
         rank, stage = self._rank, self._rank.stages[action.stage]
-        kept = self._flight[action.stage, action.microbatch] = Counter(
-            received=rank.brought[action.stage] + stage.received
-        )
+        kept = self._running = Counter(received=rank.brought[action.stage] + stage.received)
         flat = 0
         is_first = stage.received > 0
         for part, cost in zip(stage.parts, stage.costs):
@@ -97,6 +103,19 @@ class Step:
             is_first = is_first and not units
             yield self._moment(action, part.name, gathered + self._blocks + flat, 0, cost.forward_peak + carried)
             kept[_kind(stage, part)] += cost.kept
+        self._keep(action)
+
+    def _keep(self, action: Action) -> None:
+        """What is kept of a microbatch stays until another action of it."""
+        self._flight[action.stage, action.microbatch] = self._running
+        self._in_flight.update(self._running)
+        self._running = Counter()
+
+    def _take_up(self, action: Action) -> Counter[str]:
+        """What is kept of a microbatch, for an action that changes it."""
+        self._running = self._flight.pop((action.stage, action.microbatch))
+        self._in_flight.subtract(self._running)
+        return self._running
 
     def backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
         """A whole one, or one of its parts.
@@ -124,7 +143,7 @@ class Step:
 
     def _whole_backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
         rank, stage = self._rank, self._rank.stages[action.stage]
-        kept = self._flight[action.stage, action.microbatch]
+        kept = self._take_up(action)
         order = list(zip(stage.parts, stage.costs))[::-1]
         to_gather = [unit for part, _ in order for unit in stage.units_of(part)]
         crossing = 0
@@ -162,13 +181,13 @@ class Step:
         if reduces:
             yield from self._reduce_others(action, order[-1][0].name, crossing, ends_batch=ends_batch)
         self._has_sent(action)
-        del self._flight[action.stage, action.microbatch]
+        self._running = Counter()
 
     def _of_inputs(self, action: Action) -> Iterator[Moment]:
         """All but the gradients of products' weights; what these need is kept."""
         rank, stage = self._rank, self._rank.stages[action.stage]
         assert stage.counts.in_two_parts, "what is kept between both parts of a backward wasn't counted"
-        kept = self._flight[action.stage, action.microbatch]
+        kept = self._take_up(action)
         gathered = rank.root.gathered + self._blocks
         crossing = 0
         order = list(zip(stage.parts, stage.costs))[::-1]
@@ -199,11 +218,13 @@ class Step:
         self._convert_root(reduces=False)
         self._has_sent(action)
         kept["received"] = 0
+        self._keep(action)
 
     def _of_weights(self, action: Action) -> Iterator[Moment]:
         """What both parts share is kept until all of the stage's weights have their gradients."""
         rank, stage = self._rank, self._rank.stages[action.stage]
         gathered = rank.root.gathered + self._blocks
+        self._take_up(action)
         made: list[tuple[Unit, list[ParameterCount]]] = []
         fresh = 0
         for part, cost in list(zip(stage.parts, stage.costs))[::-1]:
@@ -221,7 +242,7 @@ class Step:
             else:
                 fresh += own
                 made.append((unit, late))
-        del self._flight[action.stage, action.microbatch]
+        self._running = Counter()
         for unit, late in made:  # one by one, to the type in which gradients are added up
             largest = max(p.numel * unit.gradient(p).itemsize for p in late)
             yield self._moment(action, "", gathered, fresh + largest, 0)
@@ -276,6 +297,7 @@ class Step:
         self._has_gradient |= new.keys()
         nbytes = sum(p.numel * unit.gradient(p).itemsize for p in new.values())
         self._whole[id(unit)] = self._whole.get(id(unit), 0) + nbytes
+        self._all_whole += nbytes
 
     def _add_to_root(self, parameters: Iterable[ParameterCount]) -> None:
         root = self._rank.root
@@ -324,6 +346,7 @@ class Step:
         """
         self._buffer = 0
         whole = self._whole.pop(id(unit), None)
+        self._all_whole -= whole or 0
         self._has_gradient.difference_update(p.name for p, _ in unit.padded)
         gradients = unit.fresh if whole is None else unit.accumulated
         if unit.is_sharded:

@@ -90,7 +90,7 @@ def stored(
         per_rank.append(written)
     most = max(per_rank, key=sum)
     return Stored(
-        total + manifest,
+        total + counts.saved_buffer_bytes + manifest,
         files + 2,
         sum(most),
         manifest,

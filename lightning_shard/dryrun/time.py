@@ -35,6 +35,7 @@ class Timing:
         times: What each spends.
         crossing: Bytes of a microbatch that cross each cut.
         tied: Bytes of a rank's shards of weights that several stages have, with the first and the last of these.
+        microbatches: Where there are others than the order has: to be bounded, and not to be simulated.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Timing:
         times: Sequence[StageTime],
         crossing: Sequence[int],
         tied: Sequence[tuple[int, int, int]],
+        *,
+        microbatches: int | None = None,
     ) -> None:
         self.counts, self.layout, self.schedule, self.held, self.rates = counts, layout, schedule, held, rates
         self._groups = groups
-        self._turns = Turns(schedule.microbatches, held.accumulates)
+        self._turns = Turns(microbatches or schedule.microbatches, held.accumulates)
         self._made = stages
         self.stages = tuple(times)
         self._crossing = crossing

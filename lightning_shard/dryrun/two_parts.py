@@ -80,13 +80,18 @@ def _storages(products: Iterable[Product]) -> Iterator[int]:
                 yield local_tensor(tensor).untyped_storage()._cdata
 
 
-def told_of_gradients(module: nn.Module, tell: Callable[[Tensor], None]) -> Iterator[tuple[Node, RemovableHandle]]:
+def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
+    """Each trained parameter with what adds up its gradient, which lives as long as this does."""
+    return [(p, get_gradient_edge(p).node) for p in module.parameters() if p.requires_grad]
+
+
+def told_of_gradients(
+    nodes: Iterable[tuple[Tensor, Node]], tell: Callable[[Tensor], None]
+) -> Iterator[RemovableHandle]:
     """Have it told when a parameter's gradient is there, by hooks that keep nothing from coming later.
 
     Yields:
-        What must live for as long, and what ends it.
+        What ends it.
     """
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            node = get_gradient_edge(parameter).node
-            yield node, node.register_hook(lambda *_, own=parameter: tell(own))
+    for parameter, node in nodes:
+        yield node.register_hook(lambda *_, own=parameter: tell(own))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import tree
@@ -149,11 +150,11 @@ class Watched:
         self._experts_done: dict[Hashable, int] = {}
         self._parted: InTwoParts | None = None
 
-    def run(self, batch: Any, way: Way, *, in_two_parts: bool = False) -> Outcome:
+    def run(self, batch: Any, way: Way, nodes: Sequence[tuple[Tensor, Node]] = ()) -> Outcome:
         """A forward and a backward of the user's step.
 
         Args:
-            in_two_parts: The backward is.
+            nodes: Of the parameters' gradients, where the backward is in two parts.
         """
         module, ledger = self.module, self.ledger
         module.train()
@@ -172,11 +173,10 @@ class Watched:
                 if is_list(experts):  # gathered with nothing but themselves
                     continue
                 stack.callback(experts.register_forward_pre_hook(self._begin_experts, with_kwargs=True).remove)
-            if in_two_parts:
+            if nodes:
                 names = {id(parameter): name for name, parameter in module.named_parameters()}
                 self._parted = InTwoParts(ledger, names)
-                hooked = [*told_of_gradients(module, self._mark_gradient)]
-                for _, handle in hooked:
+                for handle in told_of_gradients(nodes, self._mark_gradient):
                     stack.callback(handle.remove)
             else:
                 for parameter in module.parameters():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
+from functools import cache, lru_cache
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from lightning_shard import tree
-from lightning_shard.dryrun.counting import count, count_two_parts
+from lightning_shard.dryrun.counting import count_each, count_two_parts
 from lightning_shard.dryrun.counts import Counts
 from lightning_shard.dryrun.found import (
     CANT_BE_COUNTED,
@@ -41,6 +41,13 @@ from lightning_shard.pipeline.placement import Policy, place
 from lightning_shard.pipeline.schedule import Schedule
 from lightning_shard.plugin.placing import as_run
 from lightning_shard.plugin.steps.schedules import against_parts
+
+ORDERS_KEPT = 32
+"""One of 64 stages and a thousand microbatches takes 20 MB."""
+
+
+MAY_BE_LESS = 0.05
+"""How far what is held may be below even growth from one sample to the next, for what is thrown out without a count."""
 
 
 class Unlike(Exception):
@@ -135,7 +142,12 @@ class Workshop:
         key = tensor, expert, samples
         if key not in self._counts:
             can_be_cut = (tensor, expert) not in self._why_not and self._can_be_cut(tensor, expert)
-            self._counts[key] = self._counted(*key) if can_be_cut else None
+            # bounds take one sample and two, for which the module is cut once
+            both = self.scales and samples <= 2 <= self.space.most_samples
+            numbers = [1, 2] if both else [samples]
+            counted = self._counted(tensor, expert, numbers) if can_be_cut else []
+            for number, counts in zip_longest(numbers, counted):
+                self._counts[tensor, expert, number] = counts
         return self._counts[key]
 
     def _in_two_parts(self, tensor: int, expert: int, samples: int) -> Counts | None:
@@ -166,26 +178,28 @@ class Workshop:
             self._scaled[key] = None if one is None or two is None else between(one, two, samples)
         return self._scaled[key]
 
-    def _counted(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        batch = self._model.batch
-        if tree.batch_size(batch) % samples:
-            raise ConfigurationError(
-                f"The batch to count on has {tree.batch_size(batch)} samples, and a microbatch of {samples} is to be"
-                " counted: pass a batch whose size is a multiple of 2, and of the microbatches to try."
-            )
+    def _counted(self, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
+        """Of microbatches of so many samples; fewer, where one can't be counted."""
+        size = tree.batch_size(self._model.batch)
+        for number in samples:
+            if size % number:
+                raise ConfigurationError(
+                    f"The batch to count on has {size} samples, and a microbatch of {number} is to be counted: pass a"
+                    " batch whose size is a multiple of 2, and of the microbatches to try."
+                )
         try:
-            counts = count(self._model, tensor_parallel_size=tensor, expert_parallel_size=expert, samples=samples)
+            found = count_each(self._model, tensor, expert, samples)
         except ConfigurationError:
             if tensor == expert == 1:
                 raise
             self._why_not[tensor, expert] = CANT_BE_CUT
-            return None
-        if counts.counted or tensor == expert == 1:  # of the whole module it is said why
-            return counts
+            return []
+        if found[-1].counted or tensor == expert == 1:  # of the whole module it is said why
+            return found
         # what was cut may fail to run, as heads that don't divide do
         sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
-        self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {counts.reason})"
-        return None
+        self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
+        return found[:-1]
 
     # -- of one choice
 
@@ -214,18 +228,29 @@ class Workshop:
             [self._time(key, stage, layout, counts.samples, held, groups, splits=splits) for key, stage in stages],
             crossings(counts, blocks),
             self._ties[key_of_ties],
+            microbatches=choice.microbatches if choice.schedule is not None else 1,
         )
+
+    def least_peak(self, choice: Choice) -> float:
+        """Bytes that its fullest rank can't go below, by the counts that its bound is made of."""
+        layout, samples = choice.layout, choice.samples
+        counts = self._for_bounds(layout.tensor_parallel_size, layout.expert_parallel_size, samples)
+        assert counts is not None
+        schedule, held = self._order_of(choice), self._held_of(choice)
+        stages = self._stages_of(choice, counts, self._blocks(schedule.stages, held.activation_checkpointing), held)
+        least = _least_of([stage for _, stage in stages], schedule)
+        return least if samples <= 2 else (1 - MAY_BE_LESS) * least
 
     def peak(self, choice: Choice) -> int:
         """Bytes of the fullest rank; or less, where that is too much already."""
         counts, layout, schedule, held = self._parts(choice)
         blocks = self._blocks(schedule.stages, held.activation_checkpointing)
         stages = self._stages_of(choice, counts, blocks, held)
-        flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
-        own = [schedule.stages_of(rank) for rank in range(len(schedule.rows))]
-        least = max(_least([stages[s][1] for s in of_rank], flight) for of_rank, flight in zip(own, flights))
+        least = _least_of([stage for _, stage in stages], schedule)
         if least > self.space.device_memory:
             return least
+        flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
+        own = [schedule.stages_of(rank) for rank in range(len(schedule.rows))]
         # of ranks with one stage each that are alike, the one that keeps most microbatches
         fullest: dict[Any, int] = {}
         for rank, of_rank in enumerate(own):
@@ -259,10 +284,7 @@ class Workshop:
         Raises:
             Unlike: Its microbatch costs something else than was taken for its bound.
         """
-        layout = choice.layout
-        several = choice.schedule is not None
-        microbatches = choice.microbatches if several else 1
-        schedule = _order(choice.schedule or "1F1B", layout.pipeline_parallel_size, microbatches)
+        layout, schedule = choice.layout, self._order_of(choice, fewest=for_bound)
         sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
         bounding = self._for_bounds(*sizes)
         counts = bounding
@@ -272,12 +294,20 @@ class Workshop:
         assert bounding is not None
         if counts is not bounding and not self._is_like(counts, bounding):
             raise Unlike
-        held = replace(
+        return counts, layout, schedule, self._held_of(choice)
+
+    def _order_of(self, choice: Choice, *, fewest: bool = False) -> Schedule:
+        """Its order; or that of the fewest microbatches, which has the same stages, and ends with the same ones."""
+        name, ranks = choice.schedule or "1F1B", choice.layout.pipeline_parallel_size
+        microbatches = SCHEDULES[name].microbatches * ranks if fewest else choice.microbatches
+        return _order(name, ranks, microbatches if choice.schedule is not None else 1)
+
+    def _held_of(self, choice: Choice) -> Held:
+        return replace(
             self.space.held,
             activation_checkpointing=choice.activation_checkpointing,
-            accumulates=1 if several else choice.microbatches,
+            accumulates=1 if choice.schedule is not None else choice.microbatches,
         )
-        return counts, layout, schedule, held
 
     def can_be_counted(self, choice: Choice) -> bool:
         """Whether it is known what a microbatch of its schedule takes."""
@@ -351,6 +381,13 @@ class Workshop:
         return likeness
 
 
+def _least_of(stages: Sequence[Stage], schedule: Schedule) -> int:
+    """Bytes that the fullest rank of an order holds at least."""
+    flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
+    own = ([stages[stage] for stage in schedule.stages_of(rank)] for rank in range(len(schedule.rows)))
+    return max(map(_least, own, flights))
+
+
 def _least(stages: Sequence[Stage], flight: int) -> int:
     """Bytes that a rank holds at least when it has begun its last of so many forwards that are in flight."""
     kept = [sum(cost.kept for cost in stage.costs) for stage in stages]
@@ -365,7 +402,7 @@ def _least(stages: Sequence[Stage], flight: int) -> int:
     return held + root + state + flight * received + (flight - 1) * min(kept)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=ORDERS_KEPT)
 def _order(name: str, ranks: int, microbatches: int) -> Schedule:
     return build(name, ranks, microbatches)
 
@@ -389,7 +426,7 @@ def _shorter(schedule: Schedule, flight: int) -> Schedule:
     return _order(schedule.name, ranks, min(microbatches, 4 * ranks))
 
 
-@lru_cache(maxsize=256)
+@cache
 def _flights(name: str, ranks: int, microbatches: int) -> list[int]:
     """The most forwards of each rank whose backward, or the first part of it, hasn't run."""
     changes = {"F": 1, "B": -1, "I": -1, "W": 0}

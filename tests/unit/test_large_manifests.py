@@ -13,6 +13,7 @@ import torch
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.format import manifest as manifests
 from lightning_shard.checkpoint.format import outline as outlines
+from lightning_shard.checkpoint.format import text as texts
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.format.text import signed
 from lightning_shard.checkpoint.loading import outlined
@@ -70,6 +71,24 @@ def entries(manifest):
         for title, section in manifest.sections().items()
         for name, entry in section.items()
     }
+
+
+@pytest.mark.parametrize("few", [0, 8])
+def test_chunks_of_some_files_are_those_of_all_that_lie_there(tmp_path, monkeypatch, few):
+    """Whether they are searched for, or picked out of all."""
+    monkeypatch.setattr(texts, "FEW_FILES", few)
+    save(tmp_path)
+    manifest = opened(tmp_path).manifest
+    numbers = range(len(manifest.files))
+    assert len(numbers) > 2
+    found = 0
+    for section in manifest.sections().values():
+        for entry in section.values():
+            for files in [{number} for number in numbers] + [{0, 1}, set(numbers), {len(numbers)}]:
+                wanted = [chunk for chunk in entry.chunks if chunk.file in files]
+                assert list(entry.in_files(files)) == wanted
+                found += len(wanted)
+    assert found
 
 
 def test_an_outline_and_what_is_read_beside_it_are_the_manifest(tmp_path, monkeypatch):

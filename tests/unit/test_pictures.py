@@ -100,7 +100,7 @@ def test_memory_says_who_has_too_little() -> None:
     assert "peak 3 GiB<" in svg
     assert svg.count("GiB !<") == 0
     assert "peak 3 GiB !" in to_svg(draw_memory(timeline, [2.0**30] * 2, base_bytes=[2.0**30] * 2, limit_bytes=2**31))
-    assert picture.facts[1][1] == ("1", "2 GiB", "1 GiB", "3 GiB")
+    assert picture.facts[1][1] == ("stage 1", "2 GiB", "1 GiB", "3 GiB")
 
 
 def test_numbers_that_arent_of_the_stages_are_refused() -> None:
@@ -114,8 +114,8 @@ def test_a_balance_says_each_part_and_each_stage() -> None:
     picture = draw_balance("Memory", {"parameters": [2.0**30, 3.0 * 2**30], "caches": [0.0, 2.0**30]}, limit=2.0**33)
     assert "stage 1, parameters: 3 GiB" in tips(to_svg(picture))
     assert picture.facts == (
-        ("stage", "parameters", "caches", "in all"),
-        [["0", "1 GiB", "0 B", "1 GiB"], ["1", "3 GiB", "1 GiB", "4 GiB"]],
+        ("row", "parameters", "caches", "in all"),
+        [["stage 0", "1 GiB", "0 B", "1 GiB"], ["stage 1", "3 GiB", "1 GiB", "4 GiB"]],
     )
 
 

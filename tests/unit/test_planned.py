@@ -108,6 +108,21 @@ class TestConserving:
         assert other.checkpoint.bytes == pytest.approx(one.checkpoint.bytes, rel=0.2)
         assert other.checkpoint.files == 2 * 4 + 2
 
+    def test_buffers_are_held_whole_by_every_rank_and_saved_once(self) -> None:
+        class Buffered(LanguageModel):
+            def __init__(self) -> None:
+                super().__init__(width=32, heads=2, layers=4, context=16)
+                self.model.head.register_buffer("table", torch.zeros(1000, 100))
+                self.register_buffer("cache", torch.zeros(70), persistent=False)
+
+        for sizes in ({}, {"data_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+            plain, made = planned(**sizes), planned(Buffered, **sizes)
+            for before, stage in zip(plain.stages, made.stages, strict=True):
+                assert {m.bytes["buffers"] - before.peak.bytes["buffers"] for m in stage.moments} == {4 * 100_070}
+                assert stage.peak.total == before.peak.total + 4 * 100_070
+            assert made.checkpoint.bytes == plain.checkpoint.bytes + 4 * 100_000
+            assert "390.9 KiB" in str(made)
+
     def test_the_plan_leaves_the_module_as_it_was(self) -> None:
         module = gpt()
         before = {name: (id(p), p.detach().clone()) for name, p in module.named_parameters()}

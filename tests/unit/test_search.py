@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_shard.dryrun import search as searching
 from lightning_shard.dryrun import workshop
-from lightning_shard.dryrun.counting import count, count_two_parts
+from lightning_shard.dryrun.counting import count_each, count_two_parts
 from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
 from lightning_shard.dryrun.devices import Device, device
 from lightning_shard.dryrun.found import (
@@ -37,6 +38,7 @@ from lightning_shard.dryrun.scaled import ALIKE, between, is_like
 from lightning_shard.dryrun.search import search
 from lightning_shard.dryrun.space import Space, layouts
 from lightning_shard.dryrun.time import Timing
+from lightning_shard.dryrun.workshop import Workshop
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.orders import SCHEDULES, build
@@ -110,18 +112,13 @@ def counted() -> dict[Any, Counts]:
 def counting_once(counted: dict[Any, Counts], monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has counted, others needn't."""
 
-    def once(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int) -> Counts:
-        key = model.module.__class__, tensor_parallel_size, expert_parallel_size, samples
-        if key not in counted:
-            counted[key] = count(
-                model,
-                tensor_parallel_size=tensor_parallel_size,
-                expert_parallel_size=expert_parallel_size,
-                samples=samples,
-            )
-        return counted[key]
+    def once(model: Model, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
+        keys = [(model.module.__class__, tensor, expert, number) for number in samples]
+        if any(key not in counted for key in keys):
+            counted.update(zip(keys, count_each(model, tensor, expert, samples)))
+        return [counted[key] for key in keys if key in counted]
 
-    monkeypatch.setattr(workshop, "count", once)
+    monkeypatch.setattr(workshop, "count_each", once)
     monkeypatch.setattr(workshop, "count_two_parts", two_parts)
 
 
@@ -194,7 +191,7 @@ def test_the_search_finds_what_trying_all_finds(model: Model, optimizer: Optimiz
             microbatches = BATCH // data // samples
             if microbatches < stages:
                 continue
-            plain = workshop.count(model, tensor_parallel_size=tensor, samples=samples)
+            (plain,) = workshop.count_each(model, tensor, 1, [samples])
             for schedule, way in product(SCHEDULES if stages > 1 else (None,), (None, "selective", True)):
                 order = order_of(schedule, stages, microbatches)
                 if order is None or (way is not None and order.splits_backwards):
@@ -246,6 +243,32 @@ def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: Opt
     assert none.dropped[DOESNT_FIT] == len(everything.choices)
 
 
+def test_what_surely_doesnt_fit_needs_no_count_and_nothing_else_changes(
+    model: Model, optimizer: OptimizerState, everything: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Workshop(model, optimizer, replace(space(), most_samples=4), rates())
+    ways = list(made.bounded(Counter()))
+    assert {way.samples for way in ways} == {1, 2, 4}
+    assert all(0 < made.least_peak(way) <= made.peak(way) for way in ways)
+    peaks = sorted(choice.peak_bytes for choice in everything.choices)
+    for memory in (peaks[len(peaks) // 3], peaks[len(peaks) // 10]):
+        quick = search(model, optimizer, space(memory), rates(), most=3)
+        with monkeypatch.context() as patched:
+            patched.setattr(Workshop, "least_peak", lambda *_: 0)
+            assert search(model, optimizer, space(memory), rates(), most=3) == quick
+        assert quick.dropped[DOESNT_FIT] > 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_order_for_fewer_microbatches_has_the_same_ranks_and_ends(name: str) -> None:
+    """All that a bound takes of an order."""
+    for ranks, microbatches in ((2, 12), (4, 33), (8, 64)):
+        many, few = build(name, ranks, microbatches), build(name, ranks, SCHEDULES[name].microbatches * ranks)
+        assert (many.rank_of, many.splits_backwards) == (few.rank_of, few.splits_backwards)
+        ends = [[(row[-1].stage, row[-1].kind) for row in order.rows] for order in (many, few)]
+        assert ends[0] == ends[1] or many.splits_backwards  # where it counts nothing
+
+
 def test_the_best_is_a_line_for_the_recipe() -> None:
     several = Choice(Layout(8, 8, 2, 8), "1F1B", 1, 32, True)
     assert several.overrides == (
@@ -261,7 +284,7 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
 
 
 def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
-    one, two, four = (workshop.count(model, samples=n) for n in (1, 2, 4))
+    one, two, four = workshop.count_each(model, 1, 1, [1, 2, 4])
     assert between(one, two, 4).blocks[1].plain.forward == four.blocks[1].plain.forward
     assert is_like(four, between(one, two, 4))
     assert not is_like(four, between(one, two, 5))
@@ -310,13 +333,13 @@ def test_what_cant_be_counted_is_thrown_out_with_its_reason(
     model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    plain = workshop.count
+    plain = workshop.count_each
 
-    def counted(model: Model, **sizes: int) -> Counts:
-        tried.append(sizes)
-        return plain(model, **sizes)
+    def counted(model: Model, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
+        tried.append(tensor)
+        return plain(model, tensor, expert, samples)
 
-    monkeypatch.setattr(workshop, "count", counted)
+    monkeypatch.setattr(workshop, "count_each", counted)
     in_vain = Model.of(CutInVain, model.batch, model.settings, stages=BLOCKS)
     found = search(in_vain, optimizer, space(), rates(), most=10**6)
     reasons = [why for why in found.dropped if why.startswith("its step can't be counted when it is cut so (")]
@@ -325,7 +348,7 @@ def test_what_cant_be_counted_is_thrown_out_with_its_reason(
     whole = {layout for layout in layouts(DEVICES, BLOCKS) if layout.tensor_parallel_size == 1}
     assert {choice.layout for choice in found.choices} <= whole
     assert found.choices
-    assert len([sizes for sizes in tried if sizes["tensor_parallel_size"] == 2]) == 1  # whatever the microbatch
+    assert tried.count(2) == 1  # whatever the microbatch
 
 
 def test_rows_that_differ_by_their_schedules_name_alone_are_one(everything: Found) -> None:

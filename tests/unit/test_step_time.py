@@ -253,6 +253,7 @@ def test_collectives_by_hand() -> None:
     assert links.transfer(Group(2, 2, 1), 50) == pytest.approx(5 + 2)
     assert links.transfer(Group(2, 1, 2), 50) == pytest.approx(0.5 + 1)
     assert links.gather(Group(1), 400) == 0
+    assert links.gather(across, 0) == 0  # as of experts, where there are none
 
 
 # -- properties

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts
+from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts, chunk_texts_in
 
 TILINGS_KEPT = 32
 """Models have few shapes, most of them in each layer."""
@@ -71,6 +71,15 @@ class TensorEntry:
         parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in self.chunks)
         return [(chunk, part) for chunk, part in parts if part is not None]
 
+    def in_files(self, files: Collection[int]) -> Iterable[Chunk]:
+        """The chunks that lie in some files, by number.
+
+        Whether all together make up the tensor isn't looked at: who takes whole files sees that chunks make these up.
+        """
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.in_files(files)
+        return (chunk for chunk in self.chunks if chunk.file in files)
+
 
 class Chunks(Sequence[Chunk]):
     """A tensor's chunks as text, each checked when it is needed, and not kept.
@@ -82,6 +91,7 @@ class Chunks(Sequence[Chunk]):
         text: Gives them, joined by commas.
         tile: Gives the tiling that the boxes are; raises if they are none.
         check: Gives a chunk of its text and its box; raises if its numbers don't fit.
+        unchecked: Gives their text, where it doesn't matter what else is in it.
     """
 
     def __init__(
@@ -89,10 +99,12 @@ class Chunks(Sequence[Chunk]):
         text: Callable[[], bytes],
         tile: Callable[[Places], Tiling],
         check: Callable[[ChunkText, Box], Chunk],
+        unchecked: Callable[[], bytes],
     ) -> None:
         self._text = text
         self._tile = tile
         self._check = check
+        self._unchecked = unchecked
         self._tiling: Tiling | None = None
 
     def _look(self) -> tuple[list[ChunkText], Tiling]:
@@ -110,18 +122,24 @@ class Chunks(Sequence[Chunk]):
         texts, tiling = self._look()
         return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
 
+    def in_files(self, files: Collection[int]) -> Iterator[Chunk]:
+        """Those that lie in some files. The others' text, most of a large manifest, isn't looked at."""
+        for text in chunk_texts_in(self._unchecked(), frozenset(files)):
+            yield self._check(text, _box(_place(text)))
+
     def __len__(self) -> int:
         return len(self._look()[0])
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        return list(iter(self))[index]
 
     def __iter__(self) -> Iterator[Chunk]:
+        """Their text is taken apart for this, as for their number: ``list(chunks)`` asks for both, ``iter`` for one."""
         texts, tiling = self._look()
         return map(self._check, texts, tiling.boxes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, Sequence) and list(iter(self)) == list(iter(other))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -129,6 +147,11 @@ class Chunks(Sequence[Chunk]):
 Places = tuple[bytes, ...]
 """The boxes of a tensor's chunks as text."""
 _place: Callable[[ChunkText], bytes] = itemgetter(3)
+
+
+def _box(place: bytes) -> Box:
+    fields = json.loads(b"{" + place + b"}")
+    return Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
 
 
 class Tiling:
@@ -141,8 +164,7 @@ class Tiling:
     def __init__(self, shape: tuple[int, ...], places: Places) -> None:
         self.boxes: list[Box] = []
         for place in places:
-            fields = json.loads(b"{" + place + b"}")
-            box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
+            box = _box(place)
             if not len(box.offsets) == len(box.sizes) == len(shape) or any(
                 offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, shape)
             ):

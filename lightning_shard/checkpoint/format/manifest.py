@@ -309,6 +309,7 @@ class Manifest:
                 partial(self._chunks, title, text_of.chunks),
                 partial(self._tiling, title, shape),
                 partial(self._chunk, title, width),
+                text_of.unchecked,
             ),
         )
 

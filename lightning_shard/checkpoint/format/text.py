@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.format.blocks import digest, digest_of_parts
@@ -14,6 +14,8 @@ from lightning_shard.checkpoint.format.strict_json import loads
 OWN_DIGEST = "manifest_digest"
 HEAD_FIELDS = ("format", "format_version", "writer", "attempt", "world_size", "layout", "digest")
 TENSOR_SECTIONS = ("model", "optimizer", "trainer")
+FEW_FILES = 8
+"""Of so many, chunks are searched for without taking all apart."""
 OWN_WRITER = "lightning_shard "
 """How ``writer`` begins in manifests that this program wrote: with their own digest, a tensor to a line."""
 _END = f',\n"{OWN_DIGEST}":'.encode()
@@ -41,11 +43,13 @@ Bring = Callable[[int, int], bytes]
 
 class TensorText(NamedTuple):
     """A tensor as far as it is taken apart without parsing: ``{"dtype":…,"shape":…`` without the closing brace, and
-    what gives its chunks, joined by commas. That raises ValueError where they aren't laid out as the format says.
+    what gives its chunks, joined by commas. That raises ValueError where they aren't laid out as the format says;
+    ``unchecked`` gives them as they are.
     """
 
     head: bytes
     chunks: Callable[[], bytes]
+    unchecked: Callable[[], bytes]
 
 
 class Placed(NamedTuple):
@@ -95,7 +99,10 @@ class Lines(_ByLine):
 
     def __getitem__(self, name: str) -> TensorText | dict[str, Any]:
         found = self.lines[name]
-        return TensorText(found.head, partial(self._chunks, found)) if isinstance(found, Placed) else json.loads(found)
+        if not isinstance(found, Placed):
+            return json.loads(found)
+        assert self._bring is not None
+        return TensorText(found.head, partial(self._chunks, found), partial(self._bring, found.begin, found.end))
 
     def line(self, name: str) -> bytes:
         found = self.lines[name]
@@ -149,12 +156,27 @@ def tensor_text(raw: Mapping[str, Any]) -> TensorText:
             raise ValueError(f"its chunk {text.decode():.200} isn't as the format says")
         chunks.append(text)
     head = dump({"dtype": raw["dtype"], "shape": raw["shape"]}).encode()[:-1]
-    return TensorText(head, partial(b",".join, chunks))
+    joined = partial(b",".join, chunks)
+    return TensorText(head, joined, joined)
 
 
 def chunk_texts(chunks: bytes) -> list[ChunkText]:
     """A tensor's chunks, taken apart."""
     return _CHUNK_TEXT.findall(chunks)
+
+
+def chunk_texts_in(chunks: bytes, files: frozenset[int]) -> list[ChunkText]:
+    """Those of them that lie in some files."""
+    if len(files) > FEW_FILES:
+        numbers = {b"%d" % number for number in files}
+        return [text for text in chunk_texts(chunks) if text[0] in numbers]
+    return _chunk_text_in(files).findall(chunks)
+
+
+@lru_cache(maxsize=4)
+def _chunk_text_in(files: frozenset[int]) -> re.Pattern[bytes]:
+    numbers = b"|".join(b"%d" % number for number in sorted(files))
+    return re.compile(_CHUNK_TEXT.pattern.replace(_NUMBER, numbers, 1))
 
 
 def parse(data: bytes, *, at_once: bool = True) -> Any:

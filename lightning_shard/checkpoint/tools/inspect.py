@@ -69,16 +69,14 @@ def inspect(
     """
     checkpoint = read(path, storage_options=storage_options)
     manifest = checkpoint.manifest
-    lines = []
-    for title in ("model", "optimizer"):
-        section = manifest.sections()[title]
-        for name, entry in section.items():
-            lines.append(
-                TensorLine(
-                    title, name, entry.dtype, entry.shape, entry.nbytes, len(entry.chunks), section.alias_of(name)
-                )
-            )
-    own = [line for line in lines if line.alias_of is None]
+    sections = manifest.sections()
+    own = [
+        (title, name, entry)
+        for title in ("model", "optimizer")
+        for name, entry in sections[title].items()
+        if sections[title].alias_of(name) is None
+    ]
+    largest = sorted(own, key=lambda one: (-one[2].nbytes, *one[:2]))[:biggest]  # chunks of the others aren't looked at
     # what users saved may be anything; Lightning's is a dict with these
     tree = checkpoint.state_json()
     state = tree if isinstance(tree, dict) else {}
@@ -98,12 +96,15 @@ def inspect(
         global_step=_integer(state.get("global_step")),
         digests=bool(manifest.block_bytes),
         manifest_digest=manifest.signed,
-        tensors={title: len(section) for title, section in manifest.sections().items() if section},
-        section_bytes={t: sum(line.bytes for line in own if line.section == t) for t in ("model", "optimizer")},
-        parameters=sum(math.prod(line.shape) for line in own if line.section == "model"),
+        tensors={title: len(section) for title, section in sections.items() if section},
+        section_bytes={t: sum(entry.nbytes for title, _, entry in own if title == t) for t in ("model", "optimizer")},
+        parameters=sum(math.prod(entry.shape) for title, _, entry in own if title == "model"),
         rank_bytes=rank_bytes,
         files={file.path: file.bytes for file in manifest.files},
-        biggest=sorted(own, key=lambda line: (-line.bytes, line.section, line.name))[:biggest],
+        biggest=[
+            TensorLine(title, name, entry.dtype, entry.shape, entry.nbytes, len(entry.chunks))
+            for title, name, entry in largest
+        ],
     )
 
 

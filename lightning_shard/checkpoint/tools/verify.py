@@ -124,7 +124,7 @@ def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[
             try:
                 entry = section[name]
                 if section.alias_of(name) is None:
-                    yield label, replace(entry, chunks=tuple(entry.chunks))
+                    yield label, replace(entry, chunks=tuple(iter(entry.chunks)))
             except FormatVersionError:
                 raise
             except CheckpointError as error:
