@@ -57,15 +57,22 @@ class Settings:
                 " several lists and modules in the order in which they run; or None, to have it found."
             )
 
-    def check_beside(self, **sizes: int) -> None:
+    def check_beside(self, *, pipeline: int, tensor: int, **untried: int) -> None:
         """Check them with sizes of axes.
 
         Raises:
             ConfigurationError: They can't go together.
         """
-        for name, size in sizes.items():
-            if self.compile_blocks and size > 1:
+        if not self.compile_blocks:
+            return
+        for name, size in untried.items():
+            if size > 1:
                 raise ConfigurationError(f"compile_blocks with {name}={size} was never tried: leave one out.")
+        if pipeline > 1 and tensor > 1 and torch.__version__ < "2.12":
+            raise ConfigurationError(
+                f"compile_blocks with pipeline_parallel_size={pipeline} and tensor_parallel_size={tensor} fails within"
+                f" torch {torch.__version__}: install torch 2.12 or newer, or leave one out."
+            )
 
     @property
     def of_blocks(self) -> dict[str, Any]:

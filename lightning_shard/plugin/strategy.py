@@ -171,7 +171,10 @@ class HybridShardStrategy(CheckpointedStrategy):
             reshard_after_forward=reshard_after_forward,
         )
         self._settings.check_beside(
-            expert_parallel_size=expert_parallel_size, context_parallel_size=context_parallel_size
+            pipeline=pipeline_parallel_size,
+            tensor=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            context_parallel_size=context_parallel_size,
         )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
         check_counts(self._schedules, pipeline_parallel_size, placement)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, PlacementError, PlanError, StepError
@@ -82,3 +83,12 @@ def test_a_loss_weight_that_is_no_number_is_refused(given: Any, told: str) -> No
     weights = LossWeights(lambda _: given, None, torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(StepError, match=told):
         weights.of([{}])
+
+
+def test_compiled_blocks_on_stages_and_tensor_ranks_need_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {**PP2, "tensor_parallel_size": 2}
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(ConfigurationError, match=r"fails within torch 2\.11.*install torch 2\.12 or newer"):
+        HybridShardStrategy(**sizes, compile_blocks=True)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0"))
+    HybridShardStrategy(**sizes, compile_blocks=True)
