@@ -78,7 +78,8 @@ class Watched(Model):
         if self.what == "loss":
             self.penalty = features.square().mean()
         else:
-            self.largest.add_(features.detach().abs().max())
+            largest = self.largest.data if self.what == "data" else self.largest
+            largest.add_(features.detach().abs().max())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 0.1 * self.penalty
@@ -86,7 +87,12 @@ class Watched(Model):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("what", "says"), [("loss", "The tensor ranks have different losses"), ("buffer", "largest: the tensor ranks have")]
+    ("what", "says"),
+    [
+        ("loss", "The tensor ranks have different losses"),
+        ("buffer", "largest: the tensor ranks have"),
+        ("data", "largest: the tensor ranks have"),
+    ],
 )
 def test_what_is_computed_from_split_features_is_refused(what: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):

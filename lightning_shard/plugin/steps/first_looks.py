@@ -48,7 +48,7 @@ class FirstLooks:
         self._steps = self._compared = 0
         self._kinds: set[str] = set()
         self._updates = 0
-        self._buffers = tensor_ranks.Buffers(module)
+        self._buffers = tensor_ranks.Buffers(module) if layout.tensor_parallel_size > 1 else None
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[None]:
@@ -91,7 +91,7 @@ class FirstLooks:
         """After an optimizer's step: at once, and not only when the first checkpoint is refused."""
         if not self._updates:
             self._check_ties()
-        if self._updates < tensor_ranks.STEPS and self._layout.tensor_parallel_size > 1:
+        if self._updates < tensor_ranks.STEPS and self._buffers is not None:
             tensor_ranks.check_whole_gradients(self._module.named_parameters(), self._mesh[TENSOR_AXIS])
             self._buffers.check(self._mesh[TENSOR_AXIS])
         self._updates += 1

@@ -79,12 +79,16 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
         )
 
 
+_Mark = tuple[tuple[int, int], Tensor]
+"""Which tensor a buffer was, in which version; and what was in it."""
+
+
 class Buffers:
     """Those that steps change, which tensor ranks have to change alike: one rank's are saved."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = self._versions()
+        self._before = self._marks()
 
     def check(self, tensor_axis: DeviceMesh) -> None:
         """A collective call over the tensor axis.
@@ -92,14 +96,13 @@ class Buffers:
         Raises:
             PlanError: On every rank of the axis, where one differs that has changed.
         """
-        before, versions = self._before, self._versions()
+        before, now = self._before, self._marks()
         named = self._module.named_buffers()
-        buffers = {name: buffer for name, buffer in named if not _is_split(buffer, tensor_axis)}
-        changed = {name for name in buffers if before.get(name) != versions[name]}
-        nothing = torch.zeros(2, dtype=torch.float64)
+        buffers = [name for name, buffer in named if name in now and not _is_split(buffer, tensor_axis)]
         if not buffers:
             return
-        rows = [_changed(buffers[name]) if name in changed else nothing for name in buffers]
+        nothing = torch.zeros(2, dtype=torch.float64)
+        rows = [nothing if name in before and _same(before[name], now[name]) else now[name][1] for name in buffers]
         everyone = _everyones(torch.stack(rows), tensor_axis)
         apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
         wrong = [name for name, is_apart in zip(buffers, apart > _ROUNDING * everyone[..., 0].amax(0)) if is_apart]
@@ -111,8 +114,17 @@ class Buffers:
                 ' "colwise_gather_output" and the one behind it "rowwise_split_input".'
             )
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
+    def _marks(self) -> dict[str, _Mark]:
+        """Of those that this stage has. No version says that values were changed through ``.data``."""
+        return {
+            name: ((id(buffer), buffer._version), _changed(buffer))
+            for name, buffer in self._module.named_buffers()
+            if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
+        }
+
+
+def _same(one: _Mark, other: _Mark) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
 @contextmanager
