@@ -6,8 +6,8 @@ of a whole), and while steps run in their place plain parameters over the same m
 split them, DTensors over it. What is gathered and freed by :mod:`lightning_shard.parallel.data` elsewhere is an
 exchange of references then, and as there a parameter has no gradient before the last backward.
 
-Private: ``DTensor._local_tensor`` (torch 2.11 to 2.13), for each parameter in each step; ``to_local()`` is an operation
-of autograd, and takes ten times as long.
+Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2.13), for each parameter in each step;
+``to_local()`` and ``from_local()`` are operations of autograd, and take ten times as long and more.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ class WholeParameters:
         """As the parameter is; split ones may have got it whole, or in summands, on each tensor rank."""
         assert isinstance(like, DTensor)
         if not isinstance(gradient, DTensor):
+            if _form(gradient) == _form(_local(like)):
+                return DTensor(gradient, like._spec, requires_grad=False)
             return DTensor.from_local(gradient, self._mesh, _PLACEMENT, run_check=False)
         if gradient.placements == like.placements:
             return gradient
@@ -165,6 +167,11 @@ class WholeParameters:
 def _local(parameter: Tensor) -> Tensor:
     held: Any = parameter
     return held._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _form(tensor: Tensor) -> object:
+    """None where it isn't a strided one."""
+    return (tensor.shape, tensor.stride(), tensor.dtype) if tensor.layout == torch.strided else None
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
