@@ -121,7 +121,7 @@ class Adversaries(L.LightningModule):
             grad(self.judges(seen).sum(), seen)
             optimizer.step()
             self.untoggle_optimizer(optimizer)
-            self.log("train_loss", loss, sync_dist=True)
+            self.log("train_loss", loss.detach() + self.judges(real).mean(), sync_dist=True)  # by the new weights
 
     def of_maker(self, real: Tensor, noise: Tensor) -> Tensor:
         return -self.judges(self.makes(noise)).mean()
