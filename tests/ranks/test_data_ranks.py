@@ -118,7 +118,7 @@ class Adversaries(L.LightningModule):
             optimizer.zero_grad()
             self.manual_backward(loss)
             seen = real.clone().requires_grad_()
-            grad(self.judges(seen).sum(), seen)
+            torch.autograd.grad(self.judges(seen).sum(), seen)
             optimizer.step()
             self.untoggle_optimizer(optimizer)
             self.log("train_loss", loss.detach() + self.judges(real).mean(), sync_dist=True)  # by the new weights
