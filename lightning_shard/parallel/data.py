@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -62,7 +62,8 @@ def apply_fully_sharded(
         sharding: How.
         whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call.
             If not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is
-            gathered while it is called itself.
+            gathered while it is called itself, and sharded between calls: what is set there, such as
+            ``requires_grad``, is set on what is trained, and no call has the weights of before an optimizer's step.
         experts: Modules within blocks that become units over ``expert_mesh``, the axes of the ranks that hold the same
             experts.
         sharded: Parameters that are sharded already, and gathered by who uses them.
@@ -74,6 +75,8 @@ def apply_fully_sharded(
     if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
         hold_whole(root, mesh)
         return
+    if not whole_steps:
+        sharding = replace(sharding, keeps_gathered=False)
     # of these FSDP2 has no shards, or can't reduce their gradients
     whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     whole.update(sharded)
@@ -120,7 +123,6 @@ def apply_fully_sharded(
                 " modules into one, or untie them."
             )
     for module in called:
-        # sharded between calls, so that what is set there, such as requires_grad, is set on what is trained
         for unit in of_one_dtype([] if isinstance(module, FSDPModule) else [module], None, whole):
             apply(unit, reshard_after_forward=True, mp_policy=_policy([unit]), ignored_params=whole)
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallel.batch_norm import synchronize
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
 
 DATA = layout(data=2)
@@ -71,7 +72,7 @@ def test_parameters_without_dimensions_train_and_are_restored_elsewhere(tmp_path
 
 
 class Pairs(Model):
-    """Containers that are never called, and penalties: on gradients by inputs, and on all parameters."""
+    """Containers that are never called, and penalties: on gradients by inputs, on theirs, and on all parameters."""
 
     def __init__(self) -> None:
         super().__init__("gpt")
@@ -82,19 +83,25 @@ class Pairs(Model):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.embed(batch["x"])
-        hidden = x
-        for mix, feed in self.layers:  # type: ignore[misc]
-            hidden = hidden + feed(F.gelu(mix(hidden)))
-        each = F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten(), reduction="none")
+        each = self.each(x, batch["y"])
         if not torch.is_grad_enabled():
             return each.mean()
-        (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
+        (slope,) = grad(each.sum(), x, create_graph=True)
+        (bend,) = grad(slope.square().sum(), x, create_graph=True)
+        with torch.no_grad():
+            self.each(x, batch["y"])  # frees what the graphs use
         parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in self.parameters())
-        return each.mean() + slope.square().mean() + 0.01 * sum(p.square().sum() for p in parameters)
+        penalty = slope.square().mean() + bend.square().mean()
+        return each.mean() + penalty + 0.01 * sum(p.square().sum() for p in parameters)
+
+    def each(self, x: Tensor, y: Tensor) -> Tensor:
+        for mix, feed in self.layers:  # type: ignore[misc]
+            x = x + feed(F.gelu(mix(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten(), reduction="none")
 
 
 class Adversaries(L.LightningModule):
-    """Two optimizers by hand, of which each freezes the other's network."""
+    """Two optimizers by hand, of which each freezes the other's network; gradients by inputs before each steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +117,11 @@ class Adversaries(L.LightningModule):
             loss = loss_of(real, noise)
             optimizer.zero_grad()
             self.manual_backward(loss)
+            seen = real.clone().requires_grad_()
+            torch.autograd.grad(self.judges(seen).sum(), seen)
             optimizer.step()
             self.untoggle_optimizer(optimizer)
-            self.log("train_loss", loss, sync_dist=True)
+            self.log("train_loss", loss.detach() + self.judges(real).mean(), sync_dist=True)  # by the new weights
 
     def of_maker(self, real: Tensor, noise: Tensor) -> Tensor:
         return -self.judges(self.makes(noise)).mean()
@@ -121,6 +130,7 @@ class Adversaries(L.LightningModule):
         between = (0.5 * real + 0.5 * self.makes(noise).detach()).requires_grad_()
         slope = self.slope(self.judges(between).sum(), between)
         penalty = (slope.norm(dim=1) - 1).square().mean()
+        self.manual_backward(0.1 * self.judges(real).square().mean())  # isn't of what was differentiated
         return self.judges(self.makes(noise).detach()).mean() - self.judges(real).mean() + penalty
 
     def slope(self, of: Tensor, by: Tensor) -> Tensor:
@@ -149,6 +159,23 @@ def test_containers_penalties_and_toggled_optimizers(kind: Any) -> None:
     plain = train_kind(None, kind)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+class Named(Adversaries):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, inputs=list(self.judges.parameters()))
+
+
+class Creating(Adversaries):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, create_graph=True)
+
+
+@pytest.mark.parametrize(("kind", "match"), [(Named, "gradients by parameters"), (Creating, "create_graph=True")])
+@pytest.mark.long
+def test_backwards_that_would_lose_gradients_are_refused(kind: Any, match: str) -> None:
+    with pytest.raises(RanksFailed, match=match):
+        run_ranks(train_kind, 2, DATA, kind, elastic=True)
 
 
 class Normalizing(Model):

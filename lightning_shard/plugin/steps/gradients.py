@@ -39,7 +39,9 @@ class Gradients:
         self._is_pipelined = is_pipelined
         self._scalars = scalar_parameters(module)
         self._is_held = False
-        self._by_inputs = ByInputs(module, lambda: not self._is_held or self._reduces_each)
+        self._by_inputs = ByInputs(
+            module, lambda: not self._is_held or self._reduces_each, frees=not module.automatic_optimization
+        )
         self.is_accumulating = False
         """Whether the step that began last is followed by another one before the optimizer's."""
 
@@ -54,6 +56,7 @@ class Gradients:
         """Before the backward of an automatic step: Lightning has called ``zero_grad`` after backwards in the step."""
         if loops.begins_accumulation(self._module.trainer):
             forget_gradients(self._module)
+        self._by_inputs.begin()
 
     def end_backward(self) -> None:
         self._by_inputs.end()
