@@ -107,7 +107,7 @@ class HybridShardStrategy(CheckpointedStrategy):
         reduce_each_microbatch: Each backward reduces gradients over the data ranks, so that only shards of them are
             kept; else the last one before an optimizer step does, which sends less.
         reshard_after_forward: Blocks are gathered again for the backward. Default: ``True`` with one pipeline stage;
-            with several, where it would be done for each microbatch, ``False``. With manual optimization they always are.
+            with several, where it would be done for each microbatch, ``False``. With manual optimization: always.
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: Of collective operations.
