@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -47,8 +47,11 @@ def is_set_up(root: FSDPModule) -> bool:
     return state._is_root is not None
 
 
-_HELD: WeakKeyDictionary[nn.Module, list[_Held]] = WeakKeyDictionary()
-"""What is gathered in or after a call of a module."""
+class _OfModule(list["_Held"]):
+    """What is gathered in or after a call of a module, whose hook has it: it leads back to the module."""
+
+
+_HELD: WeakKeyDictionary[nn.Module, ref[_OfModule]] = WeakKeyDictionary()
 
 
 class _Held:
@@ -121,18 +124,19 @@ def keep_what_is_set(root: nn.Module) -> None:
     Args:
         root: With its units. A step is a call of it where it is one, else it calls them.
     """
-    held: dict[Any, list[_Held]] = {
-        unit: [_Held(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params]
+    held: dict[Any, _OfModule] = {
+        unit: _OfModule(_Held(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
         for unit in sharded_units(root)
     }
     for unit, own in held.items():
-        _HELD[unit] = own
+        _HELD[unit] = ref(own)
         # before the hooks that gather, and before those that free
         unit.register_forward_pre_hook(look_before_gathering, prepend=True)
         unit.register_forward_hook(partial(_ends, own), prepend=True)
     if isinstance(root, FSDPModule):
-        _HELD[root] = [parameter for own in held.values() for parameter in own]
-        root.register_forward_hook(_all_in_place, prepend=True)
+        everything = _OfModule(parameter for own in held.values() for parameter in own)
+        _HELD[root] = ref(everything)
+        root.register_forward_hook(partial(_all_in_place, everything), prepend=True)
 
 
 def gather_for_views(units: Iterable[FSDPModule]) -> None:
@@ -167,12 +171,13 @@ def look_before_gathering(called: nn.Module, *_: Any) -> None:
         StepError: A parameter was replaced.
     """
     with torch._C.DisableTorchFunction():  # not the user's operations, which stages count
-        for parameter in _HELD.get(called, ()):
+        found = _HELD.get(called)
+        for parameter in (found and found()) or ():
             parameter.begins()
 
 
-def _all_in_place(root: nn.Module, *_: Any) -> None:
-    for parameter in _HELD[root]:
+def _all_in_place(held: Iterable[_Held], *_: Any) -> None:
+    for parameter in held:
         parameter.check_in_place()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -255,3 +257,20 @@ def test_it_is_synchronized_within_a_stage() -> None:
     for one, other in (per_rank[:2], per_rank[2:]):
         assert one
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train_and_forget() -> None:
+    made: list[weakref.ref[Model]] = []
+
+    def make() -> Model:
+        module = Model("gpt")
+        made.append(weakref.ref(module))
+        return module
+
+    train("gpt", DATA, steps=1, module=make)
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_a_module_that_was_sharded_is_freed() -> None:
+    run_ranks(train_and_forget, 2, elastic=True)
