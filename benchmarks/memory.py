@@ -18,7 +18,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,13 +121,18 @@ class Measured(L.LightningModule):
         self.kept = Kept()
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        with self.kept if batch_idx == 0 else nullcontext():
+        if batch_idx > 0:
             return loss_of(self.net, tokens)
+        with self.kept:
+            loss = loss_of(self.net, tokens)
+        # within the step: hooks get parameters as they are sharded
+        gathered = (p for p in self.net.blocks.parameters() if p.ndim > 1)
+        self.seen.gathered = sum(storages(gathered).values())
+        return loss
 
     def on_before_backward(self, loss: Tensor) -> None:
         if not self.seen.kept:
-            gathered = (p for p in self.net.blocks.parameters() if p.ndim > 1)
-            self.seen.kept, self.seen.gathered = self.kept.nbytes(self), sum(storages(gathered).values())
+            self.seen.kept = self.kept.nbytes(self)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:

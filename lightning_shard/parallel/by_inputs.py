@@ -58,10 +58,10 @@ class ByInputs:
                 return differentiate()
             self._runs = True
             try:
-                self._refuse_parameters(inputs or ())
-                if inputs:
-                    return self._by_inputs(differentiate, creates)
-                return self._of_parameters(differentiate, creates)
+                if not inputs:
+                    return self._of_parameters(differentiate, creates)
+                self._refuse_parameters(inputs)
+                return self._by_inputs(differentiate, creates)
             finally:
                 self._runs = False
 
