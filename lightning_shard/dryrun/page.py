@@ -22,7 +22,7 @@ th{{text-align:right}} th:first-child,td:first-child{{text-align:left}}
 section{{margin:24px 0}}
 details{{margin:8px 0 0}} details table{{display:block;max-height:420px;overflow:auto}}
 summary{{cursor:pointer;color:var(--faint)}}
-pre{{overflow-x:auto;font:12px/1.5 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace}}
+pre{{overflow-x:auto;font:clamp(10px,.8vw,12px)/1.5 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace}}
 .foot{{color:var(--faint);font-size:13px;margin-top:40px}}
 @media print{{.wide{{overflow:visible;border:0}} .wide svg{{width:100%;height:auto}}}}
 """

@@ -50,7 +50,7 @@ def percent(value: float) -> str:
 
 def gibibytes(value: float) -> str:
     for factor, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= factor:
+        if value >= factor * 999.5 / 1024:  # three digits: else 1020 KiB would be 1.02e+03
             return f"{value / factor:.3g} {name}"
     return f"{value:.0f} B"
 

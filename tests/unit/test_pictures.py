@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from lightning_shard.dryrun.drawing import Picture, save, stacked, to_svg
 from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import draw_balance, draw_memory, draw_timeline, kept, percent, seconds, ticks
+from lightning_shard.dryrun.pictures import (
+    draw_balance,
+    draw_memory,
+    draw_timeline,
+    gibibytes,
+    kept,
+    percent,
+    seconds,
+    ticks,
+)
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
@@ -207,3 +216,8 @@ def test_ticks_are_round_and_about_as_many(most: float, count: int) -> None:
 )
 def test_seconds_as_text(value: float, text: str) -> None:
     assert seconds(value) == text
+
+
+def test_bytes_are_told_in_three_digits() -> None:
+    told = [gibibytes(value) for value in (0, 999, 1020, 999 * 2**10, 1020 * 2**10, 2**30, 1000 * 2**30)]
+    assert told == ["0 B", "999 B", "0.996 KiB", "999 KiB", "0.996 MiB", "1 GiB", "0.977 TiB"]

@@ -16,6 +16,11 @@ Digest = str
 """32 lowercase hexadecimal digits of an xxh3_128, as its canonical (big-endian) bytes."""
 
 
+def digest_at(digests: str, block: int) -> Digest:
+    """The digest of one of the blocks whose digests follow on one another."""
+    return digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
+
+
 def digest(data: Any) -> Digest:
     return xxhash.xxh3_128_hexdigest(data)
 

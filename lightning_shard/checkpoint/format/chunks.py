@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
-from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest
+from lightning_shard.checkpoint.format.blocks import Digest, digest_at
 from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts, chunk_texts_in
 
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
     digests: str = ""
 
     def block_digest(self, block: int) -> Digest:
-        return self.digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
+        return digest_at(self.digests, block)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.format.blocks import check_digest, digest
+from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest, check_digest, digest, digest_at
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
 from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow, settle
@@ -55,23 +54,30 @@ class Read(NamedTuple):
     memory: Buffer | None = None
 
 
-@dataclass
-class _Job:
+class _Job(NamedTuple):
     """One byte range of a file, what it must hash to, and where it goes.
 
-    ``into`` is the memory that it is read into, or None for scratch; then ``size``, ``strides`` and ``offset`` (in
+    ``digests`` are those of its blocks of ``block_bytes``, the last of which may be shorter; without digests it has
+    none. ``into`` is the memory that it is read into, or None for scratch; then ``strides`` and ``offset`` (in
     elements) tell which of the range's elements are copied to ``target``.
     """
 
     name: str
     begin: int
     end: int
-    into: Buffer | None = None
-    blocks: list[tuple[int, int, str]] = field(default_factory=list)
+    into: Buffer | None
+    digests: str
+    block_bytes: int
     dtype: torch.dtype = torch.uint8
     target: Tensor | None = None
     strides: tuple[int, ...] = ()
     offset: int = 0
+
+    def blocks(self) -> Iterator[tuple[int, int, Digest]]:
+        """Each block's begin and end, counted from the job's begin, and its digest."""
+        for number in range(len(self.digests) // DIGEST_HEX_CHARS):
+            start = number * self.block_bytes
+            yield start, min(start + self.block_bytes, self.end - self.begin), digest_at(self.digests, number)
 
 
 def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
@@ -85,40 +91,57 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     """
     reads = list(reads)
     settle(read.target for read in reads)
-    batches = plan_reads(manifest, reads, verify=verify, batch_bytes=max(BATCH_BYTES, store.step_bytes))
-    nbytes = sum(job.end - job.begin for _, batch in batches for job in batch)
-    threads = min(store.requests, len(batches))
-    if threads <= 1 or (nbytes <= FEW_BYTES and not store.is_remote):
+    plan = plan_reads(manifest, reads, verify=verify)
+    batch_bytes = max(BATCH_BYTES, store.step_bytes)
+    sizes = [sum(job.end - job.begin for job in jobs) for _, jobs in plan]
+    threads = min(store.requests, sum(-(-size // batch_bytes) for size in sizes))
+    batches = _batches(plan, batch_bytes)
+    if threads <= 1 or (sum(sizes) <= FEW_BYTES and not store.is_remote):
         for path, batch in batches:
             _fetch(store, path, batch, _scratch())
     else:
-
-        def fetch(work: tuple[str, list[_Job]]) -> None:
-            _fetch(store, *work, _scratch())
-
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            futures = [pool.submit(fetch, batch) for batch in batches]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-    return nbytes
+        _fetch_together(store, batches, threads)
+    return sum(sizes)
 
 
-def plan_reads(
-    manifest: Manifest, reads: Iterable[Read], *, verify: bool, batch_bytes: int = BATCH_BYTES
-) -> list[tuple[str, list[_Job]]]:
-    """Per call of the store the file's path and the ranges of it that are read, in order."""
+def _fetch_together(store: Store, batches: Iterator[tuple[str, list[_Job]]], threads: int) -> None:
+    """By some threads, each of which takes the next batch when it is done with one. None is begun after a failure."""
+    taking, stop = threading.Lock(), threading.Event()
+
+    def fetch() -> None:
+        try:
+            while not stop.is_set():
+                with taking:
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                _fetch(store, *batch, _scratch())
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
+        futures = [pool.submit(fetch) for _ in range(threads)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
+    """Each file's path, and the ranges of it that are read, in order.
+
+    What lies together in a file and in memory is one range, of whatever length: it is cut into what one call reads
+    when it is read.
+    """
     per_file: dict[int, list[_Job]] = {}
     for read in reads:
         for file, job in _plan(read, manifest, verify):
             per_file.setdefault(file, []).append(job)
     return [
-        (manifest.files[file].path, batch)
-        for file, jobs in sorted(per_file.items())
-        for batch in _batches(sorted(jobs, key=lambda job: job.begin), batch_bytes)
+        (manifest.files[file].path, sorted(jobs, key=lambda job: job.begin)) for file, jobs in sorted(per_file.items())
     ]
 
 
@@ -127,7 +150,7 @@ def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _
     block_bytes = manifest.block_bytes if verify else 0
     if len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes and _lies_alike(read):
         # the layout that saved, as nearly always
-        yield from _whole_chunk(read, found[0][0], block_bytes)
+        yield found[0][0].file, _whole_chunk(read, found[0][0], block_bytes)
         return
     # of chunks that don't overlap: so the parts make up the box if they are as large as it
     if sum(part.numel for _, part in found) != read.box.numel:
@@ -143,15 +166,10 @@ def _lies_alike(read: Read) -> bool:
     return read.target.dtype == DTYPES[read.entry.dtype] and (read.memory is not None or is_plain(read.target))
 
 
-def _whole_chunk(read: Read, chunk: Chunk, block_bytes: int) -> Iterator[tuple[int, _Job]]:
-    """In place, as many whole blocks at a time as a batch takes."""
+def _whole_chunk(read: Read, chunk: Chunk, block_bytes: int) -> _Job:
     memory = byte_view(read.target) if read.memory is None else read.memory
-    block_bytes = block_bytes if chunk.digests else 0
-    step = max(BATCH_BYTES // block_bytes, 1) * block_bytes if block_bytes else BATCH_BYTES
-    for begin in range(0, memory.nbytes, step):
-        end = min(begin + step, memory.nbytes)
-        blocks = _blocks(chunk, begin, end, block_bytes)
-        yield chunk.file, _Job(read.name, chunk.begin + begin, chunk.begin + end, memory[begin:end], blocks)
+    digests = chunk.digests if block_bytes else ""
+    return _Job(read.name, chunk.begin, chunk.end, memory, digests, block_bytes)
 
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
@@ -178,15 +196,15 @@ def _jobs_in_place(
 ) -> Iterator[_Job]:
     """For elements that lie as they do in the target; those in blocks that reach beyond go through scratch."""
     width = target.element_size()
-    first, last = elements
+    first, last = elements[0] * width, elements[1] * width
     memory = byte_view(target)
-    for begin, end in _windows(first * width, last * width, block_bytes):
-        if block_bytes and (begin % block_bytes or (end % block_bytes and end != chunk.end - chunk.begin)):
-            part = target.view(-1)[begin // width - first : end // width - first]
-            yield _scratch_job(read, chunk, (begin // width, end // width), part, (1,), block_bytes)
+    for begin, end, whole in _windows(first, last, chunk.end - chunk.begin, block_bytes):
+        if whole:
+            into, digests = memory[begin - first : end - first], _digests(chunk.digests, begin, end, block_bytes)
+            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, digests, block_bytes)
         else:
-            into = memory[begin - first * width : end - first * width]
-            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, _blocks(chunk, begin, end, block_bytes))
+            part = target.view(-1)[(begin - first) // width : (end - first) // width]
+            yield _scratch_job(read, chunk, (begin // width, end // width), part, (1,), block_bytes)
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
@@ -219,7 +237,8 @@ def _scratch_job(
         chunk.begin + begin,
         chunk.begin + end,
         None,
-        _blocks(chunk, begin, end, block_bytes),
+        _digests(chunk.digests, begin, end, block_bytes),
+        block_bytes,
         dtype,
         target,
         strides,
@@ -227,37 +246,63 @@ def _scratch_job(
     )
 
 
-def _windows(begin: int, end: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut a byte range of a chunk into reads; with digests so that all but the first and last are whole blocks."""
-    grid = block_bytes or BATCH_BYTES
-    while begin < end:
-        stop = min(end, begin + grid - begin % grid)
-        yield begin, stop
-        begin = stop
-
-
-def _blocks(chunk: Chunk, begin: int, end: int, block_bytes: int) -> list[tuple[int, int, str]]:
+def _windows(begin: int, end: int, chunk_bytes: int, block_bytes: int) -> Iterator[tuple[int, int, bool]]:
+    """A byte range of a chunk in up to three: a part of a block, whole blocks, and a part of one; each with whether it
+    is whole. Without digests all is."""
     if not block_bytes:
-        return []
+        yield begin, end, True
+        return
+    first = begin + -begin % block_bytes
+    last = end if end == chunk_bytes else end - end % block_bytes
+    if first >= last:
+        # of one block or two, none of them whole
+        middle = first if begin < first < end else end
+        yield begin, middle, False
+        first = last = middle
+    elif begin < first:
+        yield begin, first, False
+    if first < last:
+        yield first, last, True
+    if last < end:
+        yield last, end, False
+
+
+def _digests(digests: str, begin: int, end: int, block_bytes: int) -> str:
+    """Of all blocks' digests, those of the blocks between two bytes; a block begins at the first. None of none."""
+    if not digests or not block_bytes:
+        return ""
     assert begin % block_bytes == 0
-    return [
-        (start - begin, min(start + block_bytes, end) - begin, chunk.block_digest(start // block_bytes))
-        for start in range(begin, end, block_bytes)
-    ]
+    first, last = begin // block_bytes, -(-end // block_bytes)
+    return digests[first * DIGEST_HEX_CHARS : last * DIGEST_HEX_CHARS]
 
 
-def _batches(jobs: Sequence[_Job], batch_bytes: int) -> Iterator[list[_Job]]:
-    batch: list[_Job] = []
-    total = 0
-    for job in jobs:
-        nbytes = job.end - job.begin
-        if batch and total + nbytes > batch_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(job)
-        total += nbytes
-    if batch:
-        yield batch
+def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> Iterator[tuple[str, list[_Job]]]:
+    """What is fetched at a time, each of one file: as many jobs as fit in so many bytes, or one that is longer."""
+    for path, jobs in plan:
+        batch: list[_Job] = []
+        total = 0
+        for whole in jobs:
+            for job in _cut(whole, batch_bytes):
+                nbytes = job.end - job.begin
+                if batch and total + nbytes > batch_bytes:
+                    yield path, batch
+                    batch, total = [], 0
+                batch.append(job)
+                total += nbytes
+        if batch:
+            yield path, batch
+
+
+def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
+    """What is read in place, in parts of so many bytes, or of the whole blocks that these hold, at least one."""
+    if job.into is None or job.end - job.begin <= nbytes:
+        yield job
+        return
+    step = max(nbytes // job.block_bytes, 1) * job.block_bytes if job.digests else nbytes
+    for begin in range(0, job.end - job.begin, step):
+        end = min(begin + step, job.end - job.begin)
+        digests = _digests(job.digests, begin, end, job.block_bytes)
+        yield _Job(job.name, job.begin + begin, job.begin + end, job.into[begin:end], digests, job.block_bytes)
 
 
 class _Scratch:
@@ -357,13 +402,13 @@ def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Seq
 
 def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int, file: str) -> None:
     """Read, and hash what was read while it is in cache."""
-    if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes or not jobs[0][0].blocks:
+    if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes or not jobs[0][0].digests:
         read([(job.begin, buffer) for job, buffer in jobs])
         for job, buffer in jobs:
             _check(job, buffer, file)
         return
     job, buffer = jobs[0]
-    for start, stop, expected in job.blocks:
+    for start, stop, expected in job.blocks():
         hasher = xxhash.xxh3_128()
         for begin in range(start, stop, step_bytes):
             part = buffer[begin : min(begin + step_bytes, stop)]
@@ -373,7 +418,7 @@ def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_byte
 
 
 def _check(job: _Job, memory: Buffer, file: str) -> None:
-    for start, stop, expected in job.blocks:
+    for start, stop, expected in job.blocks():
         check_digest(digest(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
