@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
 from tests.parity import VOCABULARY, Model, Seen, combine, largest_difference, like_llama, train, world
+from tests.routing import Routed, Routing, assert_routed_alike
 
 EXPERTS = 4
 NOISY = 8
@@ -236,6 +238,13 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+OWN_PLANS = {
+    "expert_parallel_plan": {"experts": "experts"},
+    "tensor_parallel_plan": {"head": "colwise_gather_output"},
+}
+"""Of networks that declare none."""
+
+
 class MixtureModel(Model):
     def __init__(self, kind: str) -> None:
         L.LightningModule.__init__(self)
@@ -268,9 +277,16 @@ class SaveAtEnd(L.Callback):
         trainer.save_checkpoint(str(self.path))
 
 
+@dataclass
+class Mixed(Seen):
+    """And which experts were chosen."""
+
+    routed: Routed = field(default_factory=Routed)
+
+
 def trained(
     sizes: dict[str, int] | None, kinds: list[str], folder: Path | None = None, **options: Any
-) -> dict[str, Seen]:
+) -> dict[str, Mixed]:
     """Each kind of network in turn, by the same processes: on a layout, or on this process alone.
 
     Args:
@@ -278,23 +294,34 @@ def trained(
     """
     seen = {}
     for kind in kinds:
-        plan = {"expert_parallel_plan": {"experts": "experts"}} if sizes and kind.startswith(("own", "list")) else {}
-        saving = [SaveAtEnd(folder / kind)] if folder is not None else []
-        seen[kind] = train("llama", sizes, module=partial(MixtureModel, kind), callbacks=saving, **plan, **options)
+        routed = Routed()
+        callbacks = [Routing(routed), *([SaveAtEnd(folder / kind)] if folder is not None else [])]
+        plans = OWN_PLANS if sizes and kind.startswith(("own", "list")) else {}
+        ran = train("llama", sizes, module=partial(MixtureModel, kind), callbacks=callbacks, **plans, **options)
+        seen[kind] = Mixed(**vars(ran), routed=routed)
     return seen
 
 
-def assert_alike(sizes: dict[str, int], kinds: list[str], folder: Path | None = None, **options: Any) -> None:
+def assert_alike(
+    sizes: dict[str, int], kinds: list[str], folder: Path | None = None, *, timeout_s: float = 120, **options: Any
+) -> None:
     """Networks on a layout against one process; what is saved in ``folder`` is what was trained."""
-    ours = run_ranks(trained, world(sizes), sizes, kinds, folder, elastic=True, timeout_s=120, **options)
+    ours = run_ranks(trained, world(sizes), sizes, kinds, folder, elastic=True, timeout_s=timeout_s, **options)
     for kind, plain in trained(None, kinds, **options).items():
-        seen = combine([rank[kind] for rank in ours], sizes)
-        assert seen.losses == pytest.approx(plain.losses, rel=3e-6), kind
-        assert seen.norm == pytest.approx(plain.norm, rel=1e-5), kind
-        assert largest_difference(seen.initial, plain.initial) == 0, kind
-        assert largest_difference(seen.gradients, plain.gradients) < 2e-6, kind
-        assert largest_difference(seen.parameters, plain.parameters) < 2e-4, kind  # of AdamW's steps of 1e-3
-        assert seen.metrics == pytest.approx(plain.metrics, rel=1e-5), kind
+        seen = assert_same([rank[kind] for rank in ours], plain, sizes, kind)
         if folder is not None:
             stored = checkpoint.read(folder / kind)
             assert all(torch.equal(stored[name][...], value.cpu()) for name, value in seen.parameters.items()), kind
+
+
+def assert_same(ranks: list[Mixed], plain: Mixed, sizes: dict[str, int], what: str) -> Seen:
+    """All ranks' runs of one network against one process's; gives the former, joined."""
+    seen = combine(ranks, sizes)
+    assert_routed_alike([rank.routed for rank in ranks], plain.routed, sizes)
+    assert seen.losses == pytest.approx(plain.losses, rel=3e-6), what
+    assert seen.norm == pytest.approx(plain.norm, rel=1e-5), what
+    assert largest_difference(seen.initial, plain.initial) == 0, what
+    assert largest_difference(seen.gradients, plain.gradients) < 2e-6, what
+    assert largest_difference(seen.parameters, plain.parameters) < 2e-4, what  # of AdamW's steps of 1e-3
+    assert seen.metrics == pytest.approx(plain.metrics, rel=1e-5), what
+    return seen

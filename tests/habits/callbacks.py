@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import callbacks as stock
@@ -217,7 +219,9 @@ def throughput(run: Run) -> Any:
     )
     module = Module()
     module.flops_per_batch = 10**6 // run.data_size  # of the whole model, for the batch that a rank reads
-    seen = run.fit(module, callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    # which a CPU is not known to have; of each device
+    with mock.patch("lightning.pytorch.callbacks.throughput_monitor.get_available_flops", return_value=10**9):
+        seen = run.fit(module, callbacks=[monitor], logger=logger, log_every_n_steps=1)
     rows = run.rows(logger)
 
     def over_all_devices() -> dict[str, float]:
@@ -228,6 +232,8 @@ def throughput(run: Run) -> Any:
         of_devices = {rate: last[f"train/device/{rate}_per_sec"] * elapsed * devices for rate in rates}
         for rate in rates:
             assert of_devices[rate] == last.get(f"train/{rate}_per_sec", of_devices[rate] / elapsed) * elapsed
+        # of what all devices together could do, so much was done for the whole model
+        assert math.isclose(last["train/device/mfu"] * 10**9, last["train/device/flops_per_sec"])
         return of_devices
 
     return seen, run.on_rank_zero(over_all_devices)
