@@ -186,10 +186,15 @@ class PipelinedStep:
             self.flush()
         return [results[i] for i in sorted(results)]
 
-    def flush(self) -> None:
-        """Wait until all that was sent has left."""
-        for end in self._ends.values():
-            end.channel.flush()
+    @property
+    def sent(self) -> list[int]:
+        """How many tensors each stage of this rank has sent so far."""
+        return [end.channel.sent for end in self._ends.values()]
+
+    def flush(self, until: Sequence[int] | None = None) -> None:
+        """Wait until all that was sent has left; or what was :attr:`sent` at a time, which is kept until then."""
+        for end, number in zip(self._ends.values(), until or [None] * len(self._ends)):
+            end.channel.flush(number)
 
     def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:
         """A step that calls the network several times, on its whole batch.
