@@ -58,7 +58,8 @@ class Channel:
     rank_of: Sequence[int]
     device: torch.device
     handed: dict[tuple[str, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
-    _sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _left: int = 0
 
     # While it is found out what crosses
 
@@ -155,17 +156,27 @@ class Channel:
         [flags] = self.expect_gradients([Slot((count,), torch.uint8, False)])()
         return [bool(flag) for flag in flags.tolist()]
 
-    def flush(self) -> None:
-        """Wait until everything that was sent has left."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
+    @property
+    def sent(self) -> int:
+        """How many tensors have been sent to other ranks so far."""
+        return self._left + len(self._sending)
+
+    def flush(self, until: int | None = None) -> None:
+        """Wait until everything that was sent has left, or so many of all tensors ever :attr:`sent`."""
+        while self._sending and (until is None or self._left < until):
+            self._sending[0][0].wait()
+            self._forget_first()
+
+    def _forget_first(self) -> None:
+        self._sending.popleft()
+        self._left += 1
 
     def _send(self, tensor: Tensor, what: str, ways: Ways, to: int) -> None:
         if self.rank_of[to] == self.rank_of[self.stage]:
             self.handed[what, self.stage].append(tensor)
             return
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        while self._sending and self._sending[0][0].is_completed():  # gloo's is when it was waited for
+            self._forget_first()
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self._way(ways, self.stage, to), group_dst=self._peer(to))
         assert work is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -135,7 +136,7 @@ class PipelinedStep:
                     results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
                 in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
                 continue
-            with record_function(f"{action.kind}{i}"):
+            with _named(f"{action.kind}{i}"):
                 if action.kind == "W":
                     self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
                 else:
@@ -186,10 +187,15 @@ class PipelinedStep:
             self.flush()
         return [results[i] for i in sorted(results)]
 
-    def flush(self) -> None:
-        """Wait until all that was sent has left."""
-        for end in self._ends.values():
-            end.channel.flush()
+    @property
+    def sent(self) -> list[int]:
+        """How many tensors each stage of this rank has sent so far."""
+        return [end.channel.sent for end in self._ends.values()]
+
+    def flush(self, until: Sequence[int] | None = None) -> None:
+        """Wait until all that was sent has left; or what was :attr:`sent` at a time, which is kept until then."""
+        for end, number in zip(self._ends.values(), until or [None] * len(self._ends)):
+            end.channel.flush(number)
 
     def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:
         """A step that calls the network several times, on its whole batch.
@@ -279,7 +285,7 @@ class PipelinedStep:
                 if each not in arriving and not _expect(each, end, crossing, arriving):
                     break  # what comes next on this link is said first
             if action.kind == "F":
-                with record_function(f"F{action.microbatch}"):
+                with _named(f"F{action.microbatch}"):
                     arrives = arriving.pop(action, None)
                     ran = self._forward(
                         self._ends[action.stage], run, action.microbatch, keys[action.microbatch], arrives
@@ -407,6 +413,11 @@ def _send_gradients(channel: Channel, microbatch: _InFlight) -> None:
             # of ``x + weight[None]`` autograd gives both one memory, and a later backward adds to the weight's in place
             tensor.grad = tensor.grad.clone()
     channel.send_gradients(received)
+
+
+def _named(action: str) -> AbstractContextManager[Any]:
+    """For profilers; where there is none, torch would take as long as for a small block."""
+    return record_function(action) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def _detached(leaf: Any) -> Any:

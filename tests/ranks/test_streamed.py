@@ -63,10 +63,13 @@ class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch")
         self.written: list[Any] = []
+        self.kept: list[int] = []
 
     def write_on_batch_end(  # type: ignore[override]
         self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Tensor, batch_idx: int, loader: int
     ) -> None:
+        ends = trainer.strategy._steps._step._ends.values()
+        self.kept.append(sum(len(end.channel._sending) for end in ends))
         self.written.append((loader, batch_idx, module.begun, batch.clone(), prediction["x"], prediction["at"]))
 
 
@@ -85,6 +88,8 @@ def evaluate(stages: int, kind: type[Net], size: int, streams: bool) -> tuple[li
     with nullcontext() if streams else in_order:
         found = trainer.predict(module, [loader(1, size), loader(2, size, rest=size // 2)])
         validated = trainer.validate(module, loader(3, size), verbose=False)
+    # what was sent of earlier batches isn't kept: so many batches may be under way
+    assert max(writer.kept) <= trainer.global_rank * stages
     return writer.written, found, validated
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -60,6 +60,21 @@ _HEARERS = {
 """The hooks that are given what a step returned."""
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A batch of an evaluation, of which this rank has run its part.
+
+    Attributes:
+        parts: Its microbatches.
+        results: Theirs, where the last stage is; ``None`` if the batch goes call by call.
+        sent: How many tensors each stage of this rank had sent when it was done.
+    """
+
+    parts: list[Any]
+    results: list[Any] | None
+    sent: list[int]
+
+
 class PipelinedSteps:
     """``training_step`` and the evaluation steps of one LightningModule on one rank's stages."""
 
@@ -94,7 +109,7 @@ class PipelinedSteps:
         self._may_have_new_generators = True
         self._has_trained = False
         self._unheard: set[str] = set()
-        self._under_way: deque[tuple[list[Any], list[Any] | None]] = deque()
+        self._under_way: deque[_Begun] = deque()
         self._late_changes = False  # by any step, of what the next batch would find
         self._of_known_ends: set[str] = set()  # the kinds of steps of which it is known whether they do
         self._apart = StatesApart(module, stages)
@@ -198,8 +213,8 @@ class PipelinedSteps:
         """
         arguments = (batch, *args)
         with self._apart.batch():
-            is_begun = bool(self._under_way)
-            parts, results = self._under_way.popleft() if is_begun else self._begin(method, draw, arguments, kwargs)
+            begun = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
+            parts, results = begun.parts, begun.results
             if results is None:
                 parts, seed, stage = [batch], draw(arguments), self._stages[-1]
                 run = partial(self._run_inside, stage, method, seed, 0, batch, args, kwargs)
@@ -212,8 +227,7 @@ class PipelinedSteps:
                 results = [None] * len(results)
             result = self._share(results, tree.batch_size(parts[0]))
         self._of_known_ends.add(self._kind(method, args))
-        if not self._under_way:
-            self._step.flush()
+        self._step.flush(begun.sent if self._under_way else None)  # the last stage has had all of this batch
         return result
 
     def begin(self, method: str) -> None:
@@ -247,8 +261,8 @@ class PipelinedSteps:
 
     def _begin(
         self, method: str, draw: Draw, arguments: Arguments, kwargs: dict[str, Any], *, waits: bool = True
-    ) -> tuple[list[Any], list[Any] | None]:
-        """A batch's microbatches and their results, of this rank's part; ``None`` if they go call by call."""
+    ) -> _Begun:
+        """Run this rank's part of a batch."""
         batch, *args = arguments
         parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
 
@@ -258,7 +272,8 @@ class PipelinedSteps:
         order = self._order(len(parts))
         step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
         with self._logs.holding(len(parts)), self._drawing():
-            return parts, call_through(self._module, step)
+            results = call_through(self._module, step)
+        return _Begun(parts, results, self._step.sent)
 
     def _order(self, microbatches: int) -> Row:
         """This rank's, for so many microbatches."""
