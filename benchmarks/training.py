@@ -63,7 +63,7 @@ class Extent:
         warmup: Steps of each round that don't count.
     """
 
-    rounds: int = 4
+    rounds: int = 3
     steps: int = 9
     warmup: int = 2
     is_quick: bool = False
@@ -204,12 +204,10 @@ def summarized(per_rank: Sequence[Mapping[Name, Measured]]) -> Iterator[Row]:
             found = Row(row, way, medians[row, way], mib=max(rank.peak for rank in ranks) / MIB)
             rounds = zip(*(rank.seconds for rank in ranks))
             found.rounds_s = [max(statistics.median(steps) for steps in of_round) for of_round in rounds]
-            if way == OURS:
-                found.is_reference = False
-            else:
-                found.is_reference = way == BY_HAND
+            found.is_reference = way == BY_HAND
+            if way != OURS:
                 found.ours_is = medians[row, way] / medians[row, OURS]
-                most = 1.0 if row.startswith("pp") and " x " not in row else AT_MOST[way]
+                most = 1.0 if row.startswith("pp") else AT_MOST[way]
                 found.target = Target("ours_is", 1 / most, text=f"ours ≤ {most:g}× the time")
             bare, _, setting = row.partition(", ")
             if setting in SETTINGS and (bare, way) in medians:
