@@ -39,7 +39,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         place.tick_params(axis="y", length=0, labelsize=8)
         for side in place.spines.values():
             side.set_visible(False)
-    figure.suptitle("hybrid_shard as a multiple of  /  …: shorter is better, orange where it takes no more", fontsize=10)
+    figure.suptitle(
+        "hybrid_shard as a multiple of  /  …: shorter is better, orange where it takes no more", fontsize=10
+    )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     print(path)
