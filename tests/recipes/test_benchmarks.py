@@ -71,3 +71,17 @@ def test_each_setting_saves_the_memory_that_arithmetic_says(result_of: Run, tmp_
     judged = {row["contender"]: row["met"] for row in result["rows"] if "met" in row}
     assert len(judged) == 7
     assert all(judged.values()), judged
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_benchmark_of_training_compares_ways_that_train_alike(result_of: Run, tmp_path: Path) -> None:
+    result = result_of("training", tmp_path)  # compares their losses itself
+    over = result["ours_over"]
+    assert {"dp2", "tp2", "pp2", "pp4", "ep2", "pp2 x dp2", "dp2 x tp2", "pp2, DualPipeV", "dp2, cpu_offload"} < {*over}
+    assert all("plain torch, by hand" in ways for ways in over.values())
+    assert "Lightning's ModelParallelStrategy" in over["dp2 x tp2"]
+    assert all(row["seconds"] > 0 and row["mib"] > 0 for row in result["rows"])
+    bare, recomputing = result["peak_mib"]["dp2"], result["peak_mib"]["dp2, activation_checkpointing"]
+    assert all(recomputing[way] < bare[way] for way in recomputing)
+    assert (tmp_path / f"training-{result['date']}.png").exists()
