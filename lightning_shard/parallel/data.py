@@ -212,7 +212,14 @@ def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is
         reshards: Whether it frees gathered parameters; ``False`` where another microbatch's backward needs them.
         is_last: Whether it is the last one of the forwards so far. Default: if it frees parameters.
     """
-    for unit in sharded_units(root):
+    expect_backward_of(sharded_units(root), reduces=reduces, reshards=reshards, is_last=is_last)
+
+
+def expect_backward_of(
+    units: Iterable[FSDPModule], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
+) -> None:
+    """The same for all of a model's units, where they are known: to look for them goes through all modules."""
+    for unit in units:
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_reshard_after_backward(reshards, recurse=False)
         unit.set_is_last_backward(reshards if is_last is None else is_last)
@@ -276,9 +283,9 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
             group.finalize_backward()
 
 
-def hold_gradients(root: nn.Module) -> None:
+def hold_gradients(units: Iterable[FSDPModule]) -> None:
     """Hold gradients in 32 bits that came after the end of a unit's backward, as that does which doesn't reduce."""
-    for group in groups_under(root):
+    for group in chain.from_iterable(map(groups_of, units)):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 parameter.accumulate_unsharded_grad_if_needed()

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,9 +153,9 @@ class StatesApart:
         before = [*notes(self._root)] if searching else []
         marks = [*self._marks(stage, searching=searching)]
         yield
-        for path, value, mark in marks:
+        for path, key, value, mark in marks:
             if _mark(value) != mark:
-                raise _not_followed(path, len(self._stages))
+                raise _not_followed(".".join(filter(None, (path, key))), len(self._stages))
         self._follow(stage, [note for note in before if note.has_changed()])
         objects = {number: note_of(base.path, base.value) for number, base in self._base.items()}
         self._versions[stage] = _Version(
@@ -189,13 +189,16 @@ class StatesApart:
         most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in self._modules)
         return ".".join(parts[:most]), "".join(parts[most : most + 1])
 
-    def _marks(self, stage: Stage, *, searching: bool) -> Iterator[tuple[str, Any, int]]:
-        """What a run may not change, since it isn't followed: large tensors, and what no run was seen to change."""
+    def _marks(self, stage: Stage, *, searching: bool) -> Iterator[tuple[str, str, Any, int]]:
+        """What a run may not change, since it isn't followed: large tensors, and what no run was seen to change.
+
+        Asked in each action of each microbatch, so paths are put together where one is needed.
+        """
         for path, each in zip(self._exchanged, self._versions[stage].modules):
             for key, value in (*each.own.items(), *each.buffers.items()):
                 is_container = isinstance(value, CONTAINERS) and not searching and id(value) not in self._base
                 if is_container or (_is_large(value) and not self._keeps(stage, path)):
-                    yield ".".join(filter(None, (path, key))), value, _mark(value)
+                    yield path, key, value, _mark(value)
 
     def _keeps(self, stage: Stage, path: str) -> bool:
         """Whether a stage has a module's own tensors, and others have copies."""
@@ -215,7 +218,13 @@ class StatesApart:
 
 def _exchanged(module: nn.Module) -> dict[str, Any]:
     held = attributes(module).items()
-    return {key: value for key, value in held if key not in STAND_INS and not isinstance(value, Iterator)}
+    return {key: value for key, value in held if key not in STAND_INS and not _is_iterator(cast(Any, type(value)))}
+
+
+@cache
+def _is_iterator(kind: type) -> bool:
+    """Asked of each attribute in each action: an abstract class takes its time to answer."""
+    return issubclass(kind, Iterator)
 
 
 def _is_large(value: Any) -> bool:

@@ -20,12 +20,13 @@ from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.data import (
     end_backward,
-    expect_backward,
+    expect_backward_of,
     gathering_ahead,
     hold_gradients,
     reduce_gradients,
     reshard,
 )
+from lightning_shard.parallel.units import sharded_units
 from lightning_shard.pipeline.channel import Channel
 from lightning_shard.pipeline.crossing import StageEnd
 from lightning_shard.pipeline.outputs import merge, with_losses
@@ -142,6 +143,7 @@ class PipelinedSteps:
         scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
         weights = self._weights.of(parts)
         scaler = getattr(precision, "scaler", None)  # fp16's
+        units = list(sharded_units(module))
 
         def scaled(i: int, result: Any) -> Tensor:
             loss = weighted(_loss(result), weights[i].of_gradient) * scale
@@ -154,16 +156,16 @@ class PipelinedSteps:
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seed(stage, draw, i)
             if self._splits:  # FSDP2 takes the end of a first part for the backward's
-                expect_backward(module, reduces=False, reshards=False, is_last=is_last)
+                expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
                 return
             reduces = self._reduces_each or (is_last and not accumulating)
-            expect_backward(module, reduces=reduces, reshards=is_last or self._reshards_each)
+            expect_backward_of(units, reduces=reduces, reshards=is_last or self._reshards_each)
 
         def after_backward() -> None:
             if self._splits and self._reduces_each:
                 reduce_gradients(module, reshards=False)
             elif self._splits:
-                hold_gradients(module)
+                hold_gradients(units)
 
         with self._apart.batch():
             with (
