@@ -278,7 +278,8 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
         held.hand_over_gradients()
     for group in groups_under(root):
         if has_unreduced_gradients(group):
-            group.reduce_grads, group.reshard_after_backward = True, reshards
+            group.reduce_grads = group.all_reduce_grads = True  # over shards and over replicas
+            group.reshard_after_backward = reshards
             group.post_backward()
             group.finalize_backward()
 
