@@ -11,6 +11,10 @@ router's weights decide, only the sum.
 
     python benchmarks/planned_memory.py          # minutes; results/planned_memory-<date>.json
     python benchmarks/planned_memory.py --measured benchmarks/results/planned_memory-<date>.json  # plans of now
+    python benchmarks/planned_memory.py --cuda   # one CUDA device: its allocator's peak beside the plan
+
+With ``--cuda`` larger networks train on one device, and measured is ``torch.cuda.max_memory_allocated`` of the second
+step, which has in it what kernels and their libraries take. Written are results/planned_memory_cuda-<date>.json.
 """
 
 from __future__ import annotations
@@ -43,8 +47,11 @@ from lightning_shard.testing import run_ranks
 from recipes.gpt import GPT
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "rest")
+ALLOCATED = "the allocator's peak"
 AGREES = Target("of_reference", 0.95, text="within 5 %")
 BATCH, CONTEXT, VOCABULARY, WIDTH, LAYERS = 8, 64, 256, 128, 4
+CUDA_WIDTH = 1024
+"""So wide that a library's workspace of some MiB is little beside the rest."""
 GPT_PLAN = {
     **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
     "blocks.*.attention.output": "rowwise",
@@ -56,10 +63,10 @@ GPT_PLAN = {
 class Measured(L.LightningModule):
     """A network of tokens to logits, in an ordinary module."""
 
-    def __init__(self, kind: str, *, is_even: bool = False) -> None:
+    def __init__(self, kind: str, *, width: int = WIDTH, is_even: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = network(kind)
+        self.net = network(kind, width)
         for name, part in self.net.named_modules():
             if is_even and name.endswith(".gate"):
                 part.register_forward_hook(evenly)
@@ -73,14 +80,14 @@ class Measured(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def network(kind: str) -> torch.nn.Module:
+def network(kind: str, width: int) -> torch.nn.Module:
     if kind == "GPT":
-        return GPT(VOCABULARY, WIDTH, LAYERS, 4, CONTEXT)
+        return GPT(VOCABULARY, width, LAYERS, 4, CONTEXT)
     import transformers
 
     sizes = {
         "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
+        "hidden_size": width,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
@@ -89,10 +96,10 @@ def network(kind: str) -> torch.nn.Module:
     }
     config: Any
     if kind == "Llama":
-        config = transformers.LlamaConfig(**sizes, intermediate_size=4 * WIDTH)
+        config = transformers.LlamaConfig(**sizes, intermediate_size=4 * width)
     else:
         config = transformers.Qwen3MoeConfig(
-            **sizes, head_dim=32, moe_intermediate_size=WIDTH, num_experts=8, num_experts_per_tok=2
+            **sizes, head_dim=width // 4, moe_intermediate_size=width, num_experts=8, num_experts_per_tok=2
         )
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -112,9 +119,11 @@ class Case:
     sizes: dict[str, int]
     settings: dict[str, Any] = field(default_factory=dict)
     is_even: bool = False
+    width: int = WIDTH
+    device_type: str = "cpu"
 
     def module(self) -> Measured:
-        return Measured(self.network, is_even=self.is_even)
+        return Measured(self.network, width=self.width, is_even=self.is_even)
 
     @property
     def compares_kinds(self) -> bool:
@@ -122,7 +131,8 @@ class Case:
 
     @property
     def strategy(self) -> dict[str, Any]:
-        plan = {"tensor_parallel_plan": GPT_PLAN} if self.network == "GPT" else {}
+        is_cut = self.network == "GPT" and self.ranks > 1
+        plan = {"tensor_parallel_plan": GPT_PLAN} if is_cut else {}
         cut = {"microbatches": 4} if self.sizes.get("pipeline_parallel_size", 1) > 1 else {}
         return {**plan, **cut, **{key: value for key, value in self.settings.items() if key != "precision"}}
 
@@ -179,6 +189,21 @@ def cases() -> Iterator[Case]:
     for network_, number, settings in in_two_parts:
         name, ranks, sizes = layouts[number]
         yield Case(network_, name + _with_values(settings), ranks, sizes, settings)
+
+
+def cuda_cases() -> Iterator[Case]:
+    """On one device."""
+    settings: list[dict[str, Any]] = [
+        {},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "selective"},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"cpu_offload": True},
+    ]
+    for network_ in ("GPT", "Llama", "mixture"):
+        for each in settings:
+            yield Case(network_, "one device" + _with_values(each), 1, {}, each, False, CUDA_WIDTH, "cuda")
 
 
 def _with_values(settings: dict[str, Any]) -> str:
@@ -240,6 +265,21 @@ class Watch(L.Callback):
             self.at_peak[kinds.get(key, "rest")] += nbytes
 
 
+class AllocatorPeak(L.Callback):
+    """What a CUDA device's allocator has given out at most in the second step of a run."""
+
+    def __init__(self) -> None:
+        self.at_peak: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.at_peak = {ALLOCATED: torch.cuda.max_memory_allocated()}
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -267,14 +307,14 @@ def _of_gradients(group: Any) -> Iterator[Tensor]:
 
 
 def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
-    """On one of the ranks, each case's kinds at its peak."""
+    """On one of the ranks, each case's kinds at its peak, or what a CUDA device's allocator gave out."""
     found = []
     for case in chosen:
-        watch = Watch()
+        watch = Watch() if case.device_type == "cpu" else AllocatorPeak()
         tokens = torch.randint(VOCABULARY, (2 * BATCH * ranks, CONTEXT), generator=torch.Generator().manual_seed(0))
         trainer = L.Trainer(
             strategy=HybridShardStrategy(**case.sizes, **case.strategy),
-            accelerator="cpu",
+            accelerator=case.device_type,
             devices=ranks,
             precision=case.precision,
             max_steps=2,
@@ -299,7 +339,7 @@ def planned(case: Case) -> Plan:
         case.module,
         batch,
         layout=case.sizes,
-        device_type="cpu",
+        device_type=case.device_type,
         precision=case.precision,
         **case.strategy,
     )
@@ -308,7 +348,7 @@ def planned(case: Case) -> Plan:
 def kinds_of(made: Plan, stage: int) -> dict[str, int]:
     memory = made.stages[stage]
     together = {**memory.peak.bytes}
-    for kind, nbytes in memory.host.items():  # the host is the device here
+    for kind, nbytes in memory.host.items() if made.device_type == "cpu" else ():  # the host is the device here
         together[kind] = together.get(kind, 0) + nbytes
     known = {kind: together.pop(kind, 0) for kind in KINDS[:-1]}
     return {**known, "rest": sum(together.values())}
@@ -327,7 +367,9 @@ def measured_of(chosen: list[Case]) -> Seen:
     found: Seen = {}
     for ranks in sorted({case.ranks for case in chosen}):
         own = [case for case in chosen if case.ranks == ranks]
-        by_rank = run_ranks(measure, ranks, ranks, own, elastic=True, timeout_s=1800)
+        # a CUDA driver's state doesn't survive a fork
+        start: Any = {"start_method": "spawn"} if own[0].device_type == "cuda" else {}
+        by_rank = run_ranks(measure, ranks, ranks, own, elastic=True, timeout_s=1800, **start)
         for number, case in enumerate(own):
             of_stages = enumerate(Layout.resolve(ranks, **case.sizes).stages())  # the last stage is on rank 0
             found |= {name_of(case, stage): by_rank[own_ranks.start][number] for stage, own_ranks in of_stages}
@@ -356,6 +398,9 @@ def rows_of(chosen: list[Case], measured: Seen, since: dict[str, str]) -> Iterat
         for stage in range(len(made.stages)):
             name, kinds = name_of(case, stage), kinds_of(made, stage)
             seen, date = measured[name], since.get(name, "")
+            if case.device_type == "cuda":
+                yield _row(name, ALLOCATED, sum(kinds.values()), seen[ALLOCATED], date, None)
+                continue
             yield _row(name, "all", sum(kinds.values()), sum(seen.values()), date, AGREES)
             target = AGREES if case.compares_kinds else None
             yield from (_row(name, kind, nbytes, seen[kind], date, target) for kind, nbytes in kinds.items())
@@ -373,18 +418,25 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this; no result unless --results is given")
     parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
     parser.add_argument("--measured", type=Path, help="an earlier result: what it has measured isn't run again")
+    parser.add_argument("--cuda", action="store_true", help="on one CUDA device: its allocator's peak beside the plan")
     options = parser.parse_args()
-    chosen = [case for case in cases() if options.only in f"{case.network}, {case.name}"]
+    if options.cuda and not torch.cuda.is_available():
+        print("There is no CUDA device: nothing is measured.")
+        return
+    chosen = [
+        case for case in (cuda_cases() if options.cuda else cases()) if options.only in f"{case.network}, {case.name}"
+    ]
     measured, date = measured_before(options.measured) if options.measured else ({}, "")
     since = dict.fromkeys(measured, date)
     measured |= measured_of([case for case in chosen if name_of(case, 0) not in measured])
     rows = list(rows_of(chosen, measured, since))
-    show("bytes of live tensors at the peak of a step", rows)
+    show(ALLOCATED if options.cuda else "bytes of live tensors at the peak of a step", rows)
     misses = [row for row in rows if row.target is not None and (row.of_reference or 0) < 0.95]
     print(f"{len(rows)} rows; of {sum(row.target is not None for row in rows)} numbers {len(misses)} beyond 5 %")
     results = options.results or (None if options.only else RESULTS)
     if results is not None:
-        print(write_result("planned_memory", rows, results))
+        about = {"device": torch.cuda.get_device_name()} if options.cuda else {}
+        print(write_result("planned_memory_cuda" if options.cuda else "planned_memory", rows, results, **about))
 
 
 if __name__ == "__main__":

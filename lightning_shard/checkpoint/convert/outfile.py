@@ -6,18 +6,18 @@ is strided there, or changes its dtype, goes through slabs of rows.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.boxes import Box, coverage_fault, slabs
+from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.format.chunks import Tiling
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.manifest import Chunk, TensorEntry
+from lightning_shard.checkpoint.format.manifest import TensorEntry
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import byte_view
@@ -138,17 +138,16 @@ def _literals(data: bytes, step_bytes: int) -> Iterator[Literal]:
 
 def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]:
     entry, manifest = source.stored.entry, source.stored.checkpoint.manifest
-    chunks = _in_file_order(entry) if source.dtype == source.stored.dtype else None
-    if chunks is None:
-        fault = coverage_fault(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-        if fault is not None:
-            raise manifest.corrupt(f"the chunks of {source.stored.name!r} don't make up the tensor: {fault}")
+    columns = entry.columns()
+    order = columns.tiling.in_row_major_order if source.dtype == source.stored.dtype else None
+    if order is None:
         width = max(source.dtype.itemsize, source.stored.dtype.itemsize)
-        for box in slabs(Box.whole(entry.shape), slab_bytes // width, _whole_blocks(entry, manifest.block_bytes)):
+        multiple = _whole_blocks(columns.tiling, item_bytes(entry.dtype), manifest.block_bytes)
+        for box in slabs(Box.whole(entry.shape), slab_bytes // width, multiple):
             yield Extent(source, entry, box, source.dtype, verbatim=False)
         return
     step_bytes -= step_bytes % manifest.block_bytes if 0 < manifest.block_bytes <= step_bytes else 0
-    for chunk in chunks:
+    for chunk in map(columns.chunk, order):
         size = chunk.end - chunk.begin
         as_bytes = TensorEntry("U8", (size,), (chunk._replace(offsets=(0,), sizes=(size,)),))
         for at in range(0, size, step_bytes):
@@ -156,36 +155,30 @@ def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]
             yield Extent(source, as_bytes, box, torch.uint8, verbatim=True)
 
 
-def _in_file_order(entry: TensorEntry) -> list[Chunk] | None:
-    """The chunks whose bytes, one after another, are the tensor's; None where there is no such order."""
-    chunks = sorted((chunk for chunk in entry.chunks if chunk.end > chunk.begin), key=lambda chunk: chunk.offsets)
-    position = 0
-    for chunk in chunks:
-        dim = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
-        first = Box(chunk.offsets, chunk.sizes).first(entry.shape)
-        if first != position or chunk.sizes[dim + 1 :] != entry.shape[dim + 1 :]:
-            return None
-        position += math.prod(chunk.sizes)
-    return chunks if position == math.prod(entry.shape) else None
-
-
-def _whole_blocks(entry: TensorEntry, block_bytes: int) -> Callable[[int], int]:
+def _whole_blocks(tiling: Tiling, width: int, block_bytes: int) -> Callable[[int], int]:
     """How many rows along a dim make up whole digest blocks in every chunk, so that no block is read twice."""
 
     @lru_cache
     def rows(dim: int) -> int:
         if not block_bytes:
             return 1
-        width = item_bytes(entry.dtype)
-        row_bytes = {math.prod(chunk.sizes[dim + 1 :]) * width for chunk in entry.chunks if chunk.end > chunk.begin}
+        row_bytes = {math.prod(sizes[dim + 1 :]) * width for sizes in tiling.sizes}
         return math.lcm(*(block_bytes // math.gcd(block_bytes, size) for size in row_bytes))
 
     return rows
 
 
-def share_out(all_steps: list[tuple[OutFile, Step]], parts: int, index: int) -> list[tuple[OutFile, Step]]:
-    """The ``index``-th of ``parts`` lists of consecutive steps, alike in bytes."""
-    ends = list(itertools.accumulate(step.nbytes for _, step in all_steps))
-    total = ends[-1] if ends else 0
-    low, high = total * index // parts, total * (index + 1) // parts
-    return [item for item, end in zip(all_steps, ends) if low < end <= high]
+def share_of(total: int, parts: int, index: int) -> tuple[int, int]:
+    """The bytes of the ``index``-th of so many parts that are alike."""
+    return total * index // parts, total * (index + 1) // parts
+
+
+def share_out(all_steps: Iterable[tuple[OutFile, Step]], begin: int, end: int) -> Iterator[tuple[OutFile, Step]]:
+    """The steps that end between two bytes, of all steps together."""
+    done = 0
+    for item in all_steps:
+        done += item[1].nbytes
+        if done > end:
+            return
+        if done > begin:
+            yield item

@@ -12,15 +12,16 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.ahead import in_order
 from lightning_shard.checkpoint.convert.local_copy import Copier, pwrite
-from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_out, steps
+from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_of, share_out, steps
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
 from lightning_shard.checkpoint.store.local import thread_count
@@ -58,7 +59,7 @@ def deliver(
         _deliver_in_parts(store, own, ranks, count)
     with all_or_none(ranks.group):
         for file in mine:
-            store.publish(file.name, _stream(_read_in_turn(file, 0, file.size), count), file.size, durable=durable)
+            store.publish(file.name, _stream(file, 0, file.size, count), file.size, durable=durable)
 
 
 @dataclass
@@ -71,8 +72,13 @@ class _Count:
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes
+        self.total = max(self.total, self.done)  # a share is of whole steps, a little more or less than reckoned
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+    def end(self) -> None:
+        if self.done < self.total and self.progress is not None:
+            self.progress(self.total, self.total)
 
 
 def _deliver_locally(
@@ -90,13 +96,13 @@ def _deliver_locally(
         seeing = ranks.broadcast([rank for rank, can in zip(ranks.members, ranks.gather(sees)) if can])
         with all_or_none(ranks.group):
             if ranks.rank in seeing:
-                work = _work(files)
-                mine = share_out(work, len(seeing), seeing.index(ranks.rank))
+                share = share_of(sum(file.size for file in files), len(seeing), seeing.index(ranks.rank))
+                mine = share_out(_work(files), *share)
                 _write_in_place(
-                    [(paths[file.name] + suffix, step) for file, step in mine],
+                    ((paths[file.name] + suffix, step) for file, step in mine),
                     _from_local_disk(files),
                     durable,
-                    progress,
+                    _Count(share[1] - share[0], progress),
                 )
         with all_or_none(ranks.group):
             if ranks.first:
@@ -135,7 +141,7 @@ def _deliver_in_parts(store: S3Store, own: _OwnParts, ranks: Ranks, count: _Coun
         tags: list[str] = []
         with all_or_none(ranks.group):
             if own.begin < own.end:
-                data = _stream(_read_in_turn(own.file, own.begin, own.end), count)
+                data = _stream(own.file, own.begin, own.end, count)
                 tags += store.upload_parts(upload, data, own.end - own.begin, own.part_bytes, first=own.first + 1)
         everyone = ranks.gather(tags)
         with all_or_none(ranks.group):
@@ -156,9 +162,10 @@ def _reserve(path: str, size: int) -> None:
         os.close(fd)
 
 
-def _work(files: Sequence[OutFile]) -> list[tuple[OutFile, Step]]:
+def _work(files: Sequence[OutFile]) -> Iterator[tuple[OutFile, Step]]:
+    """All steps, made when they are asked for: files of a large run have hundreds of thousands."""
     sizes = (COPY_BYTES, COPY_SLAB_BYTES) if _from_local_disk(files) else (BUFFER_BYTES, BUFFER_BYTES)
-    return [(file, step) for file in files for step in steps(file, *sizes)]
+    return ((file, step) for file in files for step in steps(file, *sizes))
 
 
 def _from_local_disk(files: Sequence[OutFile]) -> bool:
@@ -166,29 +173,35 @@ def _from_local_disk(files: Sequence[OutFile]) -> bool:
     return bool(stores) and all(isinstance(store, LocalStore) for store in stores.values())
 
 
-def _write_in_place(work: Sequence[tuple[str, Step]], copies: bool, durable: bool, progress: Progress | None) -> None:
-    count = _Count(sum(step.nbytes for _, step in work), progress)
+def _write_in_place(work: Iterable[tuple[str, Step]], copies: bool, durable: bool, count: _Count) -> None:
     fds: dict[str, int] = {}
     local = threading.local()
 
-    def copy(path: str, step: Step) -> int:
+    def opened() -> Iterator[tuple[str, Step]]:
+        for path, step in work:
+            if path not in fds:
+                fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            yield path, step
+
+    def copy(item: tuple[str, Step]) -> int:
+        path, step = item
         if not hasattr(local, "copier"):
             local.copier = Copier()
         local.copier.copy(step, fds[path])
         return step.nbytes
 
-    def fill(path: str, step: Step) -> int:
+    def fill(item: tuple[str, Step]) -> int:
+        path, step = item
         if not hasattr(local, "buffer") or local.buffer.numel() < step.nbytes:
             local.buffer = torch.empty(step.nbytes, dtype=torch.uint8)
         pwrite(fds[path], step.fill(local.buffer), step.begin)
         return step.nbytes
 
     try:
-        for path in dict.fromkeys(path for path, _ in work):
-            fds[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         with _pool() as pool:
-            for nbytes in pool.map(copy if copies else fill, *zip(*work)) if work else ():
+            for _, nbytes in in_order(pool, copy if copies else fill, opened(), 2 * _threads()):
                 count.add(nbytes)
+        count.end()
         if durable:
             for fd in fds.values():
                 os.fsync(fd)
@@ -209,22 +222,21 @@ class _Reading:
         return self.step.fill(buffer)[self.begin : self.end]
 
 
-def _read_in_turn(file: OutFile, begin: int, end: int) -> list[_Reading]:
+def _read_in_turn(file: OutFile, begin: int, end: int) -> Iterator[_Reading]:
     """Reads whose bytes, one after another, are those of a file from ``begin`` to ``end``."""
-    return [
-        _Reading(step, max(begin - step.begin, 0), min(end - step.begin, step.nbytes))
-        for step in steps(file, BUFFER_BYTES, BUFFER_BYTES)
-        if step.begin < end and begin < step.begin + step.nbytes
-    ]
+    for step in steps(file, BUFFER_BYTES, BUFFER_BYTES):
+        if step.begin >= end:
+            return
+        if begin < step.begin + step.nbytes:
+            yield _Reading(step, max(begin - step.begin, 0), min(end - step.begin, step.nbytes))
 
 
-def _stream(work: Sequence[_Reading], count: _Count) -> Iterator[Buffer]:
-    """The reads' bytes in order; the next few are read while one is written."""
+def _stream(file: OutFile, begin: int, end: int, count: _Count) -> Iterator[Buffer]:
+    """A file's bytes from ``begin`` to ``end`` in order; the next few are read while some are written."""
     waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
-    size = max((reading.step.nbytes for reading in work), default=0)
-    free = [torch.empty(size, dtype=torch.uint8) for _ in range(_threads() + 1)]
+    free = [torch.empty(min(BUFFER_BYTES, file.size), dtype=torch.uint8) for _ in range(_threads() + 1)]
     with _pool() as pool:
-        coming = iter(work)
+        coming = _read_in_turn(file, begin, end)
         while True:
             while free and (reading := next(coming, None)) is not None:
                 buffer = free.pop()

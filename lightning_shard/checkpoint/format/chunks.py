@@ -11,12 +11,15 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
 from lightning_shard.checkpoint.format.blocks import Digest, digest_at
+from lightning_shard.checkpoint.format.columns import Integers, Parsed, parse_columns
 from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts, chunk_texts_in
 
@@ -24,6 +27,8 @@ TILINGS_KEPT = 32
 """Models have few shapes, most of them in each layer."""
 PARTS_KEPT = 1024
 """Of the boxes that are read of these."""
+LONG_BYTES = 4096
+"""Shorter text is faster taken apart chunk by chunk than by columns."""
 
 
 class Chunk(NamedTuple):
@@ -42,6 +47,45 @@ class Chunk(NamedTuple):
 
     def block_digest(self, block: int) -> Digest:
         return digest_at(self.digests, block)
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """All chunks of a tensor, checked, without an object for each.
+
+    ``files``, ``begins`` and ``ends`` have a number for each chunk, ``tiling`` has their boxes. ``digests`` are all
+    chunks', one after another; each chunk's end at its number of ``digest_ends``.
+    """
+
+    files: Integers
+    begins: Integers
+    ends: Integers
+    tiling: Tiling
+    digests: bytes
+    digest_ends: Integers
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], tiling: Tiling) -> Columns:
+        numbers = np.array([chunk[:3] for chunk in chunks], np.int64).reshape(-1, 3)
+        digits = np.array([len(chunk.digests) for chunk in chunks], np.int64)
+        digests = "".join(chunk.digests for chunk in chunks).encode()
+        return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2], tiling, digests, digits.cumsum())
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        return self.tiling.boxes
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def digests_of(self, number: int) -> str:
+        first = int(self.digest_ends[number - 1]) if number else 0
+        return self.digests[first : int(self.digest_ends[number])].decode()
+
+    def chunk(self, number: int) -> Chunk:
+        box = self.boxes[number]
+        span = int(self.begins[number]), int(self.ends[number])
+        return Chunk(int(self.files[number]), *span, box.offsets, box.sizes, self.digests_of(number))
 
 
 @dataclass(frozen=True)
@@ -63,6 +107,17 @@ class TensorEntry:
         """Raise CorruptCheckpointError if its chunks don't make it up, each element once."""
         if isinstance(self.chunks, Chunks):
             self.chunks.check_coverage()
+
+    def columns(self) -> Columns:
+        """All of its chunks at once; of a tensor that a manifest has."""
+        assert isinstance(self.chunks, Chunks)
+        return self.chunks.columns()
+
+    def same_chunks(self, other: TensorEntry) -> bool:
+        """Whether another tensor's are written in the same words: of the same files, bytes, boxes and digests."""
+        assert isinstance(self.chunks, Chunks)
+        assert isinstance(other.chunks, Chunks)
+        return self.chunks.written_as(other.chunks)
 
     def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
         """The chunks that hold a part of the box, each with that part."""
@@ -91,6 +146,7 @@ class Chunks(Sequence[Chunk]):
         text: Gives them, joined by commas.
         tile: Gives the tiling that the boxes are; raises if they are none.
         check: Gives a chunk of its text and its box; raises if its numbers don't fit.
+        fit: Whether the numbers of all chunks fit.
         unchecked: Gives their text, where it doesn't matter what else is in it.
     """
 
@@ -99,11 +155,13 @@ class Chunks(Sequence[Chunk]):
         text: Callable[[], bytes],
         tile: Callable[[Places], Tiling],
         check: Callable[[ChunkText, Box], Chunk],
+        fit: Callable[[Parsed, Tiling], bool],
         unchecked: Callable[[], bytes],
     ) -> None:
         self._text = text
         self._tile = tile
         self._check = check
+        self._fit = fit
         self._unchecked = unchecked
         self._tiling: Tiling | None = None
 
@@ -121,6 +179,22 @@ class Chunks(Sequence[Chunk]):
         """Those that hold a part of the box, each with that part."""
         texts, tiling = self._look()
         return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
+
+    def columns(self) -> Columns:
+        """All of them, by columns of their text where it is long and as expected; else one by one, as for errors."""
+        text = self._unchecked()
+        parsed = parse_columns(text) if len(text) >= LONG_BYTES else None
+        if parsed is not None:
+            tiling = self._tile(parsed.places)
+            if self._fit(parsed, tiling):
+                self._tiling = tiling
+                begins, ends = parsed.spans.T
+                return Columns(parsed.files, begins, ends, tiling, parsed.digests, parsed.digits.cumsum())
+        return Columns.of(list(iter(self)), self._look()[1] if self._tiling is None else self._tiling)
+
+    def written_as(self, other: Chunks) -> bool:
+        """Whether their text is the same."""
+        return self._unchecked() == other._unchecked()
 
     def in_files(self, files: Collection[int]) -> Iterator[Chunk]:
         """Those that lie in some files. The others' text, most of a large manifest, isn't looked at."""
@@ -162,6 +236,7 @@ class Tiling:
     """
 
     def __init__(self, shape: tuple[int, ...], places: Places) -> None:
+        self.shape = shape
         self.boxes: list[Box] = []
         for place in places:
             box = _box(place)
@@ -174,6 +249,30 @@ class Tiling:
         if fault is not None:
             raise ValueError(fault)
         self._numbers = {box: number for number, box in enumerate(self.boxes)}
+
+    @cached_property
+    def numels(self) -> Integers:
+        """Of each box."""
+        return np.array([box.numel for box in self.boxes], np.int64)
+
+    @cached_property
+    def in_row_major_order(self) -> list[int] | None:
+        """The numbers of the boxes whose elements, one box after another, are the tensor's; None where there is no such
+        order. Boxes of no elements are left out."""
+        numbers = sorted((n for n, box in enumerate(self.boxes) if box.numel), key=lambda n: self.boxes[n].offsets)
+        position = 0
+        for number in numbers:
+            box = self.boxes[number]
+            dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes))
+            if box.first(self.shape) != position or box.sizes[dim + 1 :] != self.shape[dim + 1 :]:
+                return None
+            position += box.numel
+        return numbers
+
+    @cached_property
+    def sizes(self) -> set[tuple[int, ...]]:
+        """Of the boxes that have elements."""
+        return {box.sizes for box in self.boxes if box.numel}
 
     def parts(self, box: Box) -> list[tuple[int, Box]]:
         """The numbers of the boxes that overlap with this one, each with what they have in common."""

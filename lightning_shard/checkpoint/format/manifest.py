@@ -10,12 +10,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_HEX_CHARS, Digest
 from lightning_shard.checkpoint.format.chunks import Chunk, Chunks, Places, TensorEntry, Tiling, tiling_of
+from lightning_shard.checkpoint.format.columns import Integers, Parsed
 from lightning_shard.checkpoint.format.header import DTYPES, item_bytes
 from lightning_shard.checkpoint.format.strict_json import integer, text
 from lightning_shard.checkpoint.format.text import (
@@ -309,6 +312,7 @@ class Manifest:
                 partial(self._chunks, title, text_of.chunks),
                 partial(self._tiling, title, shape),
                 partial(self._chunk, title, width),
+                partial(self._fit, width),
                 text_of.unchecked,
             ),
         )
@@ -343,6 +347,30 @@ class Manifest:
         if len(digests) != blocks * DIGEST_HEX_CHARS:
             raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
         return Chunk(number, begin, end, box.offsets, box.sizes, digests)
+
+    def _fit(self, width: int, parsed: Parsed, tiling: Tiling) -> bool:
+        """Whether :meth:`_chunk` takes all of a tensor's chunks."""
+        if (parsed.files >= len(self.files)).any():
+            return False
+        nbytes, (begins, ends) = tiling.numels * width, parsed.spans.T
+        headers, sizes = self._file_sizes[:, parsed.files]
+        blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
+        return bool(
+            (ends - begins == nbytes).all()
+            and (headers <= begins).all()
+            and (ends <= sizes).all()
+            and (parsed.digits == blocks * DIGEST_HEX_CHARS).all()
+        )
+
+    def has_files_like(self, other: Manifest) -> bool:
+        """Whether its files are as long as another's, headers too, and have digests of the same blocks: chunks that fit
+        into them fit into the other's."""
+        return self.block_bytes == other.block_bytes and np.array_equal(self._file_sizes, other._file_sizes)
+
+    @cached_property
+    def _file_sizes(self) -> Integers:
+        """Each file's bytes, those of its header first, of shape (2, files)."""
+        return np.array([(file.header_bytes, file.bytes) for file in self.files], np.int64).reshape(-1, 2).T
 
 
 @lru_cache(maxsize=KINDS_KEPT)

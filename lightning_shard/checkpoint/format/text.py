@@ -176,7 +176,7 @@ def chunk_texts_in(chunks: bytes, files: frozenset[int]) -> list[ChunkText]:
 @lru_cache(maxsize=4)
 def _chunk_text_in(files: frozenset[int]) -> re.Pattern[bytes]:
     numbers = b"|".join(b"%d" % number for number in sorted(files))
-    return re.compile(_CHUNK_TEXT.pattern.replace(_NUMBER, numbers, 1))
+    return re.compile(_CHUNK_TEXT.pattern.replace(NUMBER, numbers, 1))
 
 
 def parse(data: bytes, *, at_once: bool = True) -> Any:
@@ -206,20 +206,20 @@ class _OtherwiseLaidOut(Exception):
 _CHUNKS = b',"chunks":['
 _CHUNK_FIELDS = ("file", "bytes", "offsets", "sizes", "digests")
 _STRING = rb'"(?:[^"\\\x00-\x1f]|\\.)*+"'
-_NUMBER = rb"(?:0|[1-9]\d*+)"
-_NUMBERS = rb"\[(?:%(n)b(?:,%(n)b)*+)?\]" % {b"n": _NUMBER}
+NUMBER = rb"(?:0|[1-9]\d*+)"
+NUMBERS = rb"\[(?:%(n)b(?:,%(n)b)*+)?\]" % {b"n": NUMBER}
 _CHUNK_TEXT = re.compile(
     rb'\{"file":(%(n)b),"bytes":\[(%(n)b),(%(n)b)\],("offsets":%(ns)b,"sizes":%(ns)b)(?:,"digests":"([0-9a-f]*+)")?\}'
-    % {b"n": _NUMBER, b"ns": _NUMBERS}
+    % {b"n": NUMBER, b"ns": NUMBERS}
 )
 _ALL_CHUNKS = re.compile(rb"(?:%b(?:,(?=\{)|\Z))*+" % _CHUNK_TEXT.pattern)
 # No bracket within a string is taken for one.
 _TENSOR_START = re.compile(
     rb'(%(s)b):(?:(\{"dtype":"\w++","shape":%(ns)b)%(c)b|(\{"same_as":%(s)b\}))'
-    % {b"s": _STRING, b"ns": _NUMBERS, b"c": re.escape(_CHUNKS)}
+    % {b"s": _STRING, b"ns": NUMBERS, b"c": re.escape(_CHUNKS)}
 )
 _TENSOR_END = b"]}"
-_RANK_START = re.compile(rb'"(%b)":(?=\{)' % _NUMBER)
+_RANK_START = re.compile(rb'"(%b)":(?=\{)' % NUMBER)
 
 
 def _parse_lines(data: bytes, at_once: bool) -> dict[str, Any]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lightning_shard.checkpoint.ahead import in_order
 from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, digest
+from lightning_shard.checkpoint.format.chunks import Columns
 from lightning_shard.checkpoint.format.decode import parse
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, Section, TensorEntry
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Section, TensorEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.store import as_path
+from lightning_shard.checkpoint.tools.claims import Claim, Claims
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, FormatVersionError
 
 
@@ -84,30 +87,33 @@ def verify(
     report.digests = bool(manifest.block_bytes)
     report.files = len(manifest.files)
     report.manifest_digest = manifest.signed
-    chunks: list[list[tuple[str, TensorEntry, Chunk]]] = [[] for _ in manifest.files]
-    for name, entry in _tensors(sections, report):
-        report.tensors += 1
-        for chunk in entry.chunks:
-            chunks[chunk.file].append((name, entry, chunk))
-    if manifest.block_bytes:
-        chunks = [_apart(own, file, report) for file, own in zip(manifest.files, chunks, strict=True)]
+    claims = Claims(_tensors(sections, report), len(manifest.files))
+    report.tensors = claims.tensors
     total = sum(file.bytes for file in manifest.files)
+    found = _Found()
 
-    def advance(faults: list[Fault], nbytes: int) -> None:
-        report.faults += faults
+    def advance(nbytes: int) -> None:
         report.bytes += nbytes
         if progress is not None:
             progress(report.bytes, total)
 
     with ThreadPoolExecutor(checkpoint.store.requests, thread_name_prefix="checkpoint-verify") as pool:
-        stretches: list[_Stretch] = []
-        checked = pool.map(partial(_check_file, checkpoint), manifest.files, chunks)
-        for file, own, (faults, readable) in zip(manifest.files, chunks, checked, strict=True):
-            found = list(_stretches(checkpoint, file, own)) if readable else []
-            stretches += found
-            advance(faults, file.bytes - sum(stretch.end - stretch.begin for stretch in found))
-        for stretch, faults in zip(stretches, pool.map(partial(_check_stretch, checkpoint), stretches), strict=True):
-            advance(faults, stretch.end - stretch.begin)
+        ahead = 2 * checkpoint.store.requests
+
+        def stretches() -> Iterator[_Stretch]:
+            numbers = range(len(manifest.files))
+            for number, looked in in_order(pool, partial(_check_file, checkpoint, claims), numbers, ahead):
+                file = manifest.files[number]
+                found.overlaps += looked.overlaps
+                found.headers += looked.faults
+                own = list(_stretches(checkpoint, file, looked.claims)) if looked.readable else []
+                advance(file.bytes - sum(stretch.end - stretch.begin for stretch in own))
+                yield from own
+
+        for stretch, faults in in_order(pool, partial(_check_stretch, checkpoint), stretches(), ahead):
+            found.bytes += faults
+            advance(stretch.end - stretch.begin)
+    report.faults += found.overlaps + found.headers + found.bytes
     if not report.faults:
         try:
             checkpoint.trainer_state(lenient=True)
@@ -116,7 +122,16 @@ def verify(
     return report
 
 
-def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[tuple[str, TensorEntry]]:
+@dataclass
+class _Found:
+    """Faults by kind, in which order they are told."""
+
+    overlaps: list[Fault] = field(default_factory=list)
+    headers: list[Fault] = field(default_factory=list)
+    bytes: list[Fault] = field(default_factory=list)
+
+
+def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[tuple[str, TensorEntry, Columns]]:
     """Every tensor that has bytes of its own; what can't be parsed is a fault."""
     for title, section in sections.items():
         for name in section:
@@ -124,31 +139,45 @@ def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[
             try:
                 entry = section[name]
                 if section.alias_of(name) is None:
-                    yield label, replace(entry, chunks=tuple(iter(entry.chunks)))
+                    yield label, entry, entry.columns()
             except FormatVersionError:
                 raise
             except CheckpointError as error:
                 report.faults.append(Fault(MANIFEST_NAME, label, str(error)))
 
 
-def _apart(
-    chunks: list[tuple[str, TensorEntry, Chunk]], file: FileEntry, report: VerifyReport
-) -> list[tuple[str, TensorEntry, Chunk]]:
-    """A file's chunks but for those that share bytes with one before them, which are faults: no byte is read twice."""
-    kept: list[tuple[str, TensorEntry, Chunk]] = []
-    for item in sorted(chunks, key=lambda item: (item[2].begin, item[2].end)):
-        name, _, chunk = item
-        if kept and chunk.begin < kept[-1][2].end:
-            what = f"bytes {chunk.begin:,} to {chunk.end:,} are also those of {kept[-1][0]!r}"
-            report.faults.append(Fault(file.path, name, what))
+@dataclass
+class _Looked:
+    """A file's chunks but for those that share bytes with one before them, so that no byte is read twice; what is wrong
+    with the others, and with the file's size and header; and whether the tensors' bytes can be looked at."""
+
+    claims: list[Claim]
+    overlaps: list[Fault] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    readable: bool = False
+
+
+def _check_file(checkpoint: Checkpoint, claims: Claims, number: int) -> _Looked:
+    file, own = checkpoint.manifest.files[number], claims.of(number)
+    looked = _apart(own, file) if checkpoint.manifest.block_bytes else _Looked(own)
+    looked.faults, looked.readable = _check_ends(checkpoint, file, looked.claims)
+    return looked
+
+
+def _apart(claims: list[Claim], file: FileEntry) -> _Looked:
+    looked = _Looked([])
+    kept = looked.claims
+    for claim in claims:
+        chunk = claim.chunk
+        if kept and chunk.begin < kept[-1].chunk.end:
+            what = f"bytes {chunk.begin:,} to {chunk.end:,} are also those of {kept[-1].name!r}"
+            looked.overlaps.append(Fault(file.path, claim.name, what))
         else:
-            kept.append(item)
-    return kept
+            kept.append(claim)
+    return looked
 
 
-def _check_file(
-    checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]
-) -> tuple[list[Fault], bool]:
+def _check_ends(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) -> tuple[list[Fault], bool]:
     """Size and header; with what is wrong, whether the tensors' bytes can be looked at."""
     faults: list[Fault] = []
     try:
@@ -166,7 +195,7 @@ def _check_file(
             what = f"its header (the first {file.header_bytes} bytes) differs from its digest"
             return [*faults, Fault(file.path, None, what)], False
         entries, _ = parse_header(bytes(header), file.path)
-        return [*faults, *_check_header(file, list(entries.values()), chunks)], True
+        return [*faults, *_check_header(file, list(entries.values()), claims)], True
     except FileNotFoundError:
         return [*faults, Fault(file.path, None, "is missing")], False
     except (OSError, CheckpointError) as error:
@@ -184,12 +213,10 @@ class _Stretch:
     digests: tuple[str, ...]
 
 
-def _stretches(
-    checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, TensorEntry, Chunk]]
-) -> Iterator[_Stretch]:
+def _stretches(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) -> Iterator[_Stretch]:
     grid = checkpoint.manifest.block_bytes
     blocks = max(1, checkpoint.store.step_bytes // grid) if grid else 0
-    for name, _, chunk in chunks:
+    for name, _, chunk in claims:
         count = len(chunk.digests) // DIGEST_HEX_CHARS
         for first in range(0, count, blocks or 1):
             last = min(first + blocks, count)
@@ -213,17 +240,15 @@ def _check_stretch(checkpoint: Checkpoint, stretch: _Stretch) -> list[Fault]:
     return faults
 
 
-def _check_header(
-    file: FileEntry, entries: list[HeaderEntry], chunks: list[tuple[str, TensorEntry, Chunk]]
-) -> Iterator[Fault]:
+def _check_header(file: FileEntry, entries: list[HeaderEntry], claims: list[Claim]) -> Iterator[Fault]:
     """The header and the manifest must tell of the same bytes, and the header of all of them."""
     fault = layout_fault(entries, file.header_bytes, file.bytes)
     if fault is not None:
         yield Fault(file.path, *fault)
         return
     declared = {(entry.begin, entry.end, entry.dtype, entry.shape) for entry in entries}
-    for name, tensor, chunk in chunks:
-        carrier, extra = CARRIERS.get(tensor.dtype, (tensor.dtype, ()))
+    for name, dtype, chunk in claims:
+        carrier, extra = CARRIERS.get(dtype, (dtype, ()))
         if (chunk.begin, chunk.end, carrier, (*chunk.sizes, *extra)) not in declared:
             where = f"bytes {chunk.begin:,} to {chunk.end:,}"
             yield Fault(file.path, name, f"the header has no {carrier} of shape {chunk.sizes} at {where}")
