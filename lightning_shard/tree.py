@@ -44,11 +44,18 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def _collect(tree: Any, found: list[Any]) -> None:
-    if _kind_of_node(type(tree)) is None:
+    kind = _kind_of_node(type(tree))
+    if kind is None:
         found.append(tree)
-        return
-    for _, child in children(tree):
-        _collect(child, found)
+    elif kind == "sequence":
+        for child in tree:
+            _collect(child, found)
+    elif kind == "mapping":
+        for child in tree.values():
+            _collect(child, found)
+    else:
+        for _, child in children(tree):
+            _collect(child, found)
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -210,7 +210,7 @@ class Passage:
 
     def wants(self, kind: str, block: int) -> bool:
         """Whether what a block does beside returning something goes out."""
-        return self.searching or any(key[:2] == (kind, block) for key in self.wanted)
+        return self.searching or (bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted))
 
     def forget_hooks(self) -> None:
         """Of received values' gradients: the stage before has run the same code until now, and has them too."""
@@ -245,6 +245,8 @@ class Passage:
         Args:
             written: Whether it is a tensor that was there before, and was changed.
         """
+        if torch.is_grad_enabled() == self.differentiates:
+            return self._produced(key, tensor, parents, written)
         with torch.set_grad_enabled(self.differentiates):  # also where the code around it has no gradients
             return self._produced(key, tensor, parents, written)
 
@@ -269,8 +271,8 @@ class Passage:
 
     def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
         """In place of a value that isn't known here; of its own memory, since models may write into it."""
-        data = torch.empty(slot.shape, dtype=slot.dtype, device=device)
-        data.fill_(self.filler if data.is_floating_point() or data.is_complex() else 0)
+        has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
+        data = torch.full(slot.shape, self.filler if has_nan else 0, dtype=slot.dtype, device=device)
         tensor: Any = mark(data, Origin(text, self.on_missing))
         tensor.value = Value(key)
         return tensor

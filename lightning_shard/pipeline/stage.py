@@ -390,22 +390,24 @@ class Stage:
         for place, tensor in changed:
             passage.produced(("changed", index, place), tensor, written=True)
         for number, (_, _, value) in enumerate(kept):
-            for place, (_, leaf) in enumerate(tree.walk(value)):
+            for place, leaf in enumerate(tree.leaves(value)):
                 if isinstance(leaf, Tensor):
                     passage.produced(("kept", index, number, place), leaf)
 
     def _note(self, index: int, output: Any, before: Before | None) -> None:
         passage = self.passage
         is_handed_on = index == self.owned[-1]
-        for place, (_, leaf) in enumerate(tree.walk(output)):
-            key: Key = ("block", index, place)
-            if passage.searching:
-                passage.known[key] = None
-            if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
-                passage.sent[key] = leaf.clone()  # code may change it in place
+        if passage.searching or passage.wanted or is_handed_on:
+            for place, leaf in enumerate(tree.leaves(output)):
+                key: Key = ("block", index, place)
+                if passage.searching:
+                    passage.known[key] = None
+                if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
+                    passage.sent[key] = leaf.clone()  # code may change it in place
         name = self.blocks[index]
-        changed, kept = (before.changed(name, output), before.kept()) if before is not None else ([], [])
-        self._note_effects(index, changed, kept)
+        if before is not None:
+            changed, kept = before.changed(name, output), before.kept()
+            self._note_effects(index, changed, kept)
         if passage.searching:
             assert before is not None
             _check_sendable(name, output)

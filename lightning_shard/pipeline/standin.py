@@ -70,7 +70,7 @@ class StandIn:
             )
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
-        if passage.searching or any(key[:2] == ("kept", index) for key in passage.received):
+        if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
             self._keep(done, index)  # else unknown since the search
         tensors = tree.leaves((args, kwargs))
         for place in done.changed:

@@ -194,7 +194,8 @@ class PipelinedStep:
 
     def flush(self, until: Sequence[int] | None = None) -> None:
         """Wait until all that was sent has left; or what was :attr:`sent` at a time, which is kept until then."""
-        for end, number in zip(self._ends.values(), until or [None] * len(self._ends)):
+        numbers: Sequence[int | None] = [None] * len(self._ends) if until is None else until
+        for end, number in zip(self._ends.values(), numbers):
             end.channel.flush(number)
 
     def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:

@@ -4,73 +4,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.parallel.data import reshard
 from lightning_shard.parallel.expert import ExpertPlan
-from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import Recomputing
 from lightning_shard.parallel.tensor import Plan
-from lightning_shard.parallel.units import sharded_units
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.recorded import Watch
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin import loops, optimizers
-from lightning_shard.plugin.all_parameters import all_parameters
-from lightning_shard.plugin.assemble import Assembly, assemble
+from lightning_shard.plugin import loops
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.data.streams import talks_to_other_ranks
-from lightning_shard.plugin.finetuning import finetuning_callbacks, optimizers_of_nothing, take_over_unfreezing
+from lightning_shard.plugin.finetuning import finetuning_callbacks
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.held import HeldMemory, held_memory
-from lightning_shard.plugin.limits import (
-    generates_in_validation,
-    refuse,
-    refuse_hyperparameters,
-    refuse_synced_generation,
-)
+from lightning_shard.plugin.prepared import PreparedStrategy
 from lightning_shard.plugin.running.failure import note_missing_state
-from lightning_shard.plugin.saving.averaging import average_shards, postpone_copies
+from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
-from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
-from lightning_shard.plugin.steps.first_looks import FirstLooks
-from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
-from lightning_shard.plugin.steps.gradients import Gradients
-from lightning_shard.plugin.steps.loss_weight import LossWeights
-from lightning_shard.plugin.steps.metrics import share_metrics
-from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded
-from lightning_shard.plugin.steps.scaling import agree_on_overflows
-from lightning_shard.plugin.steps.schedules import candidates, check_counts, that_evaluate, that_generate, that_runs
+from lightning_shard.plugin.steps.schedules import candidates, check_counts
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
-from lightning_shard.plugin.steps.walks import Walks, note_missing_parameter
-from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
-from lightning_shard.plugin.throughput import share_throughput
+from lightning_shard.plugin.steps.walks import note_missing_parameter
 from lightning_shard.sharding import local_tensor
 
-_ASSEMBLY = "_lightning_shard_assembly"
 
-
-class HybridShardStrategy(CheckpointedStrategy):
+class HybridShardStrategy(PreparedStrategy):
     """Fully sharded data, tensor and pipeline parallelism in any combination, for an unmodified LightningModule.
 
     Args:
@@ -184,12 +157,6 @@ class HybridShardStrategy(CheckpointedStrategy):
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
-        self._steps: SingleStageSteps | PipelinedSteps | None = None
-        self._gradients: Gradients | None = None
-        self._looks: FirstLooks | None = None
-        self._walks: Walks | None = None
-        self._built: optimizers.Built | None = None
-        self._trains: list[list[bool]] = []
         self._samples: bool | None = None
         self._ahead: BatchesAhead | None = None
 
@@ -286,148 +253,6 @@ class HybridShardStrategy(CheckpointedStrategy):
         super().teardown()
         if self._walks is not None:
             self._walks.warn()
-
-    # The model
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        loops.forbid_inference_mode(trainer)
-        precision = str(self.precision_plugin.precision)
-        loops.refuse_precision(precision)
-        self._settings = replace(self._settings, gathered_dtype=loops.GATHERED.get(precision))
-        refuse(trainer, module, self.layout)
-        if trainer.state.fn == TrainerFn.FITTING:
-            refuse_hyperparameters(trainer, module)
-        known = module.__dict__.get(_ASSEMBLY)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if self.layout.pipeline_parallel_size > 1:
-            loops.record_no_module_names(trainer)
-        elif self.world_size > 1:
-            summarize_beside(callbacks)
-        share_throughput(callbacks, self.layout)
-        if known is None:
-            self._built = optimizers.Built.of(module)
-            if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
-                summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
-            self.precision_plugin.convert_module(module)
-            known = assemble(
-                module,
-                self.layout,
-                self.device_mesh,
-                self._expert_mesh,
-                self.root_device,
-                randomness.derive(self._seed, "init"),
-                self._settings,
-                self._schedules_for(trainer, module),
-                self.groups,
-            )
-            module.__dict__[_ASSEMBLY] = known
-            module._device = self.root_device  # Lightning's own: where it computes, though shards may lie on the host
-            if known.placement is not None and self.layout.pipeline_parallel_size > 1:
-                rank_zero_info(f"{self.layout}\n{known.placement}")
-        else:
-            known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
-            known.check_parameters(module, self.groups)
-        self._assembly = known
-        has_others = self._layer_sync is not None and self.layout.data_parallel_size > 1
-        synchronize(module, self.groups.data if has_others else None)
-        self.model = module
-        self._connect_checkpoint_io(trainer)
-        self._make_steps(module, known)
-        share_metrics(module, self.groups, self.root_device, known.stages)
-        self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            average_shards(callbacks, module)
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
-            _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
-        groups, layout, device = self.groups, self.layout, self.root_device
-        is_pipelined = known.stages is not None
-        weights = LossWeights(self._loss_weight, groups.data, device)
-        gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
-        self._gradients = gradients
-        copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
-        self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties, copies)
-        if known.stages is None:
-            if layout.data_parallel_size > 1 and known.lockstep is None:
-                units = [unit for unit in sharded_units(module) if unit is not module]
-                known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
-            self._steps = SingleStageSteps(module, device, layout.data_rank, gradients, weights, known.lockstep)
-            return
-        reshard(module)
-        refuse_synced_generation(module)
-        self._walks = Walks(known.stages.incomplete)
-        self._steps = PipelinedSteps(
-            module,
-            known.stages,
-            groups,
-            layout,
-            device,
-            that_runs(known.schedule, self._settings.of_blocks),
-            known.ties,
-            weights,
-            reduces_each=self._reduces_each,
-            reshards_each=self._settings.reshard_after_forward is True,
-        )
-
-    def _schedules_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Sequence[Schedule]:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return that_evaluate(self._schedules, self._settings.placement)
-        is_pipelined = self.layout.pipeline_parallel_size > 1
-        generates = is_pipelined and trainer.enable_validation and generates_in_validation(module)
-        return that_generate(self._schedules) if generates else self._schedules
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        parameters = dict(self.lightning_module.named_parameters())
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        several = self.layout.pipeline_parallel_size > 1
-        take_over_unfreezing(several)
-        assert self._assembly is not None
-        with ExitStack() as inside:
-            if several:
-                inside.enter_context(optimizers_of_nothing())
-                gather = self.groups.gather_over_stages
-                inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
-            super().setup_optimizers(trainer)
-        self._trains = self._what_trains()
-        if several and not any(map(any, self._trains)):
-            raise PlacementError(
-                "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
-                " pipeline_parallel_size=1."
-            )
-        tied = {name for tie in self._assembly.ties for name in tie.names}
-        optimizers.prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
-
-    def _what_trains(self) -> list[list[bool]]:
-        """Of each stage's parameters; a collective call over the pipeline."""
-        assert self.lightning_module is not None
-        return self.groups.gather_over_stages([p.requires_grad for p in self.lightning_module.parameters()])
-
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()
-        assert self.lightning_module is not None
-        mesh = self.device_mesh[self.layout.stage_axes]
-        norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, self._walks)
-        norms.take_over(self.precision_plugin)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            agree_on_overflows(scaler, self.optimizers)
-        gradients, whole = self._gradients, self.precision_plugin.post_backward
-        assert gradients is not None
-
-        def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
-            gradients.end_backward()
-            return whole(loss, module)
-
-        self.precision_plugin.__dict__["post_backward"] = post_backward
 
     # Steps
 

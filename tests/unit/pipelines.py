@@ -124,7 +124,7 @@ class QueueChannel:
         assert len(needed) == count
         return needed
 
-    def flush(self) -> None:
+    def flush(self, until: int | None = None) -> None:
         pass
 
 

@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps import numpy_generator, randomness
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,35 @@ def test_what_is_drawn_inside_leaves_no_trace() -> None:
         randomness.seed_all(7)
         draw()
     assert draw() == expected
+
+
+@pytest.mark.parametrize("drawn", range(4))
+def test_numpys_second_gaussian_number_waits_after_a_step_where_it_did_before(drawn: int) -> None:
+    np.random.seed(5)
+    whole = np.random.standard_normal(8)
+    for _ in range(2):  # noted as it stands, and where it is known to stand
+        np.random.seed(5)
+        np.random.standard_normal(drawn)
+        for _ in range(2):
+            with randomness.preserved(CPU):
+                randomness.seed_all(7)
+                np.random.standard_normal(3)
+        assert np.array_equal(np.random.standard_normal(8 - drawn), whole[drawn:])
+
+
+def test_another_bit_generator_than_numpys_first_is_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_generator, "_memory", lambda: None)
+    test_what_is_drawn_inside_leaves_no_trace()
+    test_numpys_second_gaussian_number_waits_after_a_step_where_it_did_before(1)
+
+
+def test_what_is_drawn_from_numpys_generator_shows() -> None:
+    for draw_one in (np.random.rand, np.random.standard_normal):
+        randomness.seed_all(5)
+        before = randomness.where_others_stand()
+        assert randomness.where_others_stand() == before
+        draw_one()
+        assert randomness.where_others_stand() != before
 
 
 def test_a_modules_own_generators_are_seeded_each_by_its_name_and_put_back() -> None:
