@@ -34,51 +34,68 @@ class Routed:
     loads: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class _Now:
+    """Of this process's run. Not the callback's own: what hooks hold is kept apart by the stages of a rank."""
+
+    routed: Routed
+    samples: list[bytes] = field(default_factory=list)
+    step: int = 0
+
+
+_now = _Now(Routed())
+
+
 class Routing(L.Callback):
     """Fills ``routed``."""
 
     def __init__(self, routed: Routed) -> None:
         self.routed = routed
-        self._samples: list[bytes] = []
-        self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        module.model.register_forward_pre_hook(self._begin)
+        _now.routed = self.routed
+        module.model.register_forward_pre_hook(_begin)
         for name, inner in module.named_modules():
             if name.endswith("experts") and type(getattr(inner, "num_experts", None)) is int:
-                inner.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True)
+                inner.register_forward_pre_hook(partial(_choose, name), with_kwargs=True)
                 dispatched = getattr(inner.forward, "__func__", None)
                 if isinstance(dispatched, Dispatched):
-                    self._count_rows(name, dispatched)
+                    _count_rows(name, dispatched)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._step = trainer.global_step
+        _now.step = trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        loads = {name: buffer for name, buffer in module.named_buffers() if name.endswith(".load")}
-        self.routed.loads = {name: load.clone() for name, load in loads.items() if not load.is_meta}
+        for name, inner in module.named_modules():
+            # of a block that another stage holds it is no state of this one's
+            if "load" in inner._buffers and "load" not in inner._non_persistent_buffers_set:
+                self.routed.loads[f"{name}.load"] = inner.get_buffer("load").clone()
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._samples = [sample.numpy().tobytes() for sample in args[0].cpu()]
 
-    def _choose(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _counts(module):
-            return
-        hidden, indices, _ = [*args, *kwargs.values()]
-        assert len(hidden) == len(indices) == LENGTH * len(self._samples)
-        of_samples = indices.detach().cpu().sort(-1).values.unflatten(0, (-1, LENGTH)).clone()
-        self.routed.chosen.setdefault((name, self._step), {}).update(zip(self._samples, of_samples))
+def _begin(module: nn.Module, args: Any) -> None:
+    _now.samples = [sample.numpy().tobytes() for sample in args[0].cpu()]
 
-    def _count_rows(self, name: str, dispatched: Dispatched) -> None:
-        compute, computed, mesh = dispatched._compute, self.routed.computed, dispatched._mesh
 
-        def counted(module: nn.Module, rows: Tensor, experts: Tensor, scales: Tensor, here: int) -> Tensor:
-            if _counts(module) and self._step:
-                counts = computed.setdefault((name, self._step), torch.zeros(here * mesh.size(), dtype=torch.long))
-                counts[mesh.get_local_rank() * here :][:here] += experts.flatten().cpu().bincount(minlength=here)
-            return compute(module, rows, experts, scales, here)
+def _choose(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    if not _counts(module):
+        return
+    hidden, indices, _ = [*args, *kwargs.values()]
+    assert len(hidden) == len(indices) == LENGTH * len(_now.samples)
+    of_samples = indices.detach().cpu().sort(-1).values.unflatten(0, (-1, LENGTH)).clone()
+    _now.routed.chosen.setdefault((name, _now.step), {}).update(zip(_now.samples, of_samples))
 
-        vars(dispatched)["_compute"] = counted
+
+def _count_rows(name: str, dispatched: Dispatched) -> None:
+    compute, mesh = dispatched._compute, dispatched._mesh
+
+    def counted(module: nn.Module, rows: Tensor, experts: Tensor, scales: Tensor, here: int) -> Tensor:
+        if _counts(module) and _now.step:
+            nothing = torch.zeros(here * mesh.size(), dtype=torch.long)
+            counts = _now.routed.computed.setdefault((name, _now.step), nothing)
+            counts[mesh.get_local_rank() * here :][:here] += experts.flatten().cpu().bincount(minlength=here)
+        return compute(module, rows, experts, scales, here)
+
+    vars(dispatched)["_compute"] = counted
 
 
 def _counts(module: nn.Module) -> bool:

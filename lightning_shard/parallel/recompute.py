@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_shard.errors import ConfigurationError, StepError
 
@@ -38,6 +43,10 @@ _KEPT = (
         ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"),
     ),
 )
+
+# Ranges of a profile compute nothing, and a second run may have more: FSDP2 marks how it gathers a unit in a block.
+for _packet in (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit):
+    SAC_IGNORED_OPS.update(getattr(_packet, overload) for overload in _packet.overloads())
 
 
 def check_recomputing(setting: Any) -> None:

@@ -50,7 +50,8 @@ class HybridShardStrategy(PreparedStrategy):
         pipeline_parallel_size: Into how many stages the network's blocks are cut.
         tensor_parallel_size: Over how many ranks single layers are split.
         expert_parallel_size: Over how many of the data-parallel ranks the experts of mixtures are dealt; they are
-            sharded over the others. Divides ``data_parallel_size / data_parallel_replicas``.
+            sharded over the others. Divides ``data_parallel_size / data_parallel_replicas``. A load-balancing loss is
+            of each data rank's own tokens, as with any data ranks.
         data_parallel_size: Over how many ranks the data is dealt; ``"auto"``: every rank that is left.
         data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks and
             replicated over this many groups of them.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.testing import run_ranks
 from tests.mixtures import MixtureModel, OnMeta, assert_alike, trained
-from tests.parity import GLOBAL_BATCH, QUIET, Seen, largest_difference, layout, loader, train
+from tests.parity import GLOBAL_BATCH, QUIET, Seen, combine, largest_difference, layout, loader, train, world
 
 EP2 = {**layout(data=2), "expert_parallel_size": 2}
 SAFE = "own, all tokens to one expert"
@@ -72,12 +76,55 @@ def test_fewer_experts_than_ranks_that_share_them() -> None:
         {**layout(data=4), "expert_parallel_size": 2, "data_parallel_replicas": 2},
         {**layout(pipeline=2, data=2), "expert_parallel_size": 2},
         {**layout(data=2, tensor=2), "expert_parallel_size": 2},
+        {**layout(pipeline=2, data=2, tensor=2), "expert_parallel_size": 2},
     ],
-    ids=["ep2×dp2", "ep4", "ep2×dp2 replicas", "pp2×ep2", "ep2×tp2"],
+    ids=["ep2×dp2", "ep4", "ep2×dp2 replicas", "pp2×ep2", "ep2×tp2", "pp2×ep2×tp2"],
 )
 def test_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
-    own = [] if sizes["tensor_parallel_size"] > 1 else ["own", SAFE, "list, called where chosen"]
-    assert_alike(sizes, ["mixtral", "qwen3", *own], tmp_path)
+    kinds = ["mixtral", "qwen3", "deepseek-v3", "own", SAFE, "list, called where chosen"]
+    assert_alike(sizes, kinds, tmp_path, timeout_s=300)
+
+
+class Balanced(MixtureModel):
+    """With a load-balancing loss of each part of a batch: of a data rank's samples, by their microbatches."""
+
+    def __init__(self, data_ranks: int = 1, microbatches: int = 1) -> None:
+        super().__init__("mixtral")
+        self.parts = data_ranks, microbatches
+        self.model.config.output_router_logits = True
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        data_ranks, microbatches = self.parts
+        shares = [{key: value[rank::data_ranks] for key, value in batch.items()} for rank in range(data_ranks)]
+        losses = []
+        for share in shares:
+            parts = zip(share["x"].chunk(microbatches), share["y"].chunk(microbatches))
+            losses += [self._of_part(x, y) for x, y in parts]
+        return torch.stack(losses).mean()
+
+    def _of_part(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.model(x)
+        return F.cross_entropy(out.logits.flatten(0, 1), y.flatten()) + 0.5 * out.aux_loss
+
+
+def balanced(sizes: dict[str, int] | None, *parts: int, **options: Any) -> Seen:
+    return train("llama", sizes, module=partial(Balanced, *parts), steps=1, trainer={"limit_val_batches": 0}, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "microbatches"),
+    [(EP2, 1), pytest.param({**EP2, **layout(pipeline=2, data=2)}, 2, marks=pytest.mark.long)],
+    ids=["ep2", "pp2 ep2"],
+)
+def test_a_load_balancing_loss_is_each_data_ranks_and_microbatchs_own(sizes: dict[str, int], microbatches: int) -> None:
+    options = {"microbatches": microbatches} if microbatches > 1 else {}
+    ours = combine(run_ranks(balanced, world(sizes), sizes, elastic=True, **options), sizes)
+    plain, of_the_batch = balanced(None, 2, microbatches), balanced(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=3e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-5)
+    assert largest_difference(ours.gradients, plain.gradients) < 2e-6
+    assert largest_difference(ours.gradients, of_the_batch.gradients) > 1e-5
+    assert ours.losses != pytest.approx(of_the_batch.losses, rel=3e-6)
 
 
 def made_on_meta(sizes: dict[str, int]) -> Seen:

@@ -66,6 +66,8 @@ def _begins(before: list[Sums], unit: nn.Module, *_: Any) -> None:
 
 
 def _ends(unit_name: str, before: list[Sums], unit: nn.Module, *_: Any) -> None:
+    if not before:  # it ran in another stage of this rank; this one is told of the call, since there are hooks
+        return
     name = changed(before.pop(), sums(unit))
     if name is not None:
         raise StepError(
