@@ -1,14 +1,20 @@
-"""Parameters that came to a module, or left it, after it was laid out: no rank shards or averages the new ones."""
+"""Parameters that came to a module, or left it, after it was laid out: no rank shards or averages the new ones.
+
+And copies that are made then, of which torch has none: what holds shards and hooks is bound to its ranks.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.data import reshard
 
 _REMEDY = (
@@ -54,3 +60,30 @@ class LaidOutParameters:
 
 def _kind(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
+
+
+def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
+    """Have ``copy.deepcopy`` of it, or of a part of it, say why it fails."""
+    for part in module.modules():
+        if is_cut or isinstance(part, FSDPModule):
+            part.__dict__["__deepcopy__"] = partial(_copied, part)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """
+    Raises:
+        StepError: It can't be copied.
+    """
+    own: Any = getattr(type(module), "__deepcopy__", None)
+    reconstruct: Any = copy._reconstruct  # type: ignore[attr-defined]  # what deepcopy does else (Python 3.11 to 3.14)
+    try:
+        return own(module, memo) if own is not None else reconstruct(module, memo, *module.__reduce_ex__(4))
+    except StepError:
+        raise
+    except Exception as error:
+        raise StepError(
+            f"A {type(module).__name__} was to be copied (copy.deepcopy) after it was laid out on ranks, and its"
+            " parameters are shards there, which only its own hooks gather: make the copy in __init__, where it is laid"
+            " out like the original; for an average of weights use Lightning's EMAWeightAveraging; or keep values,"
+            " {name: p.detach().clone() for name, p in module.named_parameters()}."
+        ) from error
