@@ -353,7 +353,10 @@ class HybridShardStrategy(CheckpointedStrategy):
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
-        self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties, copies)
+        context = groups.context if layout.context_parallel_size > 1 else None
+        self._looks = FirstLooks(
+            module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
+        )
         if known.stages is None:
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
@@ -374,6 +377,7 @@ class HybridShardStrategy(CheckpointedStrategy):
             weights,
             reduces_each=self._reduces_each,
             reshards_each=self._settings.reshard_after_forward is True,
+            compares_losses=not self._settings.compile_blocks,
         )
 
     def _schedules_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Sequence[Schedule]:
