@@ -5,7 +5,6 @@ And copies that are made then, of which torch has none: what holds shards and ho
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,27 +62,24 @@ def _kind(parameter: Tensor) -> bool:
 
 
 def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
-    """Have ``copy.deepcopy`` of it, or of a part of it, say why it fails."""
+    """Have ``copy.deepcopy`` of it, or of a part of it that has parameters, fail by name, on all stages alike."""
     for part in module.modules():
-        if is_cut or isinstance(part, FSDPModule):
-            part.__dict__["__deepcopy__"] = partial(_copied, part)
+        if isinstance(part, FSDPModule) or (is_cut and _has_parameters(part)):
+            part.__dict__["__deepcopy__"] = partial(_refuse_copy, type(part).__name__.removeprefix("FSDP"))
 
 
-def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """
-    Raises:
-        StepError: It can't be copied.
-    """
-    own: Any = getattr(type(module), "__deepcopy__", None)
-    reconstruct: Any = copy._reconstruct  # type: ignore[attr-defined]  # what deepcopy does else (Python 3.11 to 3.14)
-    try:
-        return own(module, memo) if own is not None else reconstruct(module, memo, *module.__reduce_ex__(4))
-    except StepError:
-        raise
-    except Exception as error:
-        raise StepError(
-            f"A {type(module).__name__} was to be copied (copy.deepcopy) after it was laid out on ranks, and its"
-            " parameters are shards there, which only its own hooks gather: make the copy in __init__, where it is laid"
-            " out like the original; for an average of weights use Lightning's EMAWeightAveraging; or keep values,"
-            " {name: p.detach().clone() for name, p in module.named_parameters()}."
-        ) from error
+def _has_parameters(module: nn.Module) -> bool:
+    """Here or on another stage."""
+    return any(
+        any(isinstance(value, Tensor) for value in (*part._parameters.values(), *vars(part).values()))
+        for part in module.modules()
+    )
+
+
+def _refuse_copy(kind: str, _: Any) -> Any:
+    raise StepError(
+        f"A {kind} was to be copied (copy.deepcopy) after it was laid out on ranks. Its parameters are shards there,"
+        " which only its own hooks gather: make the copy in __init__, where it is laid out like the original; for an"
+        " average of weights use Lightning's EMAWeightAveraging; or keep values, {name: p.detach().clone() for name, p"
+        " in module.named_parameters()}."
+    )

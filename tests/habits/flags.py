@@ -158,7 +158,7 @@ def new_head_in_a_fit(run: Run) -> Any:
     return run.fit(Grows(), max_epochs=2)
 
 
-COPY = "StepError: A Net was to be copied .*EMAWeightAveraging"
+COPY = r"StepError: A \w+ was to be copied .*EMAWeightAveraging"
 
 
 @habit("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)

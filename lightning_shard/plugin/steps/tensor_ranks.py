@@ -93,8 +93,8 @@ def check_losses_of_sequences(output: Any, group: dist.ProcessGroup, device_type
         raise StepError(
             f"The ranks that share a sequence have different losses ({', '.join(f'{each:.7g}' for each in values)})."
             " What a block takes from an attribute, and not as an argument, has on each rank the gradient of its part"
-            " of the sequence: right once parameters' gradients are averaged, but not where a step takes gradients itself,"
-            " as for a penalty: pass it as an argument, or use context_parallel_size=1."
+            " of the sequence: right once parameters' gradients are averaged, but not where a step takes gradients"
+            " itself, as for a penalty: pass it as an argument, or use context_parallel_size=1."
         )
 
 
