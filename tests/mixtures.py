@@ -256,6 +256,21 @@ class MixtureModel(Model):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3)
 
 
+class Sloped(MixtureModel):
+    """A penalty on slopes: gradients of gradients go to other ranks' experts and back."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        model: Any = self.model
+        x = y = model.embed(batch["x"])
+        for block in model.blocks:
+            y = block(y)
+        each = F.cross_entropy(model.head(y).flatten(0, 1), batch["y"].flatten(), reduction="none")
+        if not torch.is_grad_enabled():
+            return each.mean()
+        (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
+        return each.mean() + slope.square().mean()
+
+
 class OnMeta(L.LightningModule):
     """A mixture whose weights the strategy makes, from the seed and their names."""
 
@@ -297,7 +312,9 @@ def trained(
         routed = Routed()
         callbacks = [Routing(routed), *([SaveAtEnd(folder / kind)] if folder is not None else [])]
         plans = OWN_PLANS if sizes and kind.startswith(("own", "list")) else {}
-        ran = train("llama", sizes, module=partial(MixtureModel, kind), callbacks=callbacks, **plans, **options)
+        name, _, how = kind.partition(": ")
+        made = partial(Sloped if how == "sloped" else MixtureModel, name)
+        ran = train("llama", sizes, module=made, callbacks=callbacks, **plans, **options)
         seen[kind] = Mixed(**vars(ran), routed=routed)
     return seen
 

@@ -83,7 +83,7 @@ def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:
                 )
         rows = None if attn_mask is None else _own_rows(attn_mask, part, length)
         query, key, value = _cast(query, key, value)
-        key, value = Gather.apply(_SEQUENCE, part, key, value)
+        key, value = Gather.apply(_SEQUENCE, part, 1, key, value)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         with attention_by(_PLAIN):
             if is_causal and attn_mask is None:

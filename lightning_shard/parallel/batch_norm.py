@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules._functions import (
     SyncBatchNorm as _OnAccelerator,
 )  # private: what nn.SyncBatchNorm calls (2.11-13)
@@ -125,8 +124,5 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _Summed.apply(gradient, ctx.group), None

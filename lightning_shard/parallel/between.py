@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard.errors import StepError
 from lightning_shard.parallel.units import groups_of, is_set_up, look_before_gathering
-from lightning_shard.parallel.whole import whole_of
+from lightning_shard.parallel.whole import COPIED, whole_of
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
@@ -58,7 +59,8 @@ class _Calls:
         """Or has nothing to gather, or can't yet."""
         if (whole := whole_of(self._root)) is not None:
             return whole.is_gathered
-        assert isinstance(self._root, FSDPModule)
+        if not isinstance(self._root, FSDPModule):
+            raise StepError(COPIED.format(kind=type(self._root).__name__))
         return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
 
     def _gather(self) -> None:

@@ -32,7 +32,7 @@ from lightning_shard.parallel.positions import (
     outputs_of,
     random_state,
 )
-from lightning_shard.parallel.sequence import Cut, Join, Part, Share
+from lightning_shard.parallel.sequence import Cut, Part, join, share
 
 _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
@@ -143,12 +143,12 @@ class DealtSequences:
     def _cut(self, whole: Tensor, dim: int | None) -> Tensor:
         if not whole.requires_grad or not torch.is_grad_enabled():
             return whole if dim is None else self._part.cut(whole, dim)
-        given: Tensor = Share.apply(whole, self._part) if dim is None else Cut.apply(whole, dim, self._part)
+        given: Tensor = share(whole, self._part) if dim is None else Cut.apply(whole, dim, self._part)
         return given
 
     def _joined(self, returned: Any) -> Any:
         if isinstance(returned, Tensor):
-            return Join.apply(returned, 1, self._part)
+            return join(returned, 1, self._part)
         if isinstance(returned, (tuple, list)):
             return tree.rebuild(returned, [self._joined(value) for value in returned])
         return returned

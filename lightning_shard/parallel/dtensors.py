@@ -8,12 +8,17 @@
   and each rank takes its part; and a plain tensor takes a whole DTensor's.
 - ``p[:4] = 0`` and ``p.grad[mask] = 0`` failed. Here they set what they say.
 - ``p[:4].zero_()``, ``p.grad[0].mul_(0.5)`` changed nothing: across shards, a part is a copy. Here they are refused.
+- ``torch.stack([p.grad.norm() for p in module.parameters()])`` failed where some are split over tensor ranks and others
+  aren't, since these are laid out on other meshes; so did any operation on both, and ``total += p.grad.norm()``. Here
+  numbers are those of the whole, and what is joined of both, as by ``torch.cat``, is a plain tensor.
 
-All but the first and the last are collective calls over the parameter's ranks, where it isn't laid out alike: all have
-to make them.
+All but the first and the refused one are collective calls over the parameter's ranks, where it isn't laid out alike:
+all have to make them.
 
 Private: ``DTensor._local_tensor``, the handlers of ``DTensor._op_dispatcher``, and its
-``_dispatch_fast_path_python_tail`` (2.13), through which operations in place go.
+``_dispatch_fast_path_python_tail`` (2.13), through which operations in place go, and
+``_propagate_op_sharding_dispatch_slow_path`` (2.13), which says how an operation runs the first time that it is met, or
+gives its result; what fails there isn't remembered.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
@@ -31,6 +37,7 @@ from lightning_shard.sharding import full_tensor, local_part
 _DATA: Any = torch.Tensor.data
 _SET: Any = torch.Tensor.__setitem__
 _END = "_dispatch_fast_path_python_tail"
+_PLAN = "_propagate_op_sharding_dispatch_slow_path"
 
 
 def behave_as_tensors() -> None:
@@ -43,9 +50,10 @@ def behave_as_tensors() -> None:
     handlers[torch.ops.aten.fill_.Tensor] = _copy
     sharded.__setitem__ = _set
     dispatcher = type(sharded._op_dispatcher)
-    ends = getattr(dispatcher, _END, None)
-    if ends is not None and not hasattr(ends, "__wrapped__"):
-        setattr(dispatcher, _END, _refusing_lost_writes(ends))
+    for name, wrap in ((_END, _refusing_lost_writes), (_PLAN, _over_meshes)):
+        plain = getattr(dispatcher, name, None)
+        if plain is not None and not hasattr(plain, "__wrapped__"):
+            setattr(dispatcher, name, wrap(plain))
 
 
 def _assign(tensor: Any, value: Any) -> None:
@@ -100,6 +108,52 @@ def _refusing_lost_writes(ends: Any) -> Any:
         return ends(dispatcher, operation, args, *rest)
 
     return end
+
+
+def _over_meshes(plan: Any) -> Any:
+    @wraps(plan)
+    def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        writes = operation._schema.is_mutable
+        if writes and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
+            return operation(args[0], *_plain(args[1:]), **_plain(kwargs))
+        try:
+            return plan(dispatcher, operation, args, kwargs, *rest)
+        except RuntimeError:
+            target, others = (args[:1], args[1:]) if writes else ((), args)
+            has_numbers = any(isinstance(leaf, DTensor) and not leaf.ndim for leaf in _leaves((others, kwargs)))
+            if len(_meshes((args, kwargs))) == 1 or (writes and not has_numbers):
+                raise
+            others, options = _plain((others, kwargs), only_numbers=True)
+            if not writes and len(_meshes((others, options))) > 1:
+                others, options = _plain((others, options))
+            return operation(*target, *others, **options)
+
+    return planned
+
+
+def _meshes(value: Any) -> set[DeviceMesh]:
+    return {leaf.device_mesh for leaf in _leaves(value) if isinstance(leaf, DTensor)}
+
+
+def _plain(value: Any, *, only_numbers: bool = False) -> Any:
+    """With whole tensors in the place of DTensors.
+
+    Args:
+        only_numbers: Of those without dimensions only, which go with DTensors of any mesh.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)(_plain(each, only_numbers=only_numbers) for each in value)
+    if isinstance(value, dict):
+        return {key: _plain(each, only_numbers=only_numbers) for key, each in value.items()}
+    if not isinstance(value, DTensor) or (only_numbers and value.ndim):
+        return value
+    return full_tensor(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, (tuple, list)) else [value]
 
 
 def _check_kept(target: Any) -> None:

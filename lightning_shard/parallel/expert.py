@@ -199,11 +199,11 @@ class Dispatched:
         order = chosen.argsort(stable=True)
         given, taken, experts = self._agree(chosen)
         rows, scales = Exchange.apply(
-            group, given, taken, ranks, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
+            group, given, taken, ranks, 1, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
         )
         here = self._experts // ranks
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
-        (returned,) = Exchange.apply(group, taken, given, 1 / ranks, results)
+        (returned,) = Exchange.apply(group, taken, given, 1 / ranks, 1, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)
         return placed.view(*indices.shape, -1).sum(1)
 

@@ -315,7 +315,7 @@ class Owner:
         order = sorted(range(len(calls)), key=lambda turn: calls[turn][0])
         group, here = self._mesh.get_group(), weights.here
         given, taken = [sum(row) for row in counts], [sum(row) for row in coming]
-        (rows,) = Exchange.apply(group, given, taken, 1, torch.cat([calls[turn][1] for turn in order]))
+        (rows,) = Exchange.apply(group, given, taken, 1, 1, torch.cat([calls[turn][1] for turn in order]))
         pieces = rows.split([count for row in coming for count in row])
         by_expert = []
         for place in range(here):
@@ -330,7 +330,7 @@ class Owner:
                 )
             by_expert.append(results[: len(came)].split([row[place] for row in coming]))
         back = torch.cat([results[source] for source in range(len(coming)) for results in by_expert])
-        (returned,) = Exchange.apply(group, taken, given, 1, back)
+        (returned,) = Exchange.apply(group, taken, given, 1, 1, back)
         # no views of one tensor: the code around may change each in place
         parts = returned.unsafe_split_with_sizes([len(calls[turn][1]) for turn in order])
         return [part for _, part in sorted(zip(order, parts), key=lambda pair: pair[0])]

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -85,53 +84,77 @@ class Cut(torch.autograd.Function):
         return part.cut(whole, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.part.gather(gradient, ctx.dim).div_(ctx.part.ranks), None, None
+        (whole,) = Gather.apply(ctx.dim, ctx.part, 1 / ctx.part.ranks, gradient)
+        return whole, None, None
 
 
-class Join(torch.autograd.Function):
+def join(own: Tensor, dim: int, part: Part) -> Tensor:
     """What a block returns: this rank's part, to the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, part: Part) -> Tensor:
-        ctx.dim, ctx.part = dim, part
-        return part.gather(own, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.part.sum(gradient, ctx.dim), None, None
+    (whole,) = Gather.apply(dim, part, 1, own)
+    return whole  # type: ignore[no-any-return]
 
 
-class Share(torch.autograd.Function):
+def share(whole: Tensor, part: Part) -> Tensor:
     """What a block is given whole, on every rank."""
+    return _Share.apply(whole, part)  # type: ignore[no-any-return]
 
+
+class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
         ctx.part = part
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        dist.all_reduce(summed, group=ctx.part.group)
-        return summed.div_(ctx.part.ranks).to(gradient.dtype), None
+        return _Mean.apply(gradient, ctx.part), None
+
+
+class _Mean(torch.autograd.Function):
+    """Over the ranks; the gradient is that of all their losses."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
+        ctx.part = part
+        summed = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+        dist.all_reduce(summed, group=part.group)
+        return summed.div_(part.ranks).to(whole.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Mean.apply(gradient, ctx.part), None
 
 
 class Gather(torch.autograd.Function):
-    """Within a block: keys and values of all positions, of which each rank's queries use them differently.
+    """Each rank's parts to wholes, multiplied by ``by``: what a block returns; or keys and values within it, which each
+    rank's queries use differently.
 
-    One function for both, so that every rank's backward sends their gradients in one order.
+    One function for both of these, so that every rank's backward sends their gradients in one order.
     """
 
     @staticmethod
-    def forward(ctx: Any, dim: int, part: Part, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.dim, ctx.part = dim, part
-        return tuple(part.gather(tensor, dim) for tensor in own)
+    def forward(ctx: Any, dim: int, part: Part, by: float, *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.given = dim, part, by
+        return tuple(_times(part.gather(tensor, dim), by) for tensor in own)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.part.sum(gradient, ctx.dim) for gradient in gradients)
+        return None, None, None, *_Sum.apply(*ctx.given, *gradients)
+
+
+class _Sum(torch.autograd.Function):
+    """The other way: each rank's parts of the wholes' sums."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, part: Part, by: float, *wholes: Tensor) -> tuple[Tensor, ...]:
+        ctx.given = dim, part, by
+        return tuple(_times(part.sum(tensor, dim), by) for tensor in wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *Gather.apply(*ctx.given, *gradients)
+
+
+def _times(made: Tensor, by: float) -> Tensor:
+    return made if by == 1 else made.mul_(by)

@@ -26,6 +26,10 @@ from lightning_shard.errors import StepError
 _OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 _OF_PART: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
+COPIED = (
+    "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
+    " keep a state_dict."
+)
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
 
 
@@ -57,10 +61,7 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
 def _gather(root: nn.Module, _: Any) -> None:
     held = whole_of(root)
     if held is None:
-        raise StepError(
-            f"A copy of {type(root).__name__} was called, that was made after its parameters were laid out on ranks:"
-            " copy it in __init__, or keep a state_dict."
-        )
+        raise StepError(COPIED.format(kind=type(root).__name__))
     held.gather(root)
 
 

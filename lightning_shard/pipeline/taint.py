@@ -10,8 +10,9 @@ A tensor is told apart by its class, at no cost to known ones: no value is looke
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -115,10 +116,39 @@ class Unknown(torch.Tensor):
 
 
 class Hollow(Unknown):
-    """A parameter that another stage holds: its shape and dtype over one NaN."""
+    """A parameter that another stage holds: its shape and dtype over one NaN.
+
+    Its gradient is None; but to code that is ``given_gradients``, where it trains, one that isn't known here.
+    """
 
     fqn: str
     holder: int
+    trains: bool
+    _gives: Callable[[Mapping[str, Any]], bool] | None = None
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        if not self.trains or Hollow._gives is None or not Hollow._gives(sys._getframe(1).f_globals):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            nan = torch.Tensor._make_subclass(Hollow, self.detach())
+        origin = Origin(f"the gradient of {self.fqn}, which stage {self.holder} holds,", self.origin.on_missing)
+        nan.origin, nan.fqn, nan.holder, nan.trains = origin, self.fqn, self.holder, False
+        return nan
+
+    @grad.setter
+    def grad(self, _: Tensor | None) -> None:
+        """Whoever holds it has set it there."""
+
+    @staticmethod
+    @contextmanager
+    def given_gradients(gives: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]:
+        """Inside, gradients aren't None to code among whose global names ``gives`` is true."""
+        before, Hollow._gives = Hollow._gives, gives
+        try:
+            yield
+        finally:
+            Hollow._gives = before
 
     @staticmethod
     def of(
@@ -131,7 +161,7 @@ class Hollow(Unknown):
         nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
         hollow = torch.Tensor._make_subclass(Hollow, nan)
         hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
-        hollow.fqn, hollow.holder = name, stage
+        hollow.fqn, hollow.holder, hollow.trains = name, stage, parameter.requires_grad
         return hollow
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.pipeline.ties import Tie
 from lightning_shard.plugin.cutting import OwnPart, cut_to_rank
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.laid_out import LaidOutParameters
+from lightning_shard.plugin.laid_out import LaidOutParameters, refuse_copies
 from lightning_shard.plugin.looking import looking_at, to_run_again
 from lightning_shard.plugin.placing import blocks_of, place_blocks
 from lightning_shard.plugin.settings import Settings
@@ -238,6 +238,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
         gather_for_calls(module, [module.get_submodule(name) for name in units])
     else:
         _join(module, part.stages, layout.pipeline_rank, part.ties)
+    refuse_copies(module, is_cut=part.stages is not None)
 
 
 def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:

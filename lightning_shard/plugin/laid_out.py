@@ -1,14 +1,19 @@
-"""Parameters that came to a module, or left it, after it was laid out: no rank shards or averages the new ones."""
+"""Parameters that came to a module, or left it, after it was laid out: no rank shards or averages the new ones.
+
+And copies that are made then, of which torch has none: what holds shards and hooks is bound to its ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.data import reshard
 
 _REMEDY = (
@@ -54,3 +59,27 @@ class LaidOutParameters:
 
 def _kind(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
+
+
+def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
+    """Have ``copy.deepcopy`` of it, or of a part of it that has parameters, fail by name, on all stages alike."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule) or (is_cut and _has_parameters(part)):
+            part.__dict__["__deepcopy__"] = partial(_refuse_copy, type(part).__name__.removeprefix("FSDP"))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Here or on another stage."""
+    return any(
+        any(isinstance(value, Tensor) for value in (*part._parameters.values(), *vars(part).values()))
+        for part in module.modules()
+    )
+
+
+def _refuse_copy(kind: str, _: Any) -> Any:
+    raise StepError(
+        f"A {kind} was to be copied (copy.deepcopy) after it was laid out on ranks. Its parameters are shards there,"
+        " which only its own hooks gather: make the copy in __init__, where it is laid out like the original; for an"
+        " average of weights use Lightning's EMAWeightAveraging; or keep values, {name: p.detach().clone() for name, p"
+        " in module.named_parameters()}."
+    )

@@ -140,7 +140,10 @@ class PreparedStrategy(CheckpointedStrategy):
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
-        self._looks = FirstLooks(module, layout, self.device_mesh, self._microbatches, self._check_ties, copies)
+        context = groups.context if layout.context_parallel_size > 1 else None
+        self._looks = FirstLooks(
+            module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
+        )
         if known.stages is None:
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,18 @@ def new_head_in_a_fit(run: Run) -> Any:
                 self.net.head = torch.nn.Linear(WIDTH, 2)
 
     return run.fit(Grows(), max_epochs=2)
+
+
+COPY = r"StepError: A \w+ was to be copied .*EMAWeightAveraging"
+
+
+@habit("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)
+def copy_in_a_fit(run: Run) -> Any:
+    class Keeps(Module):
+        def on_fit_start(self) -> None:
+            self.kept = [copy.deepcopy(self.net)]
+
+    return run.fit(Keeps())
 
 
 @habit("load_state_dict of a whole module, layers unfrozen and frozen, between fits")

@@ -195,6 +195,19 @@ class Normalizing(Model):
         return torch.optim.SGD(self.parameters(), lr=0.5)  # Adam would make steps of the rounding of a bias's gradient
 
 
+class Sloped(Normalizing):
+    """With a penalty on slopes, whose gradient is one of gradients that ranks have summed."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        embed, *rest = self.model
+        x = embed(batch["x"])
+        each = F.cross_entropy(nn.Sequential(*rest)(x).flatten(0, 1), batch["y"].flatten(), reduction="none")
+        if not torch.is_grad_enabled():
+            return each.mean()
+        (slope,) = grad(each.sum(), x, create_graph=True)
+        return each.mean() + slope.square().mean()
+
+
 class Columns(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -212,15 +225,16 @@ class Statistics(L.Callback):
         self.kept = {name: b.detach().cpu().clone() for name, b in module.named_buffers() if type(b) is Tensor}
 
 
-def normalize(sizes: dict[str, int] | None) -> tuple[Seen, dict[str, Tensor]]:
+def normalize(sizes: dict[str, int] | None, kind: Any = Normalizing) -> tuple[Seen, dict[str, Tensor]]:
     statistics = Statistics()
     trainer = {"sync_batchnorm": True, "gradient_clip_val": 0.05}
-    return train("gpt", sizes, module=Normalizing, trainer=trainer, callbacks=[statistics]), statistics.kept
+    return train("gpt", sizes, module=kind, trainer=trainer, callbacks=[statistics]), statistics.kept
 
 
-def test_synchronized_batch_norm_normalizes_by_all_samples() -> None:
-    per_rank = run_ranks(normalize, 2, DATA, elastic=True)
-    ours, (plain, kept) = combine([seen for seen, _ in per_rank], DATA), normalize(None)
+@pytest.mark.parametrize("kind", [Normalizing, pytest.param(Sloped, marks=pytest.mark.long)])
+def test_synchronized_batch_norm_normalizes_by_all_samples(kind: Any) -> None:
+    per_rank = run_ranks(normalize, 2, DATA, kind, elastic=True)
+    ours, (plain, kept) = combine([seen for seen, _ in per_rank], DATA), normalize(None, kind)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)  # by running statistics
     assert ours.norm == pytest.approx(plain.norm, rel=2e-6)

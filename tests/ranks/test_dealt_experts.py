@@ -33,6 +33,11 @@ def test_lists_of_experts_however_they_are_called() -> None:
 
 
 @pytest.mark.long
+def test_penalties_on_slopes() -> None:
+    assert_alike(EP2, ["own: sloped", f"{SAFE}: sloped", "list, called where chosen: sloped", "list, dense: sloped"])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "deepseek", "deepseek-v3", "olmoe", "granite", "qwen2"])
 def test_experts_of_other_models(kind: str) -> None:
     assert_alike(EP2, [kind])

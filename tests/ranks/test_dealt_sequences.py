@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import (
@@ -85,6 +86,33 @@ class OwnModel(Model):
         self.model = Own()
 
 
+class Sloped(Model):
+    """A penalty on slopes: gradients of gradients go in and out of blocks, and through attention."""
+
+    def __init__(self, embedding: str = "token_embedding") -> None:
+        super().__init__("gpt")
+        self.embedding = embedding
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        found: list[Tensor] = []
+        embedding = self.model.get_submodule(self.embedding)
+        hook = embedding.register_forward_hook(lambda _module, _args, output: found.append(output))
+        with hook, sdpa_kernel(SDPBackend.MATH):  # the others' gradients have none
+            loss = super().loss(batch)
+            if not torch.is_grad_enabled():
+                return loss
+            (slope,) = torch.autograd.grad(loss, found[0], create_graph=True)
+            return loss + 1e4 * slope.square().mean()
+
+
+class PartlySloped(Sloped):
+    """Its blocks take a scale from an attribute, through which a rank's slope is of its part of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__("embedding")
+        self.model = Own()
+
+
 class Padded(Model):
     """Every other sample ends early; transformers make a mask of that."""
 
@@ -119,6 +147,8 @@ class Mixture(Model):
 
 MODULES: dict[str, Any] = {
     "own": OwnModel,
+    "sloped": Sloped,
+    "partly sloped": PartlySloped,
     "padded": lambda: Padded("llama"),
     "encoder": Encoder,
     "mixtral": Mixture,
@@ -168,6 +198,7 @@ def test_networks_and_settings() -> None:
             ("gpt", {"activation_checkpointing": True}, {}),
             ("llama", {"activation_checkpointing": "selective"}, {}),
             ("own", {"cpu_offload": True, "reshard_after_forward": False}, {}),
+            ("sloped", {}, {}),
             ("padded", {}, {}),
             ("encoder", {}, {}),
             ("gpt2", {}, {}),
@@ -178,6 +209,12 @@ def test_networks_and_settings() -> None:
         ],
         TWO,
     )
+
+
+@pytest.mark.long
+def test_slopes_that_pass_blocks_by_are_refused() -> None:
+    with pytest.raises(RanksFailed, match="StepError: The ranks that share a sequence have different losses"):
+        run_ranks(trained, 2, [("partly sloped", {}, {})], TWO, elastic=True)
 
 
 @pytest.mark.long

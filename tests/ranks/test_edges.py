@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -116,25 +116,36 @@ def test_extra_state_and_metrics_come_back(tmp_path: Path) -> None:
 
 
 class Gathering(Model):
-    def __init__(self) -> None:
+    def __init__(self, differentiates: bool) -> None:
         super().__init__("gpt")
+        self.differentiates = differentiates  # stages don't, in a step
         self.gathered: Tensor | None = None
+        self.slope: Tensor | None = None
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.gathered = self.all_gather(batch["x"][:, 0])
+        if self.differentiates:
+            here = torch.ones((), requires_grad=True)
+            everyones = self.all_gather(here, sync_grads=True)
+            [self.slope] = torch.autograd.grad(everyones.dot(torch.arange(1.0, 1 + len(everyones))), here)
         return loss
 
 
 def gather(sizes: dict[str, int]) -> list[Any]:
     L.seed_everything(3)
-    module = Gathering()
+    module = Gathering(differentiates=sizes["pipeline_parallel_size"] == 1)
     plan = {"mlp.up": "colwise", "mlp.down": "rowwise"}
     trainer = L.Trainer(
         strategy=HybridShardStrategy(**sizes, tensor_parallel_plan=plan), devices=world(sizes), max_steps=1, **QUIET
     )
     trainer.fit(module, loader(GLOBAL_BATCH // sizes["data_parallel_size"]))
-    return [] if module.gathered is None else module.gathered.tolist()
+    if module.gathered is None:
+        return []
+    layout = cast(HybridShardStrategy, trainer.strategy).layout
+    if module.differentiates:
+        assert module.slope == layout.data_parallel_size * (1 + layout.data_rank), "of all ranks' losses"
+    return module.gathered.tolist()
 
 
 def test_all_gather_is_over_the_data_ranks() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_shard.testing import RanksFailed, run_ranks
@@ -18,13 +20,29 @@ NORMS: list[dict[str, float]] = []
 
 
 class Clipping(Model):
-    """Clips in each of the ways that Lightning's documentation and torch's show."""
+    """Clips in each of the ways that Lightning's documentation and torch's show.
 
-    def __init__(self) -> None:
+    Args:
+        by_hand: It also goes over all parameters, which some stages don't hold, and some tensor ranks have split.
+    """
+
+    def __init__(self, by_hand: bool = False) -> None:
         super().__init__("gpt")
+        self.by_hand = by_hand
 
     def on_after_backward(self) -> None:
         self.first = clip_grad_norm_(self.parameters(), math.inf, norm_type=1.0)
+        if self.by_hand:
+            gradients = [cast(Tensor, p.grad) for p in self.parameters()]
+            self.log("stacked", torch.stack([gradient.norm() for gradient in gradients]).norm())
+            self.log("in a row", torch.cat([gradient.flatten() for gradient in gradients]).norm())
+            self.log("added up", sum(gradient.square().sum() for gradient in gradients))
+            total = torch.zeros(())
+            for gradient in gradients:
+                total += gradient.abs().max()
+            self.log("written to", total)
+            for gradient in gradients:
+                gradient.mul_(1 / (1 + gradients[-1].norm()))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
@@ -37,8 +55,8 @@ class Clipping(Model):
         clip_grad_value_(self.model.head.parameters(), 1e-4)
 
 
-def clip(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=Clipping, steps=2)
+def clip(sizes: dict[str, int] | None, by_hand: bool) -> Seen:
+    return train("gpt", sizes, module=partial(Clipping, by_hand), steps=2)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +65,9 @@ def clip(sizes: dict[str, int] | None) -> Seen:
     ids=["pp2", "dp2×tp2", "pp2×dp2"],
 )
 def test_norms_and_clipping_in_hooks_are_the_whole_models(sizes: dict[str, int]) -> None:
-    ours = combine(run_ranks(clip, world(sizes), sizes, elastic=True), sizes)
-    plain = clip(None)
+    by_hand = sizes["pipeline_parallel_size"] == 1
+    ours = combine(run_ranks(clip, world(sizes), sizes, by_hand, elastic=True), sizes)
+    plain = clip(None, by_hand)
     assert ours.metrics == pytest.approx(plain.metrics, rel=1e-4, abs=1e-7)
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
@@ -76,6 +95,15 @@ class OwnNorm(Model):
             p.grad = p.grad / total  # type: ignore[operator]
 
 
+class OfAnotherStage(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        model: Any = self.model
+        float(model.token_embedding.weight.grad.norm())
+
+
 def walk(kind: Any) -> None:
     train("gpt", layout(pipeline=2), module=kind, steps=2, pipeline_blocks="model.blocks")
 
@@ -84,3 +112,10 @@ def walk(kind: Any) -> None:
 def test_going_over_a_stages_parameters_as_if_they_were_all_is_refused(kind: Any, module: str) -> None:
     with pytest.raises(RanksFailed, match=f"StepError: .* goes over the parameters of {module}, .*EMAWeightAveraging"):
         run_ranks(walk, 2, kind, elastic=True)
+
+
+@pytest.mark.long
+def test_a_gradient_of_another_stages_parameter_is_refused_where_it_has_to_be_a_number() -> None:
+    said = "asks for the gradient of model.token_embedding.weight, which stage 0 holds, as a number"
+    with pytest.raises(RanksFailed, match=f"StepError: .* {said}"):
+        run_ranks(walk, 2, OfAnotherStage, elastic=True)

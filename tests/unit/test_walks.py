@@ -20,7 +20,7 @@ def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself() 
     optimizer = torch.optim.AdamW(parameters)
     held = optimizer.param_groups[0]["params"]
     walks = Walks({})
-    with warnings.catch_warnings(), walks.telling_of_groups([optimizer]):
+    with warnings.catch_warnings(), walks.showing_gradients([optimizer]):
         warnings.simplefilter("error")
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         optimizer.step()

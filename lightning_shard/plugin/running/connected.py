@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.layout import Layout, check_sizes
+from lightning_shard.parallel.exchange import gather
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
@@ -142,7 +143,9 @@ class ConnectedStrategy(ModelParallelStrategy):
         """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
         # LightningModule.all_gather passes the world where its user passes nothing.
         group = self.groups.data if group in (None, dist.group.WORLD) else group
-        return super().all_gather(_whole(tensor), group, sync_grads)
+        if sync_grads:
+            return gather(_whole(tensor), group)
+        return super().all_gather(_whole(tensor), group)
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
@@ -28,6 +29,7 @@ class FirstLooks:
         microbatches: Into how many parts a batch is cut.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
         copies: Of what every stage holds; of several stages.
+        context: The ranks that share sequences; of several.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class FirstLooks:
         microbatches: int,
         check_ties: Callable[[], None],
         copies: FrozenCopies | None,
+        context: dist.ProcessGroup | None = None,
     ) -> None:
         self._module = module
         self._layout = layout
@@ -45,6 +48,7 @@ class FirstLooks:
         self._microbatches = microbatches
         self._check_ties = check_ties
         self._copies = copies
+        self._context = context
         self._steps = self._compared = 0
         self._kinds: set[str] = set()
         self._updates = 0
@@ -75,11 +79,16 @@ class FirstLooks:
             yield
 
     def check_losses(self, output: object) -> None:
-        """What a training step returned on the tensor ranks; a collective call over them in the first steps."""
-        if self._steps <= self._compared or self._layout.tensor_parallel_size == 1:
+        """What a training step returned where ranks compute alike; a collective call over them in the first steps."""
+        layout = self._layout
+        if self._steps <= self._compared or layout.tensor_parallel_size == layout.context_parallel_size == 1:
             return
         self._compared += 1
         in_32_bits = "16" not in str(self._module.trainer.precision)
+        if self._context is not None:
+            kind = self._mesh.device_type
+            tensor_ranks.check_losses_of_sequences(output, self._context, kind, in_32_bits=in_32_bits)
+            return
         tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
 
     def check_copies(self) -> None:

@@ -92,7 +92,7 @@ class WholeNorms:
 
     def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         walks = self._walks
-        told = nullcontext() if walks is None else walks.telling_of_groups(self._module.trainer.optimizers)
+        told = nullcontext() if walks is None else walks.showing_gradients(self._module.trainer.optimizers)
         with self.of_functions(), told:
             return function(*args, **kwargs)
 

@@ -12,7 +12,10 @@ from lightning_shard.errors import StepError
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
 """What torch (2.11 to 2.13) says where a plain tensor meets a parameter that is still sharded."""
-_NOT_FOR_SHARDED = (_NOT_GATHERED, "not supported with DTensor", "Sharding propagation failed", "sharding strategy")
+_NOT_FOR_SHARDED = (
+    *(_NOT_GATHERED, "not supported with DTensor", "Sharding propagation failed", "sharding strategy"),
+    "its data is not allocated yet",  # torch.tensor([p.norm()])
+)
 """The same, and where it has no such operation on sharded tensors."""
 
 
@@ -21,7 +24,7 @@ def note_sharded(exception: BaseException) -> None:
     note = (
         "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
         " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
-        " tensor, or take p.full_tensor()."
+        " tensor, or take p.full_tensor(); of numbers torch.stack([p.norm(), …]) or float(p.norm())."
     )
     said = str(exception) if type(exception) in (RuntimeError, NotImplementedError) else ""
     is_about_it = any(text in said for text in _NOT_FOR_SHARDED)

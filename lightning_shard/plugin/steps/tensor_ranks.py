@@ -1,5 +1,7 @@
 """Tensor ranks compute alike what isn't split, and a plan that forgets a layer is refused, not silently wrong.
 
+So do ranks that share sequences, around blocks.
+
 A parameter that the plan leaves whole has the same gradient on all tensor ranks, unless it is used on features that are
 split: then each has a summand, and the ranks' parameters would part.
 """
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import PlanError, ShardError
+from lightning_shard.errors import PlanError, ShardError, StepError
 from lightning_shard.sharding import local_tensor
 
 STEPS = 3
@@ -66,9 +68,7 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
     Raises:
         PlanError: On every rank of the axis, where the losses differ.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    value = float(local_tensor(loss.detach())) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
-    losses = _everyones(torch.tensor([value], dtype=torch.float64), tensor_axis).flatten()
+    losses = _everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
     if losses.amax() - losses.amin() > _LOSS_ROUNDING[in_32_bits] * losses.abs().amax():
         raise PlanError(
             f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
@@ -77,6 +77,30 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
             ' the first the style "colwise_gather_output" and the second "rowwise_split_input". Of weights that are'
             " DTensors take p.full_tensor(), as for a penalty over self.parameters()."
         )
+
+
+def check_losses_of_sequences(output: Any, group: dist.ProcessGroup, device_type: str, *, in_32_bits: bool) -> None:
+    """The same on ranks that share each sequence, and compute alike all that isn't in blocks; a collective call.
+
+    Raises:
+        StepError: On all of them, where the losses differ.
+    """
+    own = torch.tensor([_value(output)], dtype=torch.float64, device=device_type)
+    losses = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(losses, own, group=group)
+    values = [float(each) for each in losses]
+    if max(values) - min(values) > _LOSS_ROUNDING[in_32_bits] * max(map(abs, values)):
+        raise StepError(
+            f"The ranks that share a sequence have different losses ({', '.join(f'{each:.7g}' for each in values)})."
+            " What a block takes from an attribute, and not as an argument, has on each rank the gradient of its part"
+            " of the sequence: right once parameters' gradients are averaged, but not where a step takes gradients"
+            " itself, as for a penalty: pass it as an argument, or use context_parallel_size=1."
+        )
+
+
+def _value(output: Any) -> float:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return float(local_tensor(loss.detach())) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
 
 
 _Mark = tuple[tuple[int, int], Tensor]

@@ -83,7 +83,13 @@ class Walks:
         return named_parameters
 
     @contextmanager
-    def telling_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    def showing_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """A hook that is given gradients runs inside; of other stages' parameters they aren't known, and not None."""
+        with self._telling_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
+            yield
+
+    @contextmanager
+    def _telling_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
         """Inside, code that goes over the parameters of their groups is told what these are."""
         held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
         for group, parameters in held:
