@@ -88,8 +88,6 @@ class PipelinedStep:
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
         self.has_split_backward = False  # in any batch
         self.watch: Watch = UNWATCHED
-        self.last_forwards: dict[int, tuple[Crossing, Mapping[Key, Tensor]]] | None = None
-        """If it is set, what crossed to the last stage, and what came, of each microbatch of a training step."""
         self._call_by_call: set[Hashable] = set()
 
     def train(
@@ -136,8 +134,6 @@ class PipelinedStep:
                 if end.stage.is_last:
                     loss = loss_of(i, ran.result)
                     results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
-                    if self.last_forwards is not None:
-                        self.last_forwards[i] = ran.crossing, ran.passage.received
                 in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
                 continue
             with _named(f"{action.kind}{i}"):

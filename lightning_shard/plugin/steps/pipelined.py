@@ -43,10 +43,9 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import Arguments
 from lightning_shard.plugin.steps.apart import StatesApart
-from lightning_shard.plugin.steps.composed import losses_of_parts, takes_statistics, tell_of_loss, without_dropout
 from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.logs import HeldLogs
-from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
+from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.overridden import is_told
 from lightning_shard.plugin.steps.python_state import own_generators
@@ -93,10 +92,8 @@ class PipelinedSteps:
         *,
         reduces_each: bool = False,
         reshards_each: bool = False,
-        compares_losses: bool = True,
     ) -> None:
         self._module = module
-        self._is_to_compare = compares_losses and len(stages) == 1
         self._stages = stages
         self._groups = groups
         self._layout = layout
@@ -170,8 +167,6 @@ class PipelinedSteps:
             elif self._splits:
                 hold_gradients(units)
 
-        compares = not self._has_trained and self._is_to_compare and self._stages.is_last and len(parts) % 2 == 0
-        self._step.last_forwards = {} if compares else None
         with self._apart.batch():
             with (
                 self._logs.holding(len(parts)),
@@ -194,8 +189,6 @@ class PipelinedSteps:
                     if not accumulating:
                         reduce_gradients(module)
                     reshard(module)
-                if compares:
-                    self._compare_losses(precision, draw, batch, parts, weights, args, kwargs)
             if self._is_to_tell and self._has_trained:  # in a first batch, the first backwards are whole
                 tell_of_whole_backwards(self._schedule, self._step)
                 self._is_to_tell = False
@@ -209,40 +202,6 @@ class PipelinedSteps:
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
         return result
-
-    def _compare_losses(
-        self,
-        precision: Precision,
-        draw: int,
-        batch: Any,
-        parts: Sequence[Any],
-        weights: Sequence[Weight],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Tell, on the last stage, of a loss of samples together that isn't the mean of their parts'."""
-        forwards, self._step.last_forwards = self._step.last_forwards, None
-        module, stage = self._module, self._stages[-1]
-        assert forwards is not None
-        if takes_statistics(module):
-            return
-
-        def run(part: Any, seed: int) -> Tensor:
-            self._generators.seed(self._seed(stage, draw, seed))
-            part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
-            with precision.train_step_context(), stage.running(module):
-                return _loss(module.training_step(part, *args, **kwargs))
-
-        with without_dropout(module):
-            together, size = tree.split(batch, len(parts) // 2)[0], tree.batch_size(parts[0])
-            two = [forwards[0], forwards[1]]
-            looks = partial(losses_of_parts, stage, two, parts, together, size, run, self._remember)
-            found = call_through(module, looks)
-        reshard(module)
-        if found is not None:
-            counts = [1.0 if weight.of_mean is None else float(weight.of_mean) for weight in weights[:2]]
-            in_32_bits = "16" not in str(module.trainer.precision)
-            tell_of_loss(found[0], counts, found[1], len(parts), in_32_bits=in_32_bits)
 
     def evaluate(
         self, method: str, draw: Draw, upcoming: Iterable[Arguments], batch: Any, *args: Any, **kwargs: Any
