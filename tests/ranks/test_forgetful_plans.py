@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
-from lightning_shard.testing import assert_trains_alike
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import QUIET
 
 WIDTH = 16
 SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -97,3 +102,40 @@ class Watched(Model):
 def test_what_is_computed_from_split_features_is_refused(what: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         assert_trains_alike(partial(Watched, what), batches, "tp2", tensor_parallel_plan=SPLIT)
+
+
+class Kept(Watched):
+    """Hooks keep numbers: of features that are split, and of what a block returns."""
+
+    def __init__(self) -> None:
+        super().__init__("list")
+        self.kept: list[float] = []
+        self.layers[1].register_forward_hook(self.keep)
+
+    def look(self, *given: Any) -> None:
+        self.keep(*given)
+
+    def keep(self, _: nn.Module, __: Any, features: Tensor) -> None:
+        self.kept.append(float(features.detach().square().mean()))
+
+
+def warned_of(module: L.LightningModule) -> list[str]:
+    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(
+            module, DataLoader(torch.randn(8, WIDTH), batch_size=8)
+        )
+    return [str(warning.message) for warning in caught if "hook" in str(warning.message)]
+
+
+def hooks_warned_of() -> list[str]:
+    return warned_of(Kept())
+
+
+def test_a_hook_that_is_given_split_features_is_told_of() -> None:
+    first, _ = run_ranks(hooks_warned_of, 2, elastic=True)
+    [said] = first
+    assert said.startswith(
+        "A hook on layers.0.between is given the part of the features that this tensor rank computes"
+    )

@@ -15,6 +15,7 @@ from lightning_shard.plugin.optimizers import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
 from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
+from lightning_shard.plugin.steps.hooked_parts import telling_of_parts
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.world_calls import refusing_world_calls
 
@@ -72,6 +73,7 @@ class FirstLooks:
                         looks.enter_context(warning_of_buffers_changed(module, self._microbatches))
                 if layout.tensor_parallel_size > 1:
                     looks.enter_context(tensor_ranks.refusing_parts())
+                    looks.enter_context(telling_of_parts(module, self._mesh[TENSOR_AXIS]))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:

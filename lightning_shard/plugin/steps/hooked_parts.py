@@ -1,0 +1,81 @@
+"""Told: a user's hook on a module whose features a tensor-parallel plan splits is given this rank's part of them.
+
+A loss or a buffer that is computed from it differs between tensor ranks, and is refused. But what a hook keeps in lists
+or numbers is rank 0's part, and nothing else would say so. So in the first step of each kind what hooked modules are
+given and return is compared over the tensor ranks.
+
+Not seen: hooks that come later, and what a network's own code keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard import tree
+from lightning_shard.parallel.arguments import has_other_hooks
+from lightning_shard.pipeline.taint import Unknown
+from lightning_shard.sharding import local_tensor
+
+_PACKAGES = ("torch.", "lightning.", "lightning_shard.")
+_ROUNDING = 0.01
+"""Sums that ranks take in other orders differ by less, also in 16 bits."""
+
+_Seen = list[tuple[float, ...]]
+"""Of each tensor its sizes, norm and sum."""
+
+
+@contextmanager
+def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh) -> Iterator[None]:
+    """A step runs inside; then a collective call over the tensor axis."""
+    seen: dict[str, _Seen] = {}
+    hooked = [(name, part) for name, part in module.named_modules() if has_other_hooks(part, _PACKAGES)]
+    handles = [part.register_forward_hook(partial(_note, seen, name)) for name, part in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    everyone: list[Any] = [None] * tensor_axis.size()
+    dist.all_gather_object(everyone, seen, group=tensor_axis.get_group())
+    parts = [name for name in seen if not _are_alike([rank.get(name) for rank in everyone])]
+    if parts:
+        more = f" and on {len(parts) - 1} more modules" if len(parts) > 1 else ""
+        rank_zero_warn(
+            f"A hook on {parts[0]}{more} is given the part of the features that this tensor rank computes, since"
+            " tensor_parallel_plan splits them: what it keeps or logs is of that part, and not of the whole. Put it on"
+            " the block, leave the layers around it out of the plan, or give the one before it the style"
+            ' "colwise_gather_output" and the one behind it "rowwise_split_input".'
+        )
+
+
+def _note(seen: dict[str, _Seen], name: str, _: nn.Module, given: Any, returned: Any) -> None:
+    if name not in seen:  # of the first call
+        seen[name] = [_look(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
+
+
+@torch.no_grad()
+def _look(tensor: Tensor) -> tuple[float, ...]:
+    values = local_tensor(torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double()
+    return (*map(float, values.shape), float(torch.linalg.vector_norm(values)), float(values.sum()))
+
+
+def _are_alike(ranks: list[_Seen | None]) -> bool:
+    """As far as all ranks have seen it."""
+    known = [rank for rank in ranks if rank is not None]
+    return all(len(rank) == len(known[0]) and all(map(_is_alike, known[0], rank)) for rank in known)
+
+
+def _is_alike(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    *sizes, norm, total = one
+    *others, other_norm, other_total = other
+    apart = max(abs(norm - other_norm), abs(total - other_total))
+    return sizes == others and not apart > _ROUNDING * max(norm, other_norm)
