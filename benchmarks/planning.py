@@ -35,7 +35,7 @@ from benchmarks.lib.state import MOMENTS
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
 from lightning_shard.checkpoint.format.header import header_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
-from lightning_shard.checkpoint.loading.ranges import Read, plan_reads
+from lightning_shard.checkpoint.loading.ranges import BATCH_BYTES, Read, _batches, plan_reads
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Outline, Piece, Written, plan_file
 from lightning_shard.checkpoint.saving.merge import Merged
@@ -338,7 +338,7 @@ def _facts(manifest: Manifest, data: bytes, batches: Sequence[tuple[str, Sequenc
         "manifest_bytes": len(data),
         "loading_rank_reads_bytes": sum(job.end - job.begin for _, batch in batches for job in batch),
         "loading_rank_reads_ranges": ranges,
-        "loading_rank_reads_calls": len(batches),
+        "loading_rank_reads_calls": sum(1 for _ in _batches(batches, BATCH_BYTES)),
         "loading_rank_reads_files": len({path for path, _ in batches}),
     }
 

@@ -51,7 +51,7 @@ def _collect(tree: Any, found: list[Any]) -> None:
         for child in tree:
             _collect(child, found)
     elif kind == "mapping":
-        for child in tree.values():
+        for _, child in tree.items():  # a user's mapping may have a key of the name ``values``
             _collect(child, found)
     else:
         for _, child in children(tree):

@@ -10,7 +10,8 @@
 - ``p[:4].zero_()``, ``p.grad[0].mul_(0.5)`` changed nothing: across shards, a part is a copy. Here they are refused.
 - ``torch.stack([p.grad.norm() for p in module.parameters()])`` failed where some are split over tensor ranks and others
   aren't, since these are laid out on other meshes; so did any operation on both, and ``total += p.grad.norm()``. Here
-  numbers are those of the whole, and what is joined of both, as by ``torch.cat``, is a plain tensor.
+  numbers are those of the whole, and what is joined of both, as by ``torch.cat``, is a plain tensor: all of them are
+  gathered at once.
 
 All but the first and the refused one are collective calls over the parameter's ranks, where it isn't laid out alike:
 all have to make them.
@@ -113,7 +114,10 @@ def _refusing_lost_writes(ends: Any) -> Any:
 def _over_meshes(plan: Any) -> Any:
     @wraps(plan)
     def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-        writes = operation._schema.is_mutable
+        written = _written(operation)
+        if written not in ([], [0]):  # ``out=``, say
+            return plan(dispatcher, operation, args, kwargs, *rest)
+        writes = bool(written)
         if writes and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
             return operation(args[0], *_plain(args[1:]), **_plain(kwargs))
         try:
@@ -129,6 +133,12 @@ def _over_meshes(plan: Any) -> Any:
             return operation(*target, *others, **options)
 
     return planned
+
+
+def _written(operation: Any) -> list[int]:
+    """The places of the arguments that an operation changes."""
+    arguments = enumerate(operation._schema.arguments)
+    return [place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 def _meshes(value: Any) -> set[DeviceMesh]:

@@ -130,15 +130,18 @@ class Hollow(Unknown):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         if not self.trains or Hollow._gives is None or not Hollow._gives(sys._getframe(1).f_globals):
             return None
-        with torch._C.DisableTorchFunctionSubclass():
-            nan = torch.Tensor._make_subclass(Hollow, self.detach())
-        origin = Origin(f"the gradient of {self.fqn}, which stage {self.holder} holds,", self.origin.on_missing)
-        nan.origin, nan.fqn, nan.holder, nan.trains = origin, self.fqn, self.holder, False
+        nan = _nan_like(self, self.device)
+        nan.origin = Origin(f"the gradient of {self.fqn}, which stage {self.holder} holds,", self.origin.on_missing)
+        nan.fqn, nan.holder, nan.trains = self.fqn, self.holder, False
         return nan
 
     @grad.setter
     def grad(self, _: Tensor | None) -> None:
         """Whoever holds it has set it there."""
+
+    @grad.deleter
+    def grad(self) -> None:
+        """As setting it."""
 
     @staticmethod
     @contextmanager
@@ -158,8 +161,7 @@ class Hollow(Unknown):
         stage: int,
         on_missing: Callable[[Sequence[Unknown], str], NoReturn],
     ) -> Hollow:
-        nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-        hollow = torch.Tensor._make_subclass(Hollow, nan)
+        hollow = _nan_like(parameter, device)
         hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
         hollow.fqn, hollow.holder, hollow.trains = name, stage, parameter.requires_grad
         return hollow
@@ -170,6 +172,11 @@ class Hollow(Unknown):
         with torch._C.DisableTorchFunctionSubclass():
             if self.is_floating_point() or self.is_complex():
                 self.as_strided((1,), (1,), 0).fill_(value)
+
+
+def _nan_like(tensor: Tensor, device: torch.device) -> Hollow:
+    nan = torch.full((), torch.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.Tensor._make_subclass(Hollow, nan)
 
 
 def mark(tensor: Tensor, origin: Origin) -> Tensor:

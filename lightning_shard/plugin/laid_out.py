@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.data import reshard
+from lightning_shard.pipeline.taint import Hollow
 
 _REMEDY = (
     ": change the module in __init__, configure_model or setup, before it is trained or evaluated the first time, or"
@@ -64,14 +65,16 @@ def _kind(parameter: Tensor) -> bool:
 def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
     """Have ``copy.deepcopy`` of it, or of a part of it that has parameters, fail by name, on all stages alike."""
     for part in module.modules():
-        if isinstance(part, FSDPModule) or (is_cut and _has_parameters(part)):
+        can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
+        if isinstance(part, FSDPModule) or (can_be_cut and _has_parameters(part)):
             part.__dict__["__deepcopy__"] = partial(_refuse_copy, type(part).__name__.removeprefix("FSDP"))
 
 
 def _has_parameters(module: nn.Module) -> bool:
     """Here or on another stage."""
     return any(
-        any(isinstance(value, Tensor) for value in (*part._parameters.values(), *vars(part).values()))
+        any(value is not None for value in part._parameters.values())
+        or any(isinstance(value, Hollow) for value in vars(part).values())
         for part in module.modules()
     )
 

@@ -19,6 +19,7 @@ from lightning_shard.parallel.data import reshard
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.units import sharded_units
 from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.pipeline.taint import Hollow
 from lightning_shard.plugin import loops, optimizers
 from lightning_shard.plugin.all_parameters import all_parameters
 from lightning_shard.plugin.assemble import Assembly, assemble
@@ -74,7 +75,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._looks: FirstLooks | None = None
         self._walks: Walks | None = None
         self._built: optimizers.Built | None = None
-        self._trains: list[list[bool]] = []
+        self._trains: list[dict[str, bool]] = []
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -188,7 +189,7 @@ class PreparedStrategy(CheckpointedStrategy):
                 inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
         self._trains = self._what_trains()
-        if several and not any(map(any, self._trains)):
+        if several and not any(any(stage.values()) for stage in self._trains):
             raise PlacementError(
                 "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
                 " pipeline_parallel_size=1."
@@ -196,10 +197,16 @@ class PreparedStrategy(CheckpointedStrategy):
         tied = {name for tie in self._assembly.ties for name in tie.names}
         optimizers.prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
-    def _what_trains(self) -> list[list[bool]]:
-        """Of each stage's parameters; a collective call over the pipeline."""
-        assert self.lightning_module is not None
-        return self.groups.gather_over_stages([p.requires_grad for p in self.lightning_module.parameters()])
+    def _what_trains(self) -> list[dict[str, bool]]:
+        """Of each stage's parameters, by name; a collective call over the pipeline, after which all stages know."""
+        module = self.lightning_module
+        assert module is not None
+        trains = self.groups.gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
+        every = {name: does for stage in trains for name, does in stage.items()}
+        held = (value for part in module.modules() for value in vars(part).values())
+        for hollow in (value for value in held if isinstance(value, Hollow)):
+            hollow.trains = every.get(hollow.fqn, hollow.trains)
+        return trains
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

@@ -57,6 +57,11 @@ class Finetuned(Model):
     def __init__(self) -> None:
         super().__init__("gpt")
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        model: Any = self.model
+        self.log("embedding has a gradient", float(model.token_embedding.weight.grad is not None))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
 
@@ -90,6 +95,7 @@ def test_unfreezing_in_mid_run_and_going_on_elsewhere(
     first = combine(run_ranks(finetune, world(saved), saved, 2, path, False, elastic=True), saved)
     second = combine(run_ranks(finetune, world(resumed), resumed, 3, path, True, elastic=True), resumed)
     plain = finetune(None, 3, "", False)
+    assert first.metrics["embedding has a gradient"] == 1, "also on the stage that hasn't it"
     assert [*first.losses, *second.losses] == pytest.approx(plain.losses, rel=5e-6)
     assert largest_difference(second.parameters, plain.parameters) < 2e-5
 

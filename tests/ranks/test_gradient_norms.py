@@ -43,12 +43,19 @@ class Clipping(Model):
             self.log("written to", total)
             for gradient in gradients:
                 gradient.mul_(1 / (1 + gradients[-1].norm()))
+                torch.mul(torch.tensor(0.5), gradient, out=gradient)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
         self.log("head", clip_grad_norm_(self.model.head.parameters(), 1e-2))
         self.log("largest", torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf, math.inf))
         self.log("first", self.first)
+        model: Any = self.model
+        embedding = [p.grad for p in [model.token_embedding.weight] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(embedding)  # on a stage that hasn't it too
+        self.log("embedding", norm)
+        for gradient in embedding:
+            gradient.mul_((0.01 / norm).clamp(max=1))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.log("norm", clip_grad_norm_(self.parameters(), 0.05))

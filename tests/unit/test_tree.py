@@ -88,6 +88,12 @@ def test_packed_sequences_take_what_stands_for_tensors() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(packed)).data, packed.data)
 
 
+def test_a_mapping_may_have_a_key_that_hides_its_methods() -> None:
+    batch = type("Easy", (dict,), {})(values=torch.ones(2))
+    batch.values = batch["values"]  # as dicts whose keys are attributes too
+    assert [id(leaf) for leaf in tree.leaves(batch)] == [id(batch["values"])]
+
+
 def test_leaves_are_mapped_and_listed_in_order() -> None:
     nested = [torch.tensor(1), {"a": (torch.tensor(2), "text")}]
     doubled = tree.map_leaves(lambda leaf: leaf * 2, nested)

@@ -78,7 +78,7 @@ class _Count:
 
     def end(self) -> None:
         if self.done < self.total and self.progress is not None:
-            self.progress(self.total, self.total)
+            self.progress(self.done, self.done)
 
 
 def _deliver_locally(

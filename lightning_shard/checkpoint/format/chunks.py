@@ -190,7 +190,9 @@ class Chunks(Sequence[Chunk]):
                 self._tiling = tiling
                 begins, ends = parsed.spans.T
                 return Columns(parsed.files, begins, ends, tiling, parsed.digests, parsed.digits.cumsum())
-        return Columns.of(list(iter(self)), self._look()[1] if self._tiling is None else self._tiling)
+        chunks = list(iter(self))
+        assert self._tiling is not None
+        return Columns.of(chunks, self._tiling)
 
     def written_as(self, other: Chunks) -> bool:
         """Whether their text is the same."""

@@ -73,7 +73,8 @@ class FirstLooks:
                         looks.enter_context(warning_of_buffers_changed(module, self._microbatches))
                 if layout.tensor_parallel_size > 1:
                     looks.enter_context(tensor_ranks.refusing_parts())
-                    looks.enter_context(telling_of_parts(module, self._mesh[TENSOR_AXIS]))
+                    tells = layout.data_rank == 0
+                    looks.enter_context(telling_of_parts(module, self._mesh[TENSOR_AXIS], tells=tells))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:

@@ -9,14 +9,13 @@ Not seen: hooks that come later, and what a network's own code keeps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,36 +33,47 @@ _Seen = list[tuple[float, ...]]
 
 
 @contextmanager
-def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh) -> Iterator[None]:
-    """A step runs inside; then a collective call over the tensor axis."""
-    seen: dict[str, _Seen] = {}
-    hooked = [(name, part) for name, part in module.named_modules() if has_other_hooks(part, _PACKAGES)]
-    handles = [part.register_forward_hook(partial(_note, seen, name)) for name, part in hooked]
+def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh, *, tells: bool) -> Iterator[None]:
+    """A step runs inside; then a collective call over the tensor axis.
+
+    Args:
+        tells: Whether this axis' first rank says so.
+    """
+    looks = {name: (_Look(), part) for name, part in module.named_modules() if has_other_hooks(part, _PACKAGES)}
+    handles = [part.register_forward_hook(look.at) for look, part in looks.values()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    seen = {name: look.seen for name, (look, _) in looks.items() if look.seen is not None}
     everyone: list[Any] = [None] * tensor_axis.size()
     dist.all_gather_object(everyone, seen, group=tensor_axis.get_group())
     parts = [name for name in seen if not _are_alike([rank.get(name) for rank in everyone])]
-    if parts:
+    if parts and tells and tensor_axis.get_local_rank() == 0:
         more = f" and on {len(parts) - 1} more modules" if len(parts) > 1 else ""
-        rank_zero_warn(
+        warnings.warn(
             f"A hook on {parts[0]}{more} is given the part of the features that this tensor rank computes, since"
             " tensor_parallel_plan splits them: what it keeps or logs is of that part, and not of the whole. Put it on"
             " the block, leave the layers around it out of the plan, or give the one before it the style"
-            ' "colwise_gather_output" and the one behind it "rowwise_split_input".'
+            ' "colwise_gather_output" and the one behind it "rowwise_split_input".',
+            stacklevel=2,
         )
 
 
-def _note(seen: dict[str, _Seen], name: str, _: nn.Module, given: Any, returned: Any) -> None:
-    if name not in seen:  # of the first call
-        seen[name] = [_look(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
+class _Look:
+    """What a module is given and returns in its first call. An object of ours, so that no stage takes it for state."""
+
+    def __init__(self) -> None:
+        self.seen: _Seen | None = None
+
+    def at(self, _: nn.Module, given: Any, returned: Any) -> None:
+        if self.seen is None:
+            self.seen = [_told(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
 
 
 @torch.no_grad()
-def _look(tensor: Tensor) -> tuple[float, ...]:
+def _told(tensor: Tensor) -> tuple[float, ...]:
     values = local_tensor(torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double()
     return (*map(float, values.shape), float(torch.linalg.vector_norm(values)), float(values.sum()))
 

@@ -36,6 +36,7 @@ from lightning_shard.parallel.clip import (
     norms_over_stage,
     scale_to_norm,
 )
+from lightning_shard.pipeline.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.walks import Walks
 
@@ -123,10 +124,15 @@ class WholeNorms:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """``torch.nn.utils.get_total_norm`` of all ranks' tensors."""
+        """``torch.nn.utils.get_total_norm`` of all ranks' tensors; a gradient counts on the stage that holds it.
+
+        Raises:
+            StepError: One is computed from what isn't known on this stage.
+        """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         tied = {id(p.grad) for p in nn.Module.parameters(self._module) if is_counted_elsewhere(p)}
-        counted = (tensor for tensor in given if id(tensor) not in tied)
+        counted = [tensor for tensor in given if id(tensor) not in tied and not isinstance(tensor, Hollow)]
+        refuse(counted, "A total norm")
         norm = norm_over_ranks(counted, self._mesh, self._device, float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite: it can't be clipped.")

@@ -25,8 +25,9 @@ class _Memory(ctypes.Structure):
 
 
 class _Known:
-    #: The memory when it was last known that no second number waits. One takes drawing, which moves the position (or a
-    #: user's ``set_state`` between two steps, to where the last one began but for that number; it is lost then).
+    #: The memory when it was last known that no second number waits. One takes drawing, which moves the position; or a
+    #: ``set_state`` between two steps (a user's, or Lightning's around the sanity check) to where the last one began,
+    #: but for that number, which is lost then.
     nothing_waits: bytes = b""
 
 
