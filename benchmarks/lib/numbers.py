@@ -57,7 +57,7 @@ def comparisons() -> dict[str, list[Comparison]]:
         Comparison(f"a training step, {layout}", way, 1 / ratio)
         for layout, row in training["ours_over"].items()
         for way, ratio in row.items()
-        if way != "hybrid_shard"
+        if way != "hybrid_shard" and "," not in layout  # schedules and settings are in the result's own picture
     ]
     ours, asynchronous = OURS, f"{OURS}, asynchronous"
     on_disk = _checkpoints(
