@@ -14,16 +14,24 @@ PANELS_PER_LINE = 2
 BAR_INCHES, TITLE_INCHES = 0.27, 0.35
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG; where matplotlib isn't installed, say so."""
+def pyplot_if_installed() -> Any:
+    """Matplotlib's, for files; ``None`` where it isn't installed, which is said."""
     try:
         import matplotlib as mpl
     except ImportError:
         print("no picture: pip install matplotlib")
-        return
+        return None
     mpl.use("agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG; where matplotlib isn't installed, say so."""
+    pyplot = pyplot_if_installed()
+    if pyplot is None:
+        return
     panels: dict[str, list[Row]] = {}
     for row in rows:
         if row.gb_per_s is not None:

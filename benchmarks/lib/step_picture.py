@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.lib.picture import pyplot_if_installed
 from benchmarks.lib.report import Row
 
 OURS = "hybrid_shard"
@@ -13,14 +14,9 @@ LESS, MORE, LINE = "#d9480f", "#868e96", "#212529"
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG; where matplotlib isn't installed, say so."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no picture: pip install matplotlib")
+    pyplot = pyplot_if_installed()
+    if pyplot is None:
         return
-    mpl.use("agg")
-    from matplotlib import pyplot
-
     own = {row.what: row for row in rows if row.contender == OURS}
     others = [row for row in reversed(rows) if row.contender != OURS]
     names = [f"{row.what}  /  {row.contender}" for row in others]
