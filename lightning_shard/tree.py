@@ -194,9 +194,9 @@ def refuse_list_of_samples(batch: Any, drawn: int | None) -> None:
     """
     size = batch_size(batch)
     for node in _lists(batch):
-        if len(node) == size and node is not batch and all(is_node(entry) and tensors(entry) for entry in node):
+        if len(node) == size and node is not batch and all(is_node(entry) and any(_outline(entry)) for entry in node):
             alike = f"{size}, as a batch of {size} samples has them"
-        elif len(node) == drawn != size and len({_outline(entry) for entry in node}) == 1:
+        elif len(node) == drawn != size and len({_outline(entry) for entry in node}) == 1 and any(_outline(node)):
             alike = f"{size}, and a batch is made of {drawn} samples"
         else:
             continue

@@ -83,6 +83,8 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         ({"x": x, "scales": [x, x, x, x]}, 4),
         ([torch.zeros(6, 3), torch.zeros(6)], 2),  # samples that are several each
         ({"x": x, "views": [{"x": x}, {"x": x}]}, None),
+        ({"x": x, "targets": [{"id": torch.tensor(i)} for i in range(4)]}, 4),
+        ({"x": torch.zeros(6, 3), "scales": [torch.tensor(1.0), torch.tensor(2.0)]}, 2),
     ):
         tree.refuse_list_of_samples(batch, drawn)
     sequences = [torch.zeros(12, 3) for _ in range(4)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import warnings
 from typing import NoReturn
@@ -12,7 +14,7 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.taint import Hollow
-from lightning_shard.plugin.steps.walks import Walks, missing_parameter, note_missing_parameter
+from lightning_shard.plugin.steps.walks import OF_RANK, PartialStates, Walks, missing_parameter, note_missing_parameter
 
 
 def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself() -> None:
@@ -136,3 +138,14 @@ def test_who_takes_a_parts_state_is_told_once() -> None:
         assert len(module.state_dict()) == 2
         walks.release()
         assert "state_dict" not in vars(module)
+
+
+def test_a_copy_of_what_is_told_of_has_its_own_state() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    PartialStates({"": module}, OF_RANK, {}).tell()
+    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    for other in others:
+        with pytest.warns(UserWarning, match="DTensors, of which each rank has a part"):
+            assert torch.equal(other.state_dict()["0.weight"], other[0].weight)

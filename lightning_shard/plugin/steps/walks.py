@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from traceback import walk_tb
 from types import CodeType
 from typing import Any
@@ -78,9 +79,10 @@ class Walks:
             return None
         for frame, line in walk_tb(error.__traceback__):
             if (what := self._gone_over.get(frame.f_code)) is not None:
+                said = " ".join(str(error).split())
                 return StepError(
                     f"{_code(frame, line)} goes over {what}. With several pipeline stages that is its stage's part"
-                    f" only, which doesn't fit what is whole ({' '.join(str(error).split())}): for averages of weights use Lightning's"
+                    f" only, which doesn't fit what is whole ({said}): for averages of weights use Lightning's"
                     " EMAWeightAveraging, or pipeline_parallel_size=1."
                 )
         return None
@@ -181,28 +183,33 @@ class PartialStates:
 
     def tell(self) -> None:
         for name, module in self._modules.items():
-            module.__dict__["state_dict"] = self._telling(name, module)
+            # no closure: what copies a module copies this with it
+            module.__dict__["state_dict"] = partial(_told_of, self, name, module)
 
     def release(self) -> None:
         for module in self._modules.values():
             module.__dict__.pop("state_dict", None)
 
-    def _telling(self, name: str, module: nn.Module) -> Any:
-        def state_dict(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            if not _takes_parts(frame.f_globals):
-                what = f"the state_dict of {name or 'the LightningModule'}"
-                self._gone_over[frame.f_code] = what
-                if not self._has_warned:
-                    self._has_warned = True
-                    rank_zero_warn(
-                        f"{_code(frame)} takes {what}. {self._part}: load_state_dict takes that back on this layout,"
-                        " but a file of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint"
-                        " saves all, and trainer.strategy.gather_full_parameters() gives all."
-                    )
-            return type(module).state_dict(module, *args, **kwargs)
+    def asked(self, frame: Any, name: str) -> None:
+        if _takes_parts(frame.f_globals):
+            return
+        what = f"the state_dict of {name or 'the LightningModule'}"
+        self._gone_over[frame.f_code] = what
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{_code(frame)} takes {what}. {self._part}: load_state_dict takes that back on this layout, but a file"
+                " of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint saves all, and"
+                " trainer.strategy.gather_full_parameters() gives all."
+            )
 
-        return state_dict
+    def __reduce__(self) -> Any:
+        return PartialStates, ({}, self._part, {})
+
+
+def _told_of(states: PartialStates, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    states.asked(sys._getframe(1), name)
+    return type(module).state_dict(module, *args, **kwargs)
 
 
 def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
