@@ -146,8 +146,8 @@ copyreg.pickle(PackedSequence, lambda packed: (_named, (PackedSequence, tuple(pa
 def split(batch: Any, parts: int) -> list[Any]:
     """Cut a batch into ``parts`` microbatches of equal size, in order.
 
-    Tensors of at least one dimension are cut along the first; sequences of the batch's length that hold no tensors
-    (texts, file names) are cut too; anything else is handed to each microbatch as it is.
+    Tensors of at least one dimension are cut along the first; sequences of the batch's length that hold no such tensors
+    (texts, file names, a number for each sample) are cut too; anything else is handed to each microbatch as it is.
 
     Raises:
         BatchError: Tensors of different first sizes, no tensor at all, or a size that ``parts`` doesn't divide.
@@ -183,6 +183,41 @@ def batch_size(batch: Any) -> int:
     )
 
 
+def refuse_list_of_samples(batch: Any, drawn: int | None) -> None:
+    """A list with an entry for each sample, as ``collate_fn=list`` gives, would be cut within each sample.
+
+    Args:
+        drawn: Of so many samples the loader makes a batch, where that is known.
+
+    Raises:
+        BatchError: There is a list of as many entries alike, of another first size; or one of as many dicts.
+    """
+    size = batch_size(batch)
+    for node in _lists(batch):
+        if len(node) == size and node is not batch and all(is_node(entry) and any(_outline(entry)) for entry in node):
+            alike = f"{size}, as a batch of {size} samples has them"
+        elif len(node) == drawn != size and len({_outline(entry) for entry in node}) == 1 and any(_outline(node)):
+            alike = f"{size}, and a batch is made of {drawn} samples"
+        else:
+            continue
+        raise BatchError(
+            f"The batch has a list of {len(node)} entries, whose tensors have a first size of {alike}: it isn't clear"
+            " whether these are the samples, and along which of them to cut it into microbatches. Stack them into"
+            " tensors (torch's own collate function does), or use another batch_size, or pipeline_parallel_size=1."
+        )
+
+
+def _lists(tree: Any) -> Iterator[list[Any]]:
+    if isinstance(tree, list):
+        yield tree
+    for _, child in children(tree):
+        yield from _lists(child)
+
+
+def _outline(tree: Any) -> tuple[Any, ...]:
+    return tuple((path, leaf.shape, leaf.dtype) for path, leaf in walk(tree) if isinstance(leaf, Tensor) and leaf.ndim)
+
+
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
         if tree.layout != torch.strided:
@@ -209,7 +244,7 @@ def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _is_a_column(tree: Any, size: int) -> bool:
-    """Whether a sequence without tensors has an entry per sample: a list of anything, or a tuple of texts."""
-    if not isinstance(tree, (list, tuple)) or len(tree) != size or tensors(tree):
+    """Whether a sequence without tensors to cut has an entry per sample: a list of anything, or a tuple of texts."""
+    if not isinstance(tree, (list, tuple)) or len(tree) != size or any(tensor.ndim for tensor in tensors(tree)):
         return False
     return isinstance(tree, list) or (type(tree) is tuple and all(isinstance(entry, str) for entry in tree))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.parts import ForeignPart, runs_elsewhere
@@ -71,8 +71,10 @@ def cut(
     stages.incomplete = _incomplete(root, nowhere)
     for name, module in stages.incomplete.items():
         module.__dict__["named_parameters"] = partial(_whole_only, stages, name, module.named_parameters)
+        module.__dict__["get_parameter"] = partial(_parameter, module)
     for stage, view in stages.views.items():
         for name, module in _incomplete(root, foreign[stage].parameters).items():
+            module.__dict__["get_parameter"] = partial(_parameter, module)
             if name not in stages.incomplete:
                 whole = partial(_whole_only, stages, name, module.named_parameters)
                 view.add(module.__dict__, "named_parameters", whole)
@@ -216,6 +218,13 @@ def _incomplete(root: nn.Module, lacking: Collection[_Slot]) -> dict[str, nn.Mod
 
 def _without_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     state.pop(f"{prefix}_extra_state", None)
+
+
+def _parameter(module: nn.Module, target: str) -> Any:
+    """A module's ``get_parameter``: of another stage's what an attribute gives, which says whose it is."""
+    path, _, name = target.rpartition(".")
+    held = vars(module.get_submodule(path)).get(name)  # hollow, or in a step what has come of it
+    return held if isinstance(held, Tensor) else type(module).get_parameter(module, target)
 
 
 def _whole_only(

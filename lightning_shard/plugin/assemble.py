@@ -260,6 +260,11 @@ def _as_it_shards_itself(
     names: Mapping[str, str],
 ) -> Assembly:
     """A module of Lightning's own kind leaves nothing to do that cuts it, or says how its blocks run."""
+    if any(isinstance(value, Hollow) for part in module.modules() for value in vars(part).values()):
+        raise LayoutError(
+            f"A part of {type(module).__name__} was laid out on pipeline stages in another LightningModule's run: build"
+            " a new one, and give it that one's weights by a checkpoint (load_from_checkpoint, or ckpt_path)."
+        )
     sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS, _CONTEXT) and size > 1}
     if sizes:
         name, size = next(iter(sizes.items()))

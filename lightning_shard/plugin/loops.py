@@ -128,9 +128,18 @@ def evaluating(trainer: pl.Trainer) -> Any:
 
 
 def dataloaders(loop: Any) -> list[Any]:
-    """Those that an evaluating loop reads."""
+    """Those that a loop reads."""
     loaders: list[Any] = loop._combined_loader.flattened
     return loaders
+
+
+def samples_drawn(trainer: pl.Trainer) -> int | None:
+    """Of how many samples the loaders that are read make a rank's batch, where they say so and agree."""
+    loop = trainer.fit_loop if trainer.training else evaluating(trainer)
+    samplers = [getattr(loader, "batch_sampler", None) for loader in dataloaders(loop)]
+    sizes = {getattr(sampler, "batch_size", None) for sampler in samplers}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) else None
 
 
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:

@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.batch_norm import synchronize
@@ -44,7 +45,7 @@ from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import that_evaluate, that_generate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
-from lightning_shard.plugin.steps.walks import Walks
+from lightning_shard.plugin.steps.walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.throughput import share_throughput
 
@@ -74,6 +75,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients: Gradients | None = None
         self._looks: FirstLooks | None = None
         self._walks: Walks | None = None
+        self._states: PartialStates | None = None
         self._built: optimizers.Built | None = None
         self._trains: list[dict[str, bool]] = []
 
@@ -146,6 +148,8 @@ class PreparedStrategy(CheckpointedStrategy):
             module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
         )
         if known.stages is None:
+            self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
+            self._states.release()  # an earlier Trainer's
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
                 known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
@@ -225,3 +229,9 @@ class PreparedStrategy(CheckpointedStrategy):
             return whole(loss, module)
 
         self.precision_plugin.__dict__["post_backward"] = post_backward
+
+
+def _sharded(module: nn.Module) -> dict[str, nn.Module]:
+    """By name, the modules that hold shards, or hold a module that does."""
+    own = {inner for inner in module.modules() if any(isinstance(p, DTensor) for p in inner.parameters(recurse=False))}
+    return {name: each for name, each in module.named_modules() if not own.isdisjoint(each.modules())}

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.parallel.data import reshard
 from lightning_shard.parallel.expert import ExpertPlan
@@ -36,10 +36,10 @@ from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.redirect import note_sharded
+from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
 from lightning_shard.plugin.steps.schedules import candidates, check_counts
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
-from lightning_shard.plugin.steps.walks import note_missing_parameter
+from lightning_shard.plugin.steps.walks import missing_parameter, note_missing_parameter
 from lightning_shard.sharding import local_tensor
 
 
@@ -248,12 +248,20 @@ class HybridShardStrategy(PreparedStrategy):
             note_missing_parameter(exception, self.lightning_module)
         super()._report(exception)
 
+    def _refusal(self, error: Exception) -> ShardError | None:
+        refusal = None
+        if self._walks is not None and self.lightning_module is not None:
+            refusal = self._walks.refusal(error) or missing_parameter(error, self.lightning_module)
+        return refusal or sharded_refusal(error)
+
     def teardown(self) -> None:
         if self.model is not None:
             synchronize(self.model, None)
         super().teardown()
         if self._walks is not None:
             self._walks.warn()
+        elif self._states is not None:
+            self._states.tell()
 
     # Steps
 

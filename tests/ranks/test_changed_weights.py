@@ -308,17 +308,78 @@ def test_on_data_ranks_changes_are_kept_or_refused() -> None:
             check(kinds, found, REFUSED)
 
 
-def on_stages() -> None:
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(pipeline_parallel_size=2, microbatches=2), devices=2, max_epochs=1, **QUIET
-    )
-    trainer.fit(ChangesLater(), DataLoader(SAMPLES, batch_size=BATCH))  # type: ignore[arg-type]
+def on_stages(kind: type[Plain]) -> dict[str, Tensor]:
+    L.seed_everything(0)
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+    trainer.fit(kind(), DataLoader(SAMPLES, batch_size=BATCH))  # type: ignore[arg-type]
+    return strategy.gather_full_parameters()
+
+
+class TeachesByName(Teaches):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        new = dict(self.net.named_parameters())
+        for name, old in self.teacher.named_parameters():
+            old.data.mul_(0.5).add_(new[name].data, alpha=0.5)
+
+
+class TeachesByLookup(Teaches):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        for name, old in self.teacher.named_parameters():
+            old.data.mul_(0.5).add_(self.net.get_parameter(name).data, alpha=0.5)
+
+
+class TeachesByState(Teaches):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        for old, new in zip(self.teacher.state_dict().values(), self.net.state_dict().values()):
+            old.mul_(0.5).add_(new, alpha=0.5)
+
+
+class LooksUp(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.get_parameter("net.first.weight").square().sum()
+
+
+class Averages(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.net)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+ON_STAGES = {
+    Teaches: "goes over the parameters of net",
+    TeachesByName: "another one holds",
+    TeachesByLookup: "which stage [01] holds",
+    TeachesByState: "goes over the state_dict of net. .* which doesn't fit what is whole",
+    Averages: "update_parameters .* goes over the parameters of net",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ON_STAGES)
+def test_what_looks_for_a_whole_network_on_a_stage_is_refused_as_that(kind: type[Plain]) -> None:
+    with pytest.raises(RanksFailed, match=rf"failed first: lightning_shard.errors.StepError: .*{ON_STAGES[kind]}"):
+        run_ranks(on_stages, 2, kind, elastic=True)
+
+
+@pytest.mark.long
+def test_a_parameter_that_is_looked_up_in_a_step_is_had_from_its_stage() -> None:
+    _, weights = fit(LooksUp, None)
+    whole, _ = run_ranks(on_stages, 2, LooksUp, elastic=True)
+    assert max(float((whole[name] - weight).abs().max()) for name, weight in weights.items()) < 1e-5
 
 
 @pytest.mark.long  # the other stage waits for some seconds whether it was the first to fail
 def test_on_stages_a_step_changes_nothing_for_each_microbatch() -> None:
     with pytest.raises(RanksFailed, match="was changed in place in a step, which runs once for each microbatch"):
-        run_ranks(on_stages, 2, elastic=True)
+        run_ranks(on_stages, 2, ChangesLater, elastic=True)
 
 
 def test_on_one_rank_they_are_too() -> None:

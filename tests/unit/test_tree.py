@@ -65,6 +65,38 @@ def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
         tree.split(batch, parts)
 
 
+def test_a_list_of_numbers_has_one_for_each_sample_also_as_tensors() -> None:
+    batch = {
+        "x": torch.arange(4),
+        "scales": [torch.tensor(float(i)) for i in range(4)],
+        "targets": [{"id": torch.tensor(i), "name": f"n{i}"} for i in range(4)],
+    }
+    _, second = tree.split(batch, 2)
+    assert [float(scale) for scale in second["scales"]] == [2, 3]
+    assert [target["name"] for target in second["targets"]] == ["n2", "n3"]
+
+
+def test_a_list_of_samples_is_no_list_of_features() -> None:
+    x = torch.zeros(4, 2)
+    for batch, drawn in (
+        ([x, x], 4),  # an input and a target
+        ({"x": x, "scales": [x, x, x, x]}, 4),
+        ([torch.zeros(6, 3), torch.zeros(6)], 2),  # samples that are several each
+        ({"x": x, "views": [{"x": x}, {"x": x}]}, None),
+        ({"x": x, "targets": [{"id": torch.tensor(i)} for i in range(4)]}, 4),
+        ({"x": torch.zeros(6, 3), "scales": [torch.tensor(1.0), torch.tensor(2.0)]}, 2),
+    ):
+        tree.refuse_list_of_samples(batch, drawn)
+    sequences = [torch.zeros(12, 3) for _ in range(4)]
+    for batch, drawn, says in (
+        (sequences, 4, "list of 4 entries, whose tensors have a first size of 12, and a batch is made of 4 samples"),
+        ({"sequences": [{"x": x} for x in sequences]}, 4, "first size of 12"),
+        ({"x": x, "targets": [{"boxes": torch.zeros(4, 4)} for _ in range(4)]}, None, "as a batch of 4 samples"),
+    ):
+        with pytest.raises(BatchError, match=says):
+            tree.refuse_list_of_samples(batch, drawn)
+
+
 def test_a_part_may_be_written_to_while_another_waits_for_its_backward() -> None:
     weight = torch.ones(2, requires_grad=True)
     first, second = tree.split(torch.arange(4.0), 2)

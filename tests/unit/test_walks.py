@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 import warnings
 from typing import NoReturn
 
@@ -9,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.pipeline.taint import Hollow
-from lightning_shard.plugin.steps.walks import Walks, note_missing_parameter
+from lightning_shard.plugin.steps.walks import OF_RANK, PartialStates, Walks, missing_parameter, note_missing_parameter
 
 
 def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself() -> None:
@@ -64,3 +68,84 @@ def test_who_looks_up_another_stages_parameter_is_told_where_it_is() -> None:
         for _ in range(2):
             note_missing_parameter(error, module)
         assert len(getattr(error, "__notes__", ())) == notes
+        refusal = missing_parameter(KeyError(key), module)
+        assert (refusal is not None and f"another one holds {key}" in str(refusal)) == bool(notes)
+
+
+def part_of(module: nn.Module) -> Walks:
+    vars(module)["named_parameters"] = module.named_parameters
+    walks = Walks({"net": module})
+    walks.guard()
+    return walks
+
+
+def test_what_fails_beside_a_part_is_refused_as_that() -> None:
+    whole, part = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)), nn.Linear(2, 4)
+    walks = part_of(part)
+
+    def average() -> None:
+        for old, new in zip(whole.parameters(), part.parameters()):
+            old.data.add_(new.data)
+
+    def average_named() -> None:
+        for (_, old), (_, new) in zip(whole.named_parameters(), part.named_parameters()):
+            old.data.add_(new.data)
+
+    def average_states() -> None:
+        for old, new in zip(whole.state_dict().values(), part.state_dict().values()):
+            old.add_(new)
+
+    def elsewhere() -> None:
+        torch.ones(2).add_(torch.ones(3))
+
+    averaged = torch.optim.swa_utils.AveragedModel(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for code, what in (
+            (average, "average .* the parameters of net"),
+            (average_named, "average_named .* the parameters of net"),
+            (average_states, "average_states .* the state_dict of net"),
+            (lambda: averaged.update_parameters(part), "update_parameters .* the parameters of net"),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                code()
+            refusal = walks.refusal(caught.value)
+            assert refusal is not None
+            assert re.search(f"{what}.*its stage's part only, which doesn't fit what is whole", str(refusal))
+    with pytest.raises(RuntimeError) as caught:
+        elsewhere()
+    assert walks.refusal(caught.value) is None
+
+
+def test_an_average_of_parts_is_none_of_the_whole() -> None:
+    module = nn.Linear(2, 2)
+    averaged, ours = torch.optim.swa_utils.AveragedModel(module), torch.optim.swa_utils.AveragedModel(module)
+    part_of(module)
+    with pytest.raises(StepError, match=r"update_parameters .* goes over the parameters of net"):
+        averaged.update_parameters(module)
+    vars(ours)["averages_parts"] = True
+    ours.update_parameters(module)
+
+
+def test_who_takes_a_parts_state_is_told_once() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    walks = part_of(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.ModuleList([module]).state_dict()  # torch's own code asks
+        with pytest.raises(UserWarning, match=r"takes the state_dict of net.*a file of it.*lacks the rest"):
+            module.state_dict()
+        assert len(module.state_dict()) == 2
+        walks.release()
+        assert "state_dict" not in vars(module)
+
+
+def test_a_copy_of_what_is_told_of_has_its_own_state() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    PartialStates({"": module}, OF_RANK, {}).tell()
+    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    for other in others:
+        with pytest.warns(UserWarning, match="DTensors, of which each rank has a part"):
+            assert torch.equal(other.state_dict()["0.weight"], other[0].weight)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.errors import ShardError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.exchange import gather
 from lightning_shard.plugin import loops
@@ -161,6 +162,10 @@ class ConnectedStrategy(ModelParallelStrategy):
             else:
                 self._watch.report(exception)
 
+    def _refusal(self, error: Exception) -> ShardError | None:
+        """What a user's code failed for, where that is the layout."""
+        return None
+
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
         """What a collective raises where another rank failed becomes an error that says so."""
@@ -169,6 +174,9 @@ class ConnectedStrategy(ModelParallelStrategy):
             with self._preemption.stopping(self.lightning_module.trainer):
                 yield
         except Exception as error:
+            refusal = self._refusal(error)
+            if refusal is not None:
+                raise refusal from error
             if self._watch is None or not lost_the_others(error):
                 raise
             self._report(error)

@@ -138,6 +138,8 @@ class ShardedCopy(nn.Module):
 class ShardedAverage(AveragedModel):
     """torch's average of a model, of sharded parameters."""
 
+    averages_parts = True
+
     def __init__(self, live: pl.LightningModule, settings: _Postponed) -> None:
         average = settings.avg_fn or get_swa_avg_fn()
         if settings.multi_avg_fn is not None:

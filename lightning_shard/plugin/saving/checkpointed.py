@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -32,7 +33,7 @@ from lightning_shard.plugin.saving.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
-from lightning_shard.plugin.saving.own_loading import loads_itself
+from lightning_shard.plugin.saving.own_loading import carried, edits_checkpoints, left_by_hooks, loads_itself
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
 from lightning_shard.plugin.steps.agreement import check_copies, check_replicas, same_on_data_ranks
@@ -159,6 +160,8 @@ class CheckpointedStrategy(ConnectedStrategy):
 
         load_together(pairs)
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
+        if edits_checkpoints(module):
+            loaded["state_dict"] = carried(loaded["state_dict"])
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -166,7 +169,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         reshard(self.lightning_module)
         stages = self._assembly.stages if self._assembly else None
         names = self._names_of_other_stages()
-        stored = checkpoint["state_dict"]
+        stored = left_by_hooks(checkpoint["state_dict"])
         prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
         stored = {prefix + name: value for name, value in stored.items()}
         excluded = excluded_of(checkpoint, stored)
@@ -189,7 +192,9 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
-        if checkpoint.get(WEIGHTS_ALONE) and not states:
+        if not states:  # as where a Trainer that only evaluated saved, or on_load_checkpoint has dropped them
+            if not checkpoint.get(WEIGHTS_ALONE):
+                rank_zero_warn("The checkpoint has no optimizer's state: optimizers begin anew, as in plain Lightning.")
             return
         assert self.lightning_module is not None
         add_unfrozen_groups(self.lightning_module.trainer, self.lightning_module, self.optimizers)

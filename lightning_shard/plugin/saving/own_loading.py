@@ -2,7 +2,7 @@
 
 Such code renames old keys, converts old values, fills what old checkpoints lack. It is given all of the checkpoint, by
 name, as :class:`Carried` tensors: each has the shape and dtype that it has in the checkpoint, is read when its values
-are used, and is copied into a sharded parameter by this rank's part.
+are used, and is copied into a sharded parameter by this rank's part. So is ``on_load_checkpoint``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,9 +34,29 @@ def loads_itself(module: nn.Module) -> bool:
         code = [getattr(part, name) for name in _LOADERS]
         code += [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
         code += part._load_state_dict_post_hooks.values()
-        if not all((getattr(function, "__module__", None) or "").startswith(_ANYONES) for function in code):
+        if not all(map(_is_anyones, code)):
             return True
     return False
+
+
+def _is_anyones(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(_ANYONES)
+
+
+def edits_checkpoints(module: pl.LightningModule) -> bool:
+    """Whether a module or a callback has its own ``on_load_checkpoint``, which may compute with what is loaded."""
+    hooks = [each.on_load_checkpoint for each in (module, *module.trainer.callbacks)]  # type: ignore[attr-defined]
+    return not all(map(_is_anyones, hooks))
+
+
+def carried(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's tensors as such hooks know them."""
+    return {name: Carried.of(v) if isinstance(v, ckpt.StoredTensor) else v for name, v in stored.items()}
+
+
+def left_by_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same after these hooks: stored tensors where nobody has asked for values, else plain ones."""
+    return {name: v.content if isinstance(v, Carried) else v for name, v in state.items()}
 
 
 class Carried(torch.Tensor):
@@ -53,6 +74,9 @@ class Carried(torch.Tensor):
         """Its values; kept, since they may be written to."""
         self.content = self.content if isinstance(self.content, Tensor) else self.content.full()
         return self.content
+
+    full = whole
+    """As of a stored tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

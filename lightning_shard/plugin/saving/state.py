@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin.saving.own_loading import load_by_own_code
+from lightning_shard.plugin.saving.own_loading import left_by_hooks, load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 
@@ -69,9 +70,11 @@ def load_module(
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
                 " share."
             )
-        return _pairs(own, stored)
+        found = _pairs(own, stored)
+        _tell_of_types(found)
+        return found
 
-    ckpt.load_together(pairs)
+    ckpt.load_together(pairs, cast=True)  # as plain Lightning does
     with ckpt.all_or_none():
         if others:
             whole = {n: v.full() if isinstance(v, ckpt.StoredTensor) else v for n, v in others.items()}
@@ -90,9 +93,19 @@ def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bo
         missing = sorted(targets.keys() - stored.keys())
         if strict and missing:
             raise StateMismatchError(f"The checkpoint's tensors aren't the average's: {_some('missing', missing)}.")
-        return _pairs(targets, stored)
+        return _pairs(targets, left_by_hooks(stored))
 
     ckpt.load_together(pairs)
+
+
+def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
+    differ = [(stored, tensor) for stored, tensor in pairs if stored.dtype != tensor.dtype]
+    if differ:
+        stored, tensor = differ[0]
+        rank_zero_warn(
+            f"{stored.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the module, and is converted"
+            f"{f', as {len(differ) - 1} more are' if len(differ) > 1 else ''}."
+        )
 
 
 def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckpt.Pair]:

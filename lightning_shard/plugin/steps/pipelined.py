@@ -266,6 +266,7 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
+        tree.refuse_list_of_samples(batch, loops.samples_drawn(self._module.trainer))
         parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
 
         def run(stage: Stage, i: int) -> Any:
@@ -291,6 +292,7 @@ class PipelinedSteps:
         Raises:
             BatchError: The microbatches don't divide the batch.
         """
+        tree.refuse_list_of_samples(batch, loops.samples_drawn(self._module.trainer))
         size = tree.batch_size(batch)
         self._whole_batch = self._whole_batch or size
         return tree.split(batch, self._microbatches if size >= self._whole_batch else self._most_parts(batch))

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
-STAND_INS = frozenset({"forward", "log", "parameters", "named_parameters", "compute"})
-"""Names of a module's attributes that stand in for methods while a step runs."""
+STAND_INS = frozenset({"forward", "log", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"})
+"""Names of a module's attributes that stand in for methods."""
 CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)

@@ -19,17 +19,28 @@ _NOT_FOR_SHARDED = (
 """The same, and where it has no such operation on sharded tensors."""
 
 
+_OF_SHARDED = (
+    "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
+    " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
+    " tensor, or take p.full_tensor(); of numbers torch.stack([p.norm(), …]) or float(p.norm())."
+)
+
+
 def note_sharded(exception: BaseException) -> None:
     """Tell a user's code that has come upon a sharded parameter what it is."""
-    note = (
-        "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
-        " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
-        " tensor, or take p.full_tensor(); of numbers torch.stack([p.norm(), …]) or float(p.norm())."
-    )
-    said = str(exception) if type(exception) in (RuntimeError, NotImplementedError) else ""
-    is_about_it = any(text in said for text in _NOT_FOR_SHARDED)
-    if is_about_it and note not in getattr(exception, "__notes__", ()):
-        exception.add_note(note)
+    if _is_about_sharded(exception) and _OF_SHARDED not in getattr(exception, "__notes__", ()):
+        exception.add_note(_OF_SHARDED)
+
+
+def sharded_refusal(error: Exception) -> StepError | None:
+    """The same as an error of ours."""
+    said = " ".join(str(error).split())
+    return StepError(f"{_OF_SHARDED} torch said: {said}") if _is_about_sharded(error) else None
+
+
+def _is_about_sharded(error: BaseException) -> bool:
+    said = str(error) if type(error) in (RuntimeError, NotImplementedError) else ""
+    return any(text in said for text in _NOT_FOR_SHARDED)
 
 
 def refuse_sharded(loss: Any) -> None:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,6 +30,14 @@ _TAKE_PARTS = (
 """Modules and packages whose code goes over parameters and is right with this stage's."""
 _PARAMETERS = nn.Module.parameters.__code__
 """What goes over the named ones for the code that called it."""
+_AVERAGES = "torch.optim.swa_utils"
+"""Goes over a copy's parameters beside a module's: right with parts only where the copy is ours."""
+_MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach")
+"""What torch and Python say of tensors and lists that don't fit each other."""
+
+
+OF_STAGE = "With several pipeline stages it has its stage's part only"
+OF_RANK = "Its parameters are DTensors, of which each rank has a part"
 
 
 class Walks:
@@ -38,45 +49,72 @@ class Walks:
         # an earlier Trainer's warns
         self._of_stage = {name: getattr(function, "of_stage", function) for name, function in own.items()}
         self._has_warned = False
+        self._gone_over: dict[CodeType, str] = {}
+        """The user's code that has begun to go over what only a part is here of, and what that is."""
+        self._states = PartialStates(incomplete, OF_STAGE, self._gone_over)
         self.release()
 
     def guard(self) -> None:
         for name, module in self._incomplete.items():
             module.__dict__["parameters"] = self._refusing(name, module)
             module.__dict__["named_parameters"] = self._warning(name, module)
+        self._states.tell()
 
     def release(self) -> None:
         for name, module in self._incomplete.items():
             module.__dict__.pop("parameters", None)
             module.__dict__["named_parameters"] = self._of_stage[name]
+        self._states.release()
 
     def warn(self) -> None:
         """After a run, where code may have any use for a stage's parameters, until the next one is set up."""
         for name, module in self._incomplete.items():
             module.__dict__.pop("parameters", None)
             module.__dict__["named_parameters"] = self._warning(name, module)
+        self._states.tell()
+
+    def refusal(self, error: Exception) -> StepError | None:
+        """What code failed for that went over a stage's part beside something whole, as a teacher's parameters."""
+        if type(error) not in (RuntimeError, ValueError) or not any(word in str(error) for word in _MISMATCH):
+            return None
+        for frame, line in walk_tb(error.__traceback__):
+            if (what := self._gone_over.get(frame.f_code)) is not None:
+                said = " ".join(str(error).split())
+                return StepError(
+                    f"{_code(frame, line)} goes over {what}. With several pipeline stages that is its stage's part"
+                    f" only, which doesn't fit what is whole ({said}): for averages of weights use Lightning's"
+                    " EMAWeightAveraging, or pipeline_parallel_size=1."
+                )
+        return None
 
     def _refusing(self, name: str, module: nn.Module) -> Any:
         def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+            what = f"the parameters of {name or 'the LightningModule'}"
             for place, parameter in enumerate(type(module).parameters(module, recurse)):
-                if place == 1 and recurse and not _takes_parts(sys._getframe(1).f_globals):
-                    raise StepError(
-                        f"{_code(sys._getframe(1))} goes over the parameters of {name or 'the LightningModule'}, and"
-                        " with several pipeline stages these are only its stage's: for gradient norms and clipping use"
-                        " torch.nn.utils.clip_grad_norm_ or Lightning's grad_norm, which see all; for averages,"
-                        " Lightning's EMAWeightAveraging; for work on each parameter by itself, named_parameters()."
-                    )
+                if place < 2 and recurse and not _is_right_with_parts(frame := sys._getframe(1)):
+                    self._gone_over[frame.f_code] = what
+                    if place == 1:
+                        raise StepError(
+                            f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its"
+                            " stage's: for gradient norms and clipping use torch.nn.utils.clip_grad_norm_ or"
+                            " Lightning's grad_norm, which see all; for averages, Lightning's EMAWeightAveraging; for"
+                            " work on each parameter by itself, named_parameters()."
+                        )
                 yield parameter
 
         return parameters
 
     def _warning(self, name: str, module: nn.Module) -> Any:
         def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            what = f"the parameters of {name or 'the LightningModule'}"
             for place, named in enumerate(self._of_stage[name](*args, **kwargs)):
-                if place == 1:
+                if place < 2:
                     frame: Any = sys._getframe(1)
                     frame = frame.f_back if frame.f_code is _PARAMETERS else frame
-                    self._tell(frame, f"the parameters of {name or 'the LightningModule'}")
+                    if not _is_right_with_parts(frame):
+                        self._gone_over[frame.f_code] = what
+                        if place == 1:
+                            self._tell(frame, what)
                 yield named
 
         named_parameters.of_stage = self._of_stage[name]  # type: ignore[attr-defined]
@@ -128,18 +166,75 @@ class _OfStage(list[nn.Parameter]):
         return super().__iter__()
 
 
+class PartialStates:
+    """What is said of ``state_dict()`` of modules of which a rank holds a part.
+
+    Args:
+        modules: By name.
+        part: Whose part, as the sentence says it.
+        gone_over: Is told of the code that asks.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], part: str, gone_over: dict[CodeType, str]) -> None:
+        self._modules = modules
+        self._part = part
+        self._gone_over = gone_over
+        self._has_warned = False
+
+    def tell(self) -> None:
+        for name, module in self._modules.items():
+            # no closure: what copies a module copies this with it
+            module.__dict__["state_dict"] = partial(_told_of, self, name, module)
+
+    def release(self) -> None:
+        for module in self._modules.values():
+            module.__dict__.pop("state_dict", None)
+
+    def asked(self, frame: Any, name: str) -> None:
+        if _takes_parts(frame.f_globals):
+            return
+        what = f"the state_dict of {name or 'the LightningModule'}"
+        self._gone_over[frame.f_code] = what
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{_code(frame)} takes {what}. {self._part}: load_state_dict takes that back on this layout, but a file"
+                " of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint saves all, and"
+                " trainer.strategy.gather_full_parameters() gives all."
+            )
+
+    def __reduce__(self) -> Any:
+        return PartialStates, ({}, self._part, {})
+
+
+def _told_of(states: PartialStates, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    states.asked(sys._getframe(1), name)
+    return type(module).state_dict(module, *args, **kwargs)
+
+
+def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
+    """Of code that looks another stage's parameter up by its name, where it is."""
+    note = _missing(error, module)
+    return None if note is None else StepError(f"There is no parameter {error} here. {note}")
+
+
 def note_missing_parameter(exception: BaseException, module: nn.Module) -> None:
-    """Tell code that looks another stage's parameter up by its name where it is."""
+    """The same, where the exception goes on as it is."""
+    note = _missing(exception, module)
+    if note is not None and note not in getattr(exception, "__notes__", ()):
+        exception.add_note(note)
+
+
+def _missing(exception: BaseException, module: nn.Module) -> str | None:
     key = exception.args[0] if type(exception) is KeyError and exception.args else None
     names = (held.fqn for part in module.modules() for held in vars(part).values() if isinstance(held, Hollow))
-    note = (
+    if not isinstance(key, str) or not any(f".{name}".endswith(f".{key}") for name in names):
+        return None
+    return (
         f"With several pipeline stages another one holds {key}: named_parameters() and state_dict() have this stage's"
         " parameters only. For averages of weights there is Lightning's EMAWeightAveraging; or use"
         " pipeline_parallel_size=1."
     )
-    is_foreign = isinstance(key, str) and any(f".{name}".endswith(f".{key}") for name in names)
-    if is_foreign and note not in getattr(exception, "__notes__", ()):
-        exception.add_note(note)
 
 
 def _takes_parts(names: Mapping[str, Any]) -> bool:
@@ -148,5 +243,11 @@ def _takes_parts(names: Mapping[str, Any]) -> bool:
     return any(module == known or module.startswith(f"{known}.") for known in _TAKE_PARTS)
 
 
-def _code(frame: Any) -> str:
-    return f"{frame.f_code.co_name} ({frame.f_globals.get('__name__')}:{frame.f_lineno})"
+def _is_right_with_parts(frame: Any) -> bool:
+    if frame.f_globals.get("__name__") == _AVERAGES:
+        return getattr(frame.f_locals.get("self"), "averages_parts", False)
+    return _takes_parts(frame.f_globals)
+
+
+def _code(frame: Any, line: int | None = None) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_globals.get('__name__')}:{line or frame.f_lineno})"
