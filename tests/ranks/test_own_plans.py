@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike
 from tests.mixtures import assert_alike
-from tests.parity import layout
+from tests.parity import VOCABULARY, Model, layout
 
 
 def test_packed_experts_tied_weights_and_lora(tmp_path: Path) -> None:
@@ -75,3 +76,49 @@ def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
     wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
     with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
         assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+class Scaled(nn.Module):
+    """Divides by a norm of all features, of which a rank has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+class WithHead(OfFused):
+    """A part beside the blocks, which alone is split."""
+
+    def __init__(self, between: type[nn.Module]) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(16, 32), between(), nn.Linear(32, 16))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.head(batch), batch_idx)
+
+
+@pytest.mark.long
+def test_so_is_one_that_splits_a_part_beside_the_blocks() -> None:
+    plan = {"head.0": "colwise", "head.2": "rowwise"}
+    assert_trains_alike(partial(WithHead, nn.GELU), batches, ["tp2"], tensor_parallel_plan=plan)
+    with pytest.raises(PlanError, match="head computes something else when it is split"):
+        assert_trains_alike(partial(WithHead, Scaled), batches, ["tp2"], tensor_parallel_plan=plan)
+
+
+class Changed(Model):
+    """A model of transformers, with a user's module in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("llama")
+        for layer in self.model.model.layers:
+            layer.mlp.act_fn = Scaled()
+
+
+def tokens() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(2))
+    return [{"x": ids, "y": ids}]
+
+
+@pytest.mark.long
+def test_a_models_own_plan_that_a_users_module_in_it_doesnt_fit_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"layers\.0 computes something else when it is split"):
+        assert_trains_alike(Changed, tokens, ["tp2"])
