@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -34,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.adapters import layers_in_place
 from lightning_shard.parallel.blocks import tied_parameters
-from lightning_shard.parallel.local import computing_with, local_parameters, split_parameter
+from lightning_shard.parallel.local import computing_with, local_parameters, shared, split_parameter, summed
 from lightning_shard.parallel.plans import check_heads, declared_plan, matches, similar, weight_computed_by
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -145,13 +144,10 @@ class OwnShare(ParallelStyle):
         own_forward: Any = type(module).forward
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            shared = [_to_shares(value, device_mesh) for value in args]
+            given = [_to_shares(value, device_mesh) for value in args]
             named = {key: _to_shares(value, device_mesh) for key, value in kwargs.items()}
             with local_parameters(module):
-                summand = own_forward(module, *shared, **named)
-            return (
-                DTensor.from_local(summand, device_mesh, [Partial()]).redistribute(placements=[_REPLICATED]).to_local()
-            )
+                return summed(own_forward(module, *given, **named), device_mesh.get_group())
 
         module.forward = MethodType(forward, module)  # a method, so that a copy of the module has one of its own
         return module
@@ -199,7 +195,7 @@ def _to_shares(value: Any, mesh: DeviceMesh) -> Any:
     """A tensor that all ranks hold alike, and each uses for its part of a computation: gradients are added up."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return DTensor.from_local(value, mesh, [_REPLICATED], run_check=False).to_local(grad_placements=[Partial()])
+    return shared(value, mesh.get_group())
 
 
 #: The styles by name. Names shared with transformers' plans mean the same.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike
-from tests.mixtures import assert_alike
+from tests.mixtures import NETWORKS, assert_alike
 from tests.parity import VOCABULARY, Model, layout
 
 
@@ -122,3 +123,29 @@ def tokens() -> list[dict[str, Tensor]]:
 def test_a_models_own_plan_that_a_users_module_in_it_doesnt_fit_is_refused() -> None:
     with pytest.raises(PlanError, match=r"layers\.0 computes something else when it is split"):
         assert_trains_alike(Changed, tokens, ["tp2"])
+
+
+class Slopes(L.LightningModule):
+    """A penalty on slopes: gradients of gradients through what a plan splits."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model: Any = NETWORKS[network]()
+        self.model.set_attn_implementation("eager")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.model.get_input_embeddings()(batch["x"])
+        logits = self.model(inputs_embeds=x).logits
+        each = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
+        (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
+        return each.mean() + slope.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("network", ["mixtral", "deepseek"])
+def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
+    assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])
