@@ -164,7 +164,8 @@ def adapted() -> nn.Module:
 
     model = transformers_model("Llama")
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    wanted = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, wanted)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)  # else A has no gradient

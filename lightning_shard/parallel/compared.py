@@ -2,16 +2,18 @@
 
 A plan that doesn't fit the code needn't fail: of a layer whose output is queries, keys and values, ``colwise`` gives
 each rank a part of them, one after the other, which the code then takes for other queries, keys and values. So in the
-first training step one block of each kind is run once more, on whole parameters, and what it adds is compared.
+first training step one block of each kind is run once more, on whole parameters, and what it adds is compared; and so
+is each module beside the blocks that holds split layers, such as a head of several. A model's own plan is believed, but
+for blocks that hold modules of a user's.
 
-Not seen: what is hidden by parameters that begin as zeros, layers outside of blocks, blocks with a user's hooks
-inside, compiled ones, blocks that are given objects, and plans that deal sequences.
+Not seen: what is hidden by parameters that begin as zeros, split layers that no module but one with blocks holds,
+blocks with a user's hooks inside, compiled ones, blocks that are given objects, and plans that deal sequences.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from typing import Any
@@ -40,26 +42,59 @@ class SplitBlocks:
 
     Args:
         blocks: Whole, by name, before anything wraps them.
+        parts: Others, that may be given or return a part of the features.
         styles: Of modules, by name.
         putting_back: Around runs that are to leave nothing behind.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], putting_back: PuttingBack
+        self,
+        blocks: Mapping[str, nn.Module],
+        parts: Mapping[str, nn.Module],
+        styles: Mapping[str, ParallelStyle],
+        putting_back: PuttingBack,
     ) -> None:
         kinds: dict[Any, str] = {}
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
-        for name, block in blocks.items() if not deals_sequences else ():
+        for name, block in {**blocks, **parts}.items() if not deals_sequences else ():
             inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
-            if inside and not _is_hooked(blocks[name]):
-                kinds.setdefault((type(block), tuple((n, repr(s)) for n, s in inside)), name)
-        self._copies = {name: _without_hooks(blocks[name]) for name in kinds.values()}
+            if inside and not _is_hooked(block):
+                modules = tuple((n, type(module)) for n, module in block.named_modules())
+                kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
+        self._copies = {name: _without_hooks({**blocks, **parts}[name]) for name in kinds.values()}
+        self._parts = parts.keys()
         self._putting_back = putting_back
 
     def compare(self, root: nn.Module) -> None:
         """Have the blocks compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
         for name, whole in self._copies.items():
-            _compare_first_call(root.get_submodule(name), name, whole, self._putting_back)
+            _compare_first_call(root.get_submodule(name), name, whole, self._putting_back, name in self._parts)
+
+
+def beside_blocks(root: nn.Module, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
+    """The outermost modules below ``root`` that hold split layers and no blocks."""
+    for name, _ in root.named_children():
+        yield from _beside(root, name, blocks, styles)
+
+
+def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
+    module = root.get_submodule(name)
+    if name in blocks or not any(style.startswith(f"{name}.") for style in styles):
+        return
+    is_called = type(module).forward is not nn.Module.forward
+    if is_called and not any(block.startswith(f"{name}.") for block in blocks):
+        yield name
+        return
+    for key, _ in module.named_children():
+        yield from _beside(root, f"{name}.{key}", blocks, styles)
+
+
+def holds_others(block: nn.Module) -> bool:
+    """Whether some module in it is neither torch's nor of the libraries whose models declare plans."""
+    return any(not type(module).__module__.startswith(_PACKAGES) for module in block.modules())
+
+
+_PACKAGES = ("torch.", "transformers.", "peft.")
 
 
 def _is_hooked(block: nn.Module) -> bool:
@@ -79,7 +114,9 @@ def _without_hooks(block: nn.Module) -> nn.Module:
     return whole.eval()
 
 
-def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, putting_back: PuttingBack) -> None:
+def _compare_first_call(
+    block: nn.Module, name: str, whole: nn.Module, putting_back: PuttingBack, is_part: bool
+) -> None:
     own, had = block.forward, "forward" in block.__dict__
 
     @wraps(own)
@@ -91,7 +128,7 @@ def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, putting_b
         else:
             del block.__dict__["forward"]
         with suppress(_Opaque):
-            _check(block, name, own, whole, putting_back, (args, kwargs))
+            _check(block, name, own, whole, putting_back, (args, kwargs), is_part)
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
@@ -99,7 +136,9 @@ def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, putting_b
 
 def _is_watched(block: nn.Module) -> bool:
     """Whether a user's hooks inside would see one run more."""
-    return any(has_other_hooks(module, ("torch.",)) for module in block.modules() if module is not block)
+    return any(
+        has_other_hooks(module, ("torch.", "lightning_shard.")) for module in block.modules() if module is not block
+    )
 
 
 class _Opaque(Exception):
@@ -133,6 +172,7 @@ def _check(
     whole: nn.Module,
     putting_back: PuttingBack,
     arguments: tuple[Any, Any],
+    is_part: bool,
 ) -> None:
     (args, kwargs), (again, named) = _copied(arguments), _copied(arguments)
     tensors = {key: full_tensor(value) for key, value in (*block.named_parameters(), *block.named_buffers())}
@@ -144,7 +184,10 @@ def _check(
             module.training = True
     expected = functional_call(whole, tensors, again, named)
     given = next(iter(tree.tensors(arguments)), None)
-    for ours, theirs in zip(tree.tensors(split), tree.tensors(expected)):
+    pairs = list(zip(tree.tensors(split), tree.tensors(expected)))
+    if is_part and any(ours.shape != theirs.shape for ours, theirs in pairs):
+        return  # what follows takes a part of the features
+    for ours, theirs in pairs:
         if ours.shape != theirs.shape or not _are_alike(ours, theirs, given):
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole. A layer whose"
@@ -158,7 +201,9 @@ def _check(
 def _are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
     if not theirs.is_floating_point():
         return True
-    added = theirs - given if given is not None and given.shape == theirs.shape else theirs
-    rounding = 4 * torch.finfo(theirs.dtype).eps * theirs.abs().max()
-    apart = _APART.get(ours.dtype, _APART_IN_16_BITS) * added.abs().max() + rounding
+    largest = theirs.abs().max()
+    rounding = 4 * torch.finfo(theirs.dtype).eps * largest
+    if given is not None and given.shape == theirs.shape:  # where it adds to that
+        largest = torch.minimum(largest, (theirs - given).abs().max())
+    apart = _APART.get(ours.dtype, _APART_IN_16_BITS) * largest + rounding
     return not bool((ours - theirs).abs().max() > apart)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -40,3 +43,39 @@ def computing_with(module: nn.Module, part: Callable[[Tensor], Tensor]) -> Itera
 def local_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, a module's own parameters are this rank's parts, as plain tensors; gradients arrive at the whole ones."""
     return computing_with(module, lambda whole: whole.to_local() if isinstance(whole, DTensor) else whole)
+
+
+def shared(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A value that all ranks hold alike, for a part of a computation on each: its gradients are added up.
+
+    It and :func:`summed` are each other's backward, so gradients of gradients are right too. DTensor's way from and to
+    plain tensors has none of these (torch 2.13: ``_FromTorchTensor.backward``).
+    """
+    return _Shared.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' parts, of which each has the whole gradient."""
+    return _Summed.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return summed(gradient, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return collectives.wait_tensor(collectives.all_reduce(part.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return shared(gradient, ctx.group), None

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -32,8 +31,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.adapters import layers_in_place
 from lightning_shard.parallel.blocks import tied_parameters
-from lightning_shard.parallel.local import computing_with, local_parameters, split_parameter
+from lightning_shard.parallel.local import computing_with, local_parameters, shared, split_parameter, summed
 from lightning_shard.parallel.plans import check_heads, declared_plan, matches, similar, weight_computed_by
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -144,13 +144,10 @@ class OwnShare(ParallelStyle):
         own_forward: Any = type(module).forward
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            shared = [_to_shares(value, device_mesh) for value in args]
+            given = [_to_shares(value, device_mesh) for value in args]
             named = {key: _to_shares(value, device_mesh) for key, value in kwargs.items()}
             with local_parameters(module):
-                summand = own_forward(module, *shared, **named)
-            return (
-                DTensor.from_local(summand, device_mesh, [Partial()]).redistribute(placements=[_REPLICATED]).to_local()
-            )
+                return summed(own_forward(module, *given, **named), device_mesh.get_group())
 
         module.forward = MethodType(forward, module)  # a method, so that a copy of the module has one of its own
         return module
@@ -198,7 +195,7 @@ def _to_shares(value: Any, mesh: DeviceMesh) -> Any:
     """A tensor that all ranks hold alike, and each uses for its part of a computation: gradients are added up."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    return DTensor.from_local(value, mesh, [_REPLICATED], run_check=False).to_local(grad_placements=[Partial()])
+    return shared(value, mesh.get_group())
 
 
 #: The styles by name. Names shared with transformers' plans mean the same.
@@ -230,7 +227,6 @@ _CUTS: dict[str, tuple[int, int]] = {
 }
 STYLE_NAMES = {*_NAMES, *_CUTS}
 """All that a plan may name, of modules and of parameters."""
-_WITH_LORA = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 
 
 def resolve_plan(
@@ -332,38 +328,28 @@ def _styles(
             f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {chosen!r}, has its weight computed anew"
             f" by {computing}, which can't be done in parts: leave it, and layers that it works with, out of the plan."
         )
-    split = {name: module}
-    if isinstance(getattr(module, "base_layer", None), nn.Module):
-        split = _with_lora(name, module, chosen, style)
-    elif style.features is not None and not module._parameters:
+    split = layers_in_place(name, module, chosen, style.features)
+    if name in split and style.features is not None and not module._parameters:
         raise PlanError(
             f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {chosen!r}, has no parameters of its own"
             f" (matched by {pattern!r}): name a linear layer or an embedding, or leave it out."
         )
     for part, layer in split.items():
+        if isinstance(layer, nn.Embedding) and (setting := _of_whole_tables(layer)):
+            raise PlanError(
+                f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, has {setting}, which torch can't do"
+                " on a part of a table: build it without, or leave it out of the plan."
+            )
         for key, parameter in layer.named_parameters(recurse=False):
             style.placement(layer, f"{part}.{key}", parameter, parts)
         yield part, style
 
 
-def _with_lora(name: str, module: nn.Module, chosen: str | ParallelStyle, style: Split) -> dict[str, nn.Module]:
-    """What of a layer of peft's LoRA is split as the layer that it adapts: that, and ``A`` or ``B``.
-
-    ``y = x·W + (x·A)·B``. Where ``W`` is split by output features, so is ``B``, and ``x·A`` is computed alike on all
-    ranks; where it is split by input features, so is ``A``, and ``(x·A)·B`` is.
-    """
-    holding = {key for key, child in module.named_children() if any(True for _ in child.parameters())}
-    if chosen not in _WITH_LORA or not holding <= {"base_layer", "lora_A", "lora_B"}:
-        what = ", ".join(sorted(holding - {"base_layer"}))
-        raise PlanError(
-            f"tensor_parallel_plan: {name} has style {chosen!r} and is adapted by {type(module).__module__}"
-            f" ({what}); under tensor parallelism that goes for LoRA's A and B beside the styles {list(_WITH_LORA)}:"
-            " adapt other modules, or leave this one out of the plan."
-        )
-    adapter = "lora_B" if style.features == "out" else "lora_A"
-    layers = module.get_submodule(adapter).named_children() if adapter in holding else ()
-    split = {f"{name}.{adapter}.{key}": layer for key, layer in layers}
-    return {f"{name}.base_layer": module.get_submodule("base_layer"), **split}
+def _of_whole_tables(embedding: nn.Embedding) -> str:
+    """The setting that takes a whole table, where there is one."""
+    if embedding.max_norm is not None:
+        return f"max_norm={embedding.max_norm}"
+    return "sparse=True" if embedding.sparse else ""
 
 
 def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts: int) -> OwnShare:
@@ -443,7 +429,7 @@ def _complete_ties(
 
 def _style_by_rows(module: nn.Module) -> str | None:
     """An embedding or a linear layer with nothing beside what torch's have: a class of its own may scale, say."""
-    if isinstance(module, nn.Embedding) and module._parameters.keys() == {"weight"}:
+    if isinstance(module, nn.Embedding) and module._parameters.keys() == {"weight"} and not _of_whole_tables(module):
         return "embedding_rowwise"
     return "colwise_gather_output" if type(module) is nn.Linear else None
 

@@ -17,7 +17,7 @@ from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.between import gather_for_calls
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
-from lightning_shard.parallel.compared import SplitBlocks
+from lightning_shard.parallel.compared import SplitBlocks, beside_blocks, holds_others
 from lightning_shard.parallel.compiled import compile_block
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context import DealtSequences
@@ -167,11 +167,13 @@ def assemble(
     recomputed = _recomputed(module, blocks, settings)
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
-    compared = None
+    held_blocks: set[str] = set()
     if blocks and placement:
         own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
         held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
-        compared = _to_compare(module, held_blocks, settings, styles, device)
+    beside = None if layout.pipeline_parallel_size > 1 else listed
+    compared = _to_compare(module, held_blocks, beside, settings, styles, device)
+    if blocks and placement:
         # before the cut, which stands in for some calls
         _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
 
@@ -335,15 +337,27 @@ def _sequences(
 def _to_compare(
     module: nn.Module,
     names: Collection[str],
+    listed: Collection[str] | None,
     settings: Settings,
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
 ) -> SplitBlocks | None:
-    """The blocks that a plan of the user's own splits, before they are wrapped."""
-    if settings.tensor_parallel_plan is None or settings.compile_blocks:
+    """The blocks, and modules beside them, that a plan of the user's own splits, before they are wrapped.
+
+    Args:
+        names: This stage's blocks.
+        listed: Those of all lists; with one stage, where there is something beside them.
+    """
+    if not styles or settings.compile_blocks:
         return None
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
-    return SplitBlocks(blocks, styles, partial(looking_at, device))
+    if settings.tensor_parallel_plan is None:
+        blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
+    parts: dict[str, nn.Module] = {}
+    if listed is not None:
+        split = {name for name in names if any(style.startswith(f"{name}.") for style in styles)}
+        parts = {name: module.get_submodule(name) for name in beside_blocks(module, {*split, *listed}, styles)}
+    return SplitBlocks(blocks, parts, styles, partial(looking_at, device))
 
 
 def _wrap_blocks(

@@ -302,13 +302,14 @@ class HybridShardStrategy(PreparedStrategy):
         assert self._looks is not None
         draw = randomness.derive(self._seed, "train", loops.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
-        with self._looks.at("training_step", args[0] if args else None):
+        with self._looks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 output = self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
             else:
                 assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
-        self._looks.check_losses(output)
+            shown.output = output
+            self._looks.check_losses(output)
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -345,12 +346,14 @@ class HybridShardStrategy(PreparedStrategy):
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed, method, *arguments[1:])
 
-        with self._looks.at(method, args[0] if args else None):
+        with self._looks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
-                return self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
-            assert self._steps is not None
-            return self._steps.evaluate(method, draw(args), *args, **kwargs)
+                shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
+            else:
+                assert self._steps is not None
+                shown.output = self._steps.evaluate(method, draw(args), *args, **kwargs)
+        return shown.output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -50,6 +51,7 @@ class Job:
 
 
 def serve(job: Job, pipe: connection.Connection) -> None:
+    gc.freeze()  # what was imported before the fork lives on: collections needn't walk it, nor copy its pages
     with open(job.stacks, "w") as file:
         with contextlib.suppress(OSError):
             os.setpgrp()

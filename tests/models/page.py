@@ -14,7 +14,7 @@ SHOWN = {"alike": "✓", "no plan": "–", "in parts": "≈", "rounding": "ulp"}
 
 _HEAD = """# Models
 
-Made by `python -m tests.models.survey` on {date}: torch {torch}, Lightning {lightning}, transformers {transformers},
+Made by `python -m tests.models.survey` {when}: torch {torch}, Lightning {lightning}, transformers {transformers},
 peft {peft}, Python {python}; CPU, gloo, fp32.
 
 Each architecture is built from its configuration, as small as that lets it be, with random weights and without
@@ -44,7 +44,7 @@ def page(results: Mapping[str, Any]) -> str:
     reasons = _Reasons()
     tables = [_table(family, of_family, reasons) for family, of_family in _by_family(compared)]
     parts = [
-        _HEAD.format(**results["made"]),
+        _HEAD.format(when=_when(rows), **results["made"]),
         _counts(rows, compared, int(results["made"]["architectures"])),
         *tables,
         reasons.section(),
@@ -52,6 +52,12 @@ def page(results: Mapping[str, Any]) -> str:
         _others("Not built small", "not built", rows, "No small configuration was found that trains on one process."),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _when(rows: Iterable[Row]) -> str:
+    """A row is as old as the oldest of its results."""
+    (oldest, _), *later = sorted(Counter(row["date"] for row in rows).items())
+    return f"on {oldest}" + "".join(f", {count} of its rows again on {day}" for day, count in later)
 
 
 def _by_family(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:

@@ -4,6 +4,7 @@
 
     python -m tests.models.survey --jobs 2                   # what isn't in the JSON yet; all of it in half an hour
     python -m tests.models.survey --again --layouts pp2      # all of it anew, on these layouts
+    python -m tests.models.survey --before 2026-11-23        # what is older, or isn't in the JSON yet
     python -m tests.models.survey --only llama,bert,nn.LSTM  # names, classes or families that contain one of these
     python -m tests.models.survey --page                     # the page alone
 
@@ -153,9 +154,11 @@ class Results:
 
     def put(self, row: Row) -> None:
         with self._lock:
-            before = self.rows.get(row["class"], {}).get("layouts", {})
+            was = self.rows.get(row["class"], {})
             if "layouts" in row:  # what was compared on other layouts stays
-                both = before | row["layouts"]
+                both = was.get("layouts", {}) | row["layouts"]
+                if both.keys() != row["layouts"].keys():
+                    row["date"] = was["date"]
                 row["layouts"] = {name: both[name] for name in DEFAULT if name in both}
             self.rows[row["class"]] = row
             partial_file = self._path.with_suffix(".partial")
@@ -165,7 +168,7 @@ class Results:
 
 
 def made() -> dict[str, str]:
-    """When, with what."""
+    """With what; when is in each row, the oldest day of what it says."""
     versions = {}
     for name in ("torch", "lightning", "transformers", "peft"):
         try:
@@ -173,7 +176,7 @@ def made() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     known = {"architectures": str(len(all_of_it()))}
-    return {"date": date.today().isoformat(), "python": platform.python_version(), **known, **versions}
+    return {"python": platform.python_version(), **known, **versions}
 
 
 def all_of_it() -> dict[str, partial[Row]]:
@@ -192,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="parts of names, classes or families, with commas between them")
     parser.add_argument("--again", action="store_true", help="also what the JSON has already")
+    parser.add_argument("--before", default="", help="what was made before this day, as 2026-11-23")
     parser.add_argument("--layouts", default=",".join(DEFAULT), help="with commas between them")
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -206,7 +210,7 @@ def main() -> None:
         tasks = {
             name: task
             for name, task in all_of_it().items()
-            if wanted(task, only) and (only or arguments.again or name not in results.rows)
+            if wanted(task, only) and _is_due(results.rows.get(name), arguments, bool(only))
         }
         started, done = time.monotonic(), 0
 
@@ -214,7 +218,7 @@ def main() -> None:
             nonlocal done
             begun = time.monotonic()
             row = task(layouts=arguments.layouts.split(","))
-            row["seconds"] = round(time.monotonic() - begun, 1)
+            row |= {"seconds": round(time.monotonic() - begun, 1), "date": date.today().isoformat()}
             results.put(row)
             done += 1
             print(f"{done}/{len(tasks)} {time.monotonic() - started:.0f} s  {name}: {in_short(row)}", flush=True)
@@ -223,6 +227,12 @@ def main() -> None:
             list(pool.map(run, tasks.keys(), tasks.values()))
     path = PAGE if arguments.results == RESULTS else arguments.results.with_suffix(".md")
     path.write_text(page.page(json.loads(arguments.results.read_text())))
+
+
+def _is_due(row: Row | None, arguments: argparse.Namespace, is_named: bool) -> bool:
+    if row is not None and arguments.before:
+        return row["date"] < str(arguments.before)
+    return row is None or is_named or bool(arguments.again)
 
 
 def in_short(row: Row) -> str:

@@ -119,18 +119,22 @@ class Kept(Watched):
         self.kept.append(float(features.detach().square().mean()))
 
 
-def warned_of(module: L.LightningModule) -> list[str]:
+def fit(module: L.LightningModule) -> None:
     strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+    L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(
+        module, DataLoader(torch.randn(8, WIDTH), batch_size=8)
+    )
+
+
+def warned_of(module: L.LightningModule, word: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(
-            module, DataLoader(torch.randn(8, WIDTH), batch_size=8)
-        )
-    return [str(warning.message) for warning in caught if "hook" in str(warning.message)]
+        fit(module)
+    return [str(warning.message) for warning in caught if word in str(warning.message)]
 
 
 def hooks_warned_of() -> list[str]:
-    return warned_of(Kept())
+    return warned_of(Kept(), "hook")
 
 
 def test_a_hook_that_is_given_split_features_is_told_of() -> None:
@@ -139,3 +143,51 @@ def test_a_hook_that_is_given_split_features_is_told_of() -> None:
     assert said.startswith(
         "A hook on layers.0.between is given the part of the features that this tensor rank computes"
     )
+
+
+class Keeps(nn.Module):
+    """As attention that is asked for its weights: what it computes is seen past the block."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.kept = features.detach()
+        return features.tanh()
+
+
+class Shows(Model):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        for layer in self.layers:
+            layer.between = Keeps()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        features = self.layers[0].between.kept
+        if self.how == "returned":
+            return {"loss": loss, "features": features}
+        size = features.square().mean()
+        self.log("size", size if self.how == "logged" else size.item())
+        self.log("loss", loss)
+        return loss
+
+
+def refused_and_told() -> tuple[list[str], list[str]]:
+    refused = []
+    for how in ("logged", "returned"):
+        with pytest.raises(PlanError) as error:
+            fit(Shows(how))
+        refused.append(str(error.value))
+    return refused, warned_of(Shows("told"), "tensor ranks")
+
+
+def test_split_features_that_a_step_logs_or_returns_are_refused_and_told_of_where_they_are_numbers() -> None:
+    (refused, told), (same, nothing) = run_ranks(refused_and_told, 2, elastic=True)
+    assert refused == same
+    assert refused[0].startswith("training_step logs 'size', which is ")
+    assert refused[1].startswith(
+        "What training_step returns (features) isn't the same on the tensor ranks (of shape (8, "
+    )
+    [said] = told
+    assert said.startswith("training_step logs 'size', which is ")
+    assert "If it is no time or the like" in said
+    assert not nothing

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike
-from tests.mixtures import assert_alike
-from tests.parity import layout
+from tests.mixtures import NETWORKS, assert_alike
+from tests.parity import VOCABULARY, Model, layout
 
 
 def test_packed_experts_tied_weights_and_lora(tmp_path: Path) -> None:
@@ -75,3 +77,75 @@ def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
     wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
     with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
         assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+class Scaled(nn.Module):
+    """Divides by a norm of all features, of which a rank has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+class WithHead(OfFused):
+    """A part beside the blocks, which alone is split."""
+
+    def __init__(self, between: type[nn.Module]) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(16, 32), between(), nn.Linear(32, 16))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.head(batch), batch_idx)
+
+
+@pytest.mark.long
+def test_so_is_one_that_splits_a_part_beside_the_blocks() -> None:
+    plan = {"head.0": "colwise", "head.2": "rowwise"}
+    assert_trains_alike(partial(WithHead, nn.GELU), batches, ["tp2"], tensor_parallel_plan=plan)
+    with pytest.raises(PlanError, match="head computes something else when it is split"):
+        assert_trains_alike(partial(WithHead, Scaled), batches, ["tp2"], tensor_parallel_plan=plan)
+
+
+class Changed(Model):
+    """A model of transformers, with a user's module in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("llama")
+        for layer in self.model.model.layers:
+            layer.mlp.act_fn = Scaled()
+
+
+def tokens() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(2))
+    return [{"x": ids, "y": ids}]
+
+
+@pytest.mark.long
+def test_a_models_own_plan_that_a_users_module_in_it_doesnt_fit_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"layers\.0 computes something else when it is split"):
+        assert_trains_alike(Changed, tokens, ["tp2"])
+
+
+class Slopes(L.LightningModule):
+    """A penalty on slopes: gradients of gradients through what a plan splits."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model: Any = NETWORKS[network]()
+        self.model.set_attn_implementation("eager")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.model.get_input_embeddings()(batch["x"])
+        logits = self.model(inputs_embeds=x).logits
+        each = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
+        (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
+        return each.mean() + slope.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("network", ["mixtral", "deepseek"])
+def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
+    assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])

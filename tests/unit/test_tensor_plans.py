@@ -134,16 +134,23 @@ def with_adapter(config: peft.PeftConfig) -> nn.Module:
     [
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "lora_magnitude_vector"),
         (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
-        (
-            peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-            "ModulesToSaveWrapper.*no parameters of its own",
-        ),
     ],
-    ids=["DoRA", "IA3", "modules_to_save"],
+    ids=["DoRA", "IA3"],
 )
 def test_other_adapters_are_refused(config: peft.PeftConfig, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         resolve_plan(with_adapter(config), None, 2)
+
+
+def test_a_layer_that_peft_copies_to_train_all_of_it_is_split_with_its_copy() -> None:
+    styles = resolve_plan(
+        with_adapter(peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])), None, 2
+    )
+    head = "net.base_model.model.lm_head"
+    assert {name.removeprefix(head): style for name, style in styles.items() if name.startswith(head)} == {
+        ".original_module": STYLES["colwise_gather_output"],
+        ".modules_to_save.default": STYLES["colwise_gather_output"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from lightning_shard.plugin.steps.agreement import check_same_batch
 from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
 from lightning_shard.plugin.steps.hooked_parts import telling_of_parts
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
+from lightning_shard.plugin.steps.shown import Shown, comparing_what_is_shown
 from lightning_shard.plugin.steps.world_calls import refusing_world_calls
 
 _STEPS = 3
@@ -56,12 +57,13 @@ class FirstLooks:
         self._buffers = tensor_ranks.Buffers(module) if layout.tensor_parallel_size > 1 else None
 
     @contextmanager
-    def at(self, method: str, batch: object) -> Iterator[None]:
-        """A step runs inside."""
+    def at(self, method: str, batch: object) -> Iterator[Shown]:
+        """A step runs inside, and enters what it returned."""
         module, layout = self._module, self._layout
         if method == "training_step" and self._steps < _STEPS:
             self._steps += 1
             self.check_copies()
+        shown = Shown()
         with ExitStack() as looks:
             if method not in self._kinds:
                 self._kinds.add(method)
@@ -72,14 +74,15 @@ class FirstLooks:
                     if method == "training_step":
                         looks.enter_context(warning_of_buffers_changed(module, self._microbatches))
                 if layout.tensor_parallel_size > 1:
+                    axis, tells = self._mesh[TENSOR_AXIS], layout.data_rank == 0
+                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, tells=tells))
                     looks.enter_context(tensor_ranks.refusing_parts())
-                    tells = layout.data_rank == 0
-                    looks.enter_context(telling_of_parts(module, self._mesh[TENSOR_AXIS], tells=tells))
+                    looks.enter_context(telling_of_parts(module, axis, tells=tells))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
-            yield
+            yield shown
 
     def check_losses(self, output: object) -> None:
         """What a training step returned where ranks compute alike; a collective call over them in the first steps."""

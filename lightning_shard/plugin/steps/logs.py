@@ -27,6 +27,7 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.taint import refuse
+from lightning_shard.plugin.steps.shown import NotesLogs
 
 
 @dataclass
@@ -58,17 +59,21 @@ class HeldLogs:
         self._records: dict[str, Record] = {}
         self._microbatches = 1
         self._said_to_be_sums: set[str] = set()
+        self._notes: Any = None
 
     @contextmanager
     def holding(self, microbatches: int) -> Iterator[None]:
         """Hold back every ``log`` and ``log_dict`` inside, which come from so many calls of the step."""
         self._records = {}
         self._microbatches = microbatches
+        self._notes = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._hold
         try:
             yield
         finally:
             del self._module.__dict__["log"]
+            if self._notes is not None:
+                self._module.__dict__["log"] = self._notes
 
     def remember(self) -> Callable[[], None]:
         """What was held back so far; returns what forgets the rest."""
@@ -95,7 +100,7 @@ class HeldLogs:
             metric = isinstance(value, LoggedMetric)
             if not metric and self._microbatches > 1 and _reduction(options) == "sum":
                 self._tell_of_sum(name)
-            self._module.log(name, self._own(value) if metric else value, **options)
+            type(self._module).log(self._module, name, self._own(value) if metric else value, **options)
 
     def _tell_of_sum(self, name: str) -> None:
         if name not in self._said_to_be_sums:
@@ -108,6 +113,8 @@ class HeldLogs:
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_POSITIONAL, args)), **kwargs}
         refuse(value, f"self.log({name!r}, …)")
+        if isinstance(self._notes, NotesLogs):
+            self._notes.note(name, value)
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):

@@ -1,0 +1,162 @@
+"""Refused: steps that log or return a part of what they mean to, since a tensor-parallel plan splits it.
+
+Of attention's weights (``output_attentions``), or of keys and values, each tensor rank has those of its own heads. A
+loss that is computed from them differs between ranks, and is refused. But nothing fails where they are logged or
+returned: what is seen is one rank's. So in the first step of each kind both are compared over the tensor ranks.
+
+A logged number that is no tensor may be a time, or an amount of memory: it is told of, not refused.
+
+Not seen: what begins later, what a step keeps itself, and objects that it returns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+
+from lightning_shard import tree
+from lightning_shard.errors import PlanError
+from lightning_shard.pipeline.taint import Unknown
+from lightning_shard.sharding import local_tensor
+
+_ROUNDING = {True: 1e-5, False: 0.02}
+"""By how much of its norm, or of 1, what is computed alike may differ, in 32 bits or more and in fewer. A number near 0
+may be a difference of others."""
+_MOST = 1 << 20
+"""So many elements of a tensor are looked at."""
+
+_Told = tuple[tuple[int, ...], float, float]
+"""Shape, norm, and sum with weights, since attention's weights all have one sum."""
+
+
+@dataclass
+class Shown:
+    """What a step shows.
+
+    Attributes:
+        output: What it returned.
+    """
+
+    output: Any = None
+
+
+class NotesLogs:
+    """In the place of a module's ``log``: notes what is logged under a name first."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self.tensors: dict[str, _Told] = {}
+        self.numbers: dict[str, _Told] = {}
+
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self.note(name, value)
+        type(self._module).log(self._module, name, value, *args, **kwargs)
+
+    def note(self, name: str, value: Any) -> None:
+        value = value._forward_cache if isinstance(value, Metric) else value
+        if name in self.tensors or name in self.numbers or isinstance(value, Unknown):
+            return
+        if isinstance(value, Tensor):
+            self.tensors[name] = _told(value)
+        elif isinstance(value, (int, float)):
+            self.numbers[name] = ((), abs(value), value)
+
+
+@contextmanager
+def comparing_what_is_shown(
+    module: pl.LightningModule, method: str, tensor_axis: DeviceMesh, *, tells: bool
+) -> Iterator[Shown]:
+    """A step runs inside, and enters what it returned; then a collective call over the tensor axis.
+
+    Args:
+        tells: Whether this axis' first rank warns.
+
+    Raises:
+        PlanError: On every rank of the axis, where tensors differ.
+    """
+    shown, before, logs = Shown(), module.__dict__.get("log"), NotesLogs(module)
+    module.__dict__["log"] = logs
+    try:
+        yield shown
+    finally:
+        if before is None:
+            del module.__dict__["log"]
+        else:
+            module.__dict__["log"] = before
+    everyone: list[Any] = [None] * tensor_axis.size()
+    dist.all_gather_object(everyone, (logs.tensors, logs.numbers, _returned(shown.output)), tensor_axis.get_group())
+    rounding = _ROUNDING["16" not in str(module.trainer.precision)]
+    tensors, numbers, returned = (_first_apart([rank[kind] for rank in everyone], rounding) for kind in range(3))
+    if tensors is not None:
+        name, ranks = tensors
+        raise PlanError(f"{method} logs {name!r}, which is {_shown(ranks)} on the tensor ranks: {_CAUSE}")
+    if returned is not None:
+        name, ranks = returned
+        named = f" ({name})" if name else ""
+        raise PlanError(f"What {method} returns{named} isn't the same on the tensor ranks ({_shown(ranks)}): {_CAUSE}")
+    if numbers is not None and tells and tensor_axis.get_local_rank() == 0:
+        name, ranks = numbers
+        warnings.warn(
+            f"{method} logs {name!r}, which is {_shown(ranks)} on the tensor ranks. If it is no time or the like,"
+            f" {_CAUSE}",
+            stacklevel=2,
+        )
+
+
+_CAUSE = (
+    "it is computed from features or weights that tensor_parallel_plan splits, such as attention's weights"
+    " (output_attentions=True), or keys and values, of which each rank has those of its own heads. Leave the layers"
+    ' around it out of the plan, or give those before it the style "colwise_gather_output" and the one behind it'
+    ' "rowwise_split_input"; of weights that are DTensors take p.full_tensor().'
+)
+
+
+def _returned(output: Any) -> dict[str, _Told]:
+    """Of each tensor or array, by path."""
+    found: dict[str, _Told] = {}
+    for path, leaf in tree.walk(output):
+        is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+        if is_array or (isinstance(leaf, Tensor) and not isinstance(leaf, Unknown)):
+            found[".".join(path)] = _told(torch.as_tensor(leaf))
+    return found
+
+
+@torch.no_grad()
+def _told(tensor: Tensor) -> _Told:
+    values = local_tensor(tensor).detach().to_dense()
+    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    values = values[:: 1 + len(values) // _MOST].double()
+    weights = torch.arange(len(values), dtype=torch.float64, device=values.device).cos()
+    return tuple(tensor.shape), float(torch.linalg.vector_norm(values)), float(values @ weights)
+
+
+def _first_apart(ranks: list[Mapping[str, _Told]], rounding: float) -> tuple[str, list[_Told]] | None:
+    for name in ranks[0]:
+        of_each = [rank[name] for rank in ranks if name in rank]
+        if not all(_are_alike(of_each[0], other, rounding) for other in of_each):
+            return name, of_each
+    return None
+
+
+def _are_alike(one: _Told, other: _Told, rounding: float) -> bool:
+    (shape, norm, total), (other_shape, other_norm, other_total) = one, other
+    apart = max(abs(norm - other_norm), abs(total - other_total))
+    return shape == other_shape and not apart > rounding * max(norm, other_norm, 1.0)
+
+
+def _shown(ranks: list[_Told]) -> str:
+    def one(shape: tuple[int, ...], norm: float, total: float) -> str:
+        return f"of shape {shape} and norm {norm:.7g}" if shape else f"{total:.7g}"
+
+    return ", ".join(one(*rank) for rank in ranks)
