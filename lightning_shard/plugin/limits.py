@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -148,22 +147,6 @@ def _sums_of_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in part._buffers.items()
         if type(buffer) is Tensor and buffer.is_floating_point() and not buffer.is_meta
     }
-
-
-def generates_in_validation(module: pl.LightningModule) -> bool:
-    """Whether validation steps may call something named ``generate``, by their code and that of own methods."""
-    found, to_read = set[str](), ["validation_step"]
-    while to_read:
-        function = inspect.unwrap(getattr(type(module), to_read.pop(), None))  # type: ignore[arg-type]
-        if inspect.isfunction(function) and not function.__module__.startswith("lightning."):
-            to_read += sorted(names := _names_in(function.__code__) - found)
-            found |= names
-    return "generate" in found
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 def refuse_synced_generation(module: nn.Module) -> None:

@@ -143,14 +143,6 @@ def test_an_iterator_that_stages_would_draw_from_in_turn_is_refused() -> None:
         on_stages(seeded(Nested), loss, batches(), 2, schedule=INTERLEAVED)
 
 
-def test_several_calls_of_the_network_are_refused() -> None:
-    def twice(root: nn.Module, x: Tensor) -> Tensor:
-        return root.net(root.net(x).argmax(-1))
-
-    with pytest.raises(StepError, match=r"calls the network several times.*2 stages on each rank.*1F1B"):
-        evaluated_on_stages(Net, twice, batches(), 2, schedule=INTERLEAVED)
-
-
 class Remembers(Net):
     """Adds to a large tensor in place."""
 

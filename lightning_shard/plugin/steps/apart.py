@@ -99,17 +99,28 @@ class StatesApart:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """A batch's microbatches run inside."""
-        if not self._several:
+        self.begin()
+        yield
+        self._versions.clear()
+        self._base.clear()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call of the network runs inside, of a step that calls it several times and runs once."""
+        with self._stages.hidden():
+            self.begin()
             yield
+            self.settle()
+
+    def begin(self) -> None:
+        """Have all stages go on from the module as it is."""
+        if not self._several:
             return
         self._base = dict(self._notes_of_places())
         now = [_Attributes.of(self._modules[path]) for path in self._exchanged]
         for stage in self._stages:
             own = [each if self._keeps(stage, path) else each.copied() for path, each in zip(self._exchanged, now)]
             self._versions[stage] = _Version(own)
-        yield
-        self._versions.clear()
-        self._base.clear()
 
     def show(self, stage: Stage) -> None:
         """Have the module be as a stage has it."""
@@ -119,11 +130,13 @@ class StatesApart:
         for each in version.modules:
             each.put_back()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for number, base in self._base.items():
+            for number, base in self._followed():
                 version.objects.get(number, base).put_back()
 
     def settle(self) -> None:
         """At the end of a batch: as the last stage has it, and what a stage holds, as that has it."""
+        if not self._several:
+            return
         self.show(self._stages[-1])
         for stage in self._stages[:-1]:
             for path, each in zip(self._exchanged, self._versions[stage].modules):
@@ -156,8 +169,9 @@ class StatesApart:
         for path, key, value, mark in marks:
             if _mark(value) != mark:
                 raise _not_followed(".".join(filter(None, (path, key))), len(self._stages))
-        self._follow(stage, [note for note in before if note.has_changed()])
-        objects = {number: note_of(base.path, base.value) for number, base in self._base.items()}
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._follow(stage, [note for note in before if note.has_changed()])
+        objects = {number: note_of(base.path, base.value) for number, base in self._followed()}
         self._versions[stage] = _Version(
             [_Attributes.of(self._modules[path]) for path in self._exchanged],
             {number: note for number, note in objects.items() if note is not None},
@@ -165,7 +179,7 @@ class StatesApart:
 
     def _follow(self, stage: Stage, changed: list[Note]) -> None:
         """What a run has changed beside what its stage holds, and beside attributes that are exchanged anyway."""
-        exchanged: set[int] = set()
+        exchanged = self._of_calls()
         for each in self._versions[stage].modules:
             tensors = (v for v in (*each.own.values(), *each.buffers.values()) if isinstance(v, Tensor))
             exchanged.update(map(id, (each.module, each.module._buffers, *tensors)))
@@ -175,6 +189,15 @@ class StatesApart:
             if not is_own and id(note.value) not in exchanged:
                 self._places.add((module, key))
                 self._base.setdefault(id(note.value), note)
+
+    def _followed(self) -> list[tuple[int, Note]]:
+        of_calls = self._of_calls()
+        return [(number, base) for number, base in self._base.items() if number not in of_calls]
+
+    def _of_calls(self) -> set[int]:
+        """What a call of the network is given: its stages' changes are put together, and not kept apart."""
+        calls = self._stages[-1].calls
+        return calls.noted() if calls is not None else set()
 
     def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
         for module, key in sorted(self._places):
