@@ -189,13 +189,11 @@ class Calls:
     def _put_together(self) -> dict[Path, dict[Any, Any]]:
         """Have the objects of the rank's last stage hold what all of them left; returns it as it is told to others."""
         *siblings, last = (self._left[stage] for stage in sorted(self._left))
-        changes = {path: left.told for path, left in last.items() if left.told}
         for each in siblings:
             for path, left in each.items():
                 if left.told:
                     add(self._of_all(path).value, left, last[path])
-                    changes[path] = left.told | changes.get(path, {})
-        return changes
+        return {path: left.told for path, left in last.items() if left.told}
 
     def _of_all(self, path: Path) -> Noted:
         """An object, as the last stage of this rank has met it.

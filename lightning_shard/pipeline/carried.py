@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.crossing import Slot
-from lightning_shard.pipeline.taint import Unknown
+from lightning_shard.pipeline.taint import Unknown, fill
 
 Path = tuple[Any, ...]
 """Attributes, keys and places on the way to an object, from the arguments of the network's call or of a block's."""
@@ -76,6 +76,9 @@ class Left:
     entries: dict[Any, Any]
     values: dict[Any, Tensor]
 
+    def value(self, key: Any) -> Any:
+        return self.values.get(key, self.entries[key])
+
 
 @dataclass
 class Noted:
@@ -111,7 +114,7 @@ class Noted:
         """
         for key, value in self.values.items():
             if self._is_written(key):
-                self.entries[key].copy_(value)
+                fill(self.entries[key], value)  # it may have become unknown
                 self.versions[key] = self.entries[key]._version
         if stage in self.writers.values():
             raise StepError(f"{name} is written to in place by a call that must run once more. {WITHOUT_CACHE}")
@@ -131,7 +134,7 @@ class Noted:
                 f" which other pipeline stages wouldn't see. {WITHOUT_CACHE}"
             )
         absent = object()
-        written = [key for key in self.versions if self._is_written(key)]
+        written = [key for key in self.versions if self._is_written(key) and not self._is_as_before(key)]
         changed = {key: v for key, v in now.items() if self.given.get(key, absent) is not v or key in written}
         values = {
             key: self.entries[key].detach().clone()
@@ -145,9 +148,17 @@ class Noted:
     def _is_written(self, key: Any) -> bool:
         return bool(self.entries[key]._version != self.versions[key])
 
+    def _is_as_before(self, key: Any) -> bool:
+        """Of a small tensor: views have one version together, and another one may have been written to."""
+        now = self.entries[key]
+        return key in self.values and not isinstance(now, Unknown) and torch.equal(self.values[key], now)
+
 
 def add(value: Any, left: Left, own: Left) -> None:
     """Have an object hold what an earlier stage of this rank left in it, beside what the last one has.
+
+    Args:
+        own: What the last one left; is given what is added.
 
     Raises:
         StepError: Both have changed the same, to something else.
@@ -155,17 +166,19 @@ def add(value: Any, left: Left, own: Left) -> None:
     for key, entry in left.entries.items():
         if key in own.told and not _is_left_by_one(key, left, own):
             raise _different(value, key)
-        if key not in own.told or (isinstance(own.entries[key], Unknown) and not isinstance(entry, Unknown)):
+        if key not in own.told or (isinstance(own.value(key), Unknown) and not isinstance(left.value(key), Unknown)):
             _set(value, key, entry)
+            own.told[key], own.entries[key] = left.told[key], entry
             if key in left.values:
-                entry.copy_(left.values[key])
+                own.values[key] = values = left.values[key]
+                entry.copy_(values) if isinstance(values, Unknown) else fill(entry, values)
 
 
 def _is_left_by_one(key: Any, left: Left, own: Left) -> bool:
     """Whether what two stages of one rank have left can be the same."""
     if not _alike(left.told[key], own.told[key]):
         return False
-    one, other = (each.values.get(key, each.entries[key]) for each in (left, own))
+    one, other = left.value(key), own.value(key)
     if isinstance(one, Tensor):
         return isinstance(one, Unknown) or isinstance(other, Unknown) or torch.equal(one, other)
     return one is other or not _has_slots(left.told[key])

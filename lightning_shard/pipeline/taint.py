@@ -194,8 +194,8 @@ def mark(tensor: Tensor, origin: Origin) -> Tensor:
     return tensor
 
 
-def fill(tensor: Unknown, values: Tensor) -> None:
-    """Have a tensor that was written to be known from now on, with these values."""
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Have a tensor that was written to, and may be unknown, be known from now on, with these values."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.__class__ = Tensor  # type: ignore[assignment]
         tensor.copy_(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,6 +162,9 @@ def refuse_synced_generation(module: nn.Module) -> None:
 
 
 def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
+    # transformers' is synced unless told otherwise, where FSDP shards the network
+    unsynced = {"synced_gpus": False} if "synced_gpus" in inspect.signature(generate).parameters else {}
+
     def generate_unsynced(network: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
         if synced_gpus:
             raise StepError(
@@ -168,6 +172,6 @@ def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
                 " these don't come there alike: leave it out, since stages are kept in step anyway, or use"
                 " pipeline_parallel_size=1."
             )
-        return generate(network, *args, **kwargs)
+        return generate(network, *args, **kwargs, **unsynced)
 
     return generate_unsynced

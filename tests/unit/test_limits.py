@@ -51,14 +51,20 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
 
 class Generating(nn.Module):
     def generate(self, tokens: int, *, synced_gpus: bool | None = None, more: int = 0) -> int:
-        return tokens + more
+        return tokens + more + (synced_gpus is None)
+
+
+class GeneratesAlone(nn.Module):
+    def generate(self, tokens: int) -> int:
+        return tokens
 
 
 def test_synced_generation_on_stages_is_refused() -> None:
-    """Stages would wait for each other forever."""
-    module = nn.Sequential(Generating())
+    """Stages would wait for each other forever; and it is left out where FSDP would have it."""
+    module = nn.Sequential(Generating(), GeneratesAlone())
     refuse_synced_generation(module)
-    [network] = copy.deepcopy(module)
+    network, alone = copy.deepcopy(module)
+    assert alone.generate(1) == 1
     assert network.generate(1, more=1) == network.generate(1, synced_gpus=False, more=1) == 2
     with pytest.raises(StepError, match="leave it out"):
         network.generate(1, synced_gpus=True)
