@@ -120,6 +120,20 @@ def test_whatever_a_step_counts_in_is_counted_once() -> None:
         assert [*map(float, counts), len(net.kept.seen), net.called] == [4] * 7
 
 
+def test_modules_that_no_run_changes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged, put_back = [], apart._Attributes.put_back
+
+    def noted(attributes: apart._Attributes) -> None:
+        exchanged.append(attributes.module)
+        put_back(attributes)
+
+    monkeypatch.setattr(apart._Attributes, "put_back", noted)
+    on_stages(seeded(Net), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+    assert not exchanged
+    on_stages(seeded(Stem), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+    assert {type(module) for module in exchanged} == {Stem, nn.BatchNorm1d}
+
+
 def test_what_the_last_stage_leaves_is_read_in_the_next_batch_and_refused_within_one() -> None:
     assert_alike(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=1)
     with pytest.raises(StepError, match=r"changes self\.net\.steps after calling the network.*2 microbatches"):
