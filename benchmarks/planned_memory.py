@@ -44,6 +44,7 @@ from lightning_shard.dryrun.planned import Plan
 from lightning_shard.dryrun.planning import plan
 from lightning_shard.layout import Layout
 from lightning_shard.testing import run_ranks
+from recipes import plans
 from recipes.gpt import GPT
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "rest")
@@ -52,12 +53,6 @@ AGREES = Target("of_reference", 0.95, text="within 5 %")
 BATCH, CONTEXT, VOCABULARY, WIDTH, LAYERS = 8, 64, 256, 128, 4
 CUDA_WIDTH = 1024
 """So wide that a library's workspace of some MiB is little beside the rest."""
-GPT_PLAN = {
-    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
-    "blocks.*.attention.output": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-}
 
 
 class Measured(L.LightningModule):
@@ -132,7 +127,7 @@ class Case:
     @property
     def strategy(self) -> dict[str, Any]:
         is_cut = self.network == "GPT" and self.ranks > 1
-        plan = {"tensor_parallel_plan": GPT_PLAN} if is_cut else {}
+        plan = {"tensor_parallel_plan": plans.GPT} if is_cut else {}
         cut = {"microbatches": 4} if self.sizes.get("pipeline_parallel_size", 1) > 1 else {}
         return {**plan, **cut, **{key: value for key, value in self.settings.items() if key != "precision"}}
 

@@ -40,7 +40,7 @@ from benchmarks.lib import by_hand
 from benchmarks.lib.report import MIB, RESULTS, Row, Target, show, write_result
 from benchmarks.lib.step_picture import draw
 from benchmarks.lib.steps import Clock, Size, Watch, Way, peak_of
-from benchmarks.lib.with_lightning import OUR_PLAN, lightnings, ours
+from benchmarks.lib.with_lightning import OUR_EXPERT_PLAN, OUR_PLAN, lightnings, ours
 from lightning_shard.testing import run_ranks
 
 BY_HAND, LIGHTNING, OURS = "plain torch, by hand", "Lightning's ModelParallelStrategy", "hybrid_shard"
@@ -101,7 +101,7 @@ def rows_of(run: str, extent: Extent) -> dict[str, Ways]:
             for name in SCHEDULES
         }
     mixtures = extent.size(layers=4, has_experts=True)
-    experts = {"expert_parallel_size": 2, "expert_parallel_plan": {"model.blocks.*.mlp.experts": "experts"}}
+    experts = {"expert_parallel_size": 2, "expert_parallel_plan": OUR_EXPERT_PLAN}
     ways: dict[str, Ways] = {
         "tp2": {
             BY_HAND: hand(by_hand.tensor, size),

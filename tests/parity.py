@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.sharding import full_tensor
+from recipes import plans
 from tests import on_gpu
 
 on_gpu.place_ranks()
@@ -109,14 +110,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "qwe
 
 #: transformers' Llama and Qwen3 bring their own plans.
 PLANS: dict[str, dict[str, str] | None] = {
-    "gpt": {
-        "blocks.*.attention.query": "colwise",
-        "blocks.*.attention.key": "colwise",
-        "blocks.*.attention.value": "colwise",
-        "blocks.*.attention.output": "rowwise",
-        "blocks.*.mlp.up": "colwise",
-        "blocks.*.mlp.down": "rowwise",
-    },
+    "gpt": plans.GPT,
     "llama": None,
     "qwen3": None,
     "gpt2": {

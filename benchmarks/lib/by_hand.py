@@ -22,7 +22,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from benchmarks.lib.steps import EXPERTS, PLAN, Experts, Size, Tokens, Watch, loss_of, network, optimizer_of
+from benchmarks.lib.steps import EXPERTS, Experts, Size, Tokens, Watch, loss_of, network, optimizer_of
+from recipes import plans
 from recipes.gpt import GPT
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -37,7 +38,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> None:
 
 def split(model: GPT, mesh: DeviceMesh) -> None:
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    parallelize_module(model, mesh, {name: styles[style]() for name, style in PLAN.items()})
+    parallelize_module(model, mesh, {name: styles[style]() for name, style in plans.GPT.items()})
 
 
 def _train(

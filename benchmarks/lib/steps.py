@@ -20,15 +20,6 @@ from torch.utils.data import Dataset
 
 from recipes.gpt import GPT, MLP
 
-PLAN = {
-    "blocks.*.attention.query": "colwise",
-    "blocks.*.attention.key": "colwise",
-    "blocks.*.attention.value": "colwise",
-    "blocks.*.attention.output": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-}
-"""Of the network's layers over tensor ranks."""
 EXPERTS, CHOSEN = 8, 2
 _STEPS_OF_PEAKS = 5
 _MARK = "a step ends"

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.lib.by_hand import shard, split
-from benchmarks.lib.steps import PLAN, Size, Tokens, Watch, Way, loss_of, network, optimizer_of
+from benchmarks.lib.steps import Size, Tokens, Watch, Way, loss_of, network, optimizer_of
 from lightning_shard import HybridShardStrategy
+from recipes import plans
 
-OUR_PLAN = {f"model.{name}": style for name, style in PLAN.items()}
+OUR_PLAN = {f"model.{name}": style for name, style in plans.GPT.items()}
+OUR_EXPERT_PLAN = {f"model.{name}": style for name, style in plans.EXPERTS.items()}
 
 
 class Module(L.LightningModule):

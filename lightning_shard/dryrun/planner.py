@@ -21,9 +21,8 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin.limits import generates_in_validation
 from lightning_shard.plugin.placing import as_run, devices_of
-from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit, with_one_stage_each
+from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit
 
 
 class Planner:
@@ -127,8 +126,6 @@ class Planner:
     def _order(self, layout: Layout, run: Run) -> tuple[Schedule, str]:
         """The schedule that a run would take, and how that was chosen."""
         orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
-        if generates_in_validation(self.model.module):  # as a fit with validation
-            orders = with_one_stage_each(orders) or orders
         blocks = len(self.model.blocks.names) if self.model.blocks is not None else 1
         fitting = that_fit(orders, blocks, run.placement)
 

@@ -82,16 +82,16 @@ class Channel:
     # Of a step that goes call by call
 
     def gather(self, value: Any) -> list[Any]:
-        """Every stage's value, in their order; a collective call over the pipeline, with one stage on each rank."""
-        values: list[Any] = [None] * len(self.rank_of)
+        """Every rank's value, that of the last stage's at the end; a collective call over the pipeline."""
+        values: list[Any] = [None] * len({*self.rank_of})
         dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
     def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
-        """The last stage's tensors, on every stage; a collective call over the pipeline.
+        """The last stage's tensors, on every rank; a collective call over the pipeline.
 
         Args:
-            values: On the last stage the tensors, on others their slots.
+            values: Where the last stage is the tensors, on other ranks their slots.
         """
         shared = []
         for value in values:

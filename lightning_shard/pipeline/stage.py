@@ -208,8 +208,7 @@ class Stage:
         """A step that goes call by call runs inside, each call in its own :meth:`microbatch`."""
         self.calls, self.passage = calls, Passage(self.index, self.hollow)
         try:
-            with calls.running():
-                yield
+            yield
         finally:
             self.calls, self.passage = None, Passage(self.index, self.hollow)
 

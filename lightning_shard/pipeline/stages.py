@@ -49,17 +49,23 @@ class View:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        self._before = [holder.get(key, _ABSENT) for holder, key, _ in self.entries]
-        for holder, key, value in self.entries:
-            holder[key] = value
+        self.put()
         try:
             yield
         finally:
-            for (holder, key, _), value in zip(self.entries, self._before):
-                if value is _ABSENT:
-                    holder.pop(key, None)
-                else:
-                    holder[key] = value
+            self.take_out()
+
+    def put(self) -> None:
+        self._before = [holder.get(key, _ABSENT) for holder, key, _ in self.entries]
+        for holder, key, value in self.entries:
+            holder[key] = value
+
+    def take_out(self) -> None:
+        for (holder, key, _), value in zip(self.entries, self._before):
+            if value is _ABSENT:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
 
 
 @dataclass(eq=False)
@@ -128,6 +134,21 @@ class Stages(Sequence[Stage]):
         if self._current is None:
             raise StepError(sentence)
         self._current.on_missing(values, sentence)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While a stage runs: inside, the module looks as if none did, so that each of them may run in turn."""
+        stage = self._current
+        if stage is None or not self.views:
+            yield
+            return
+        self.views[stage].take_out()
+        self._current, stage.is_shown = None, False
+        try:
+            yield
+        finally:
+            self._current, stage.is_shown = stage, True
+            self.views[stage].put()
 
     @contextmanager
     def _showing(self, stage: Stage) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
-from lightning_shard.errors import StepError
-from lightning_shard.pipeline.calls import Calls, Remember
+from lightning_shard.pipeline.calls import Calls
 from lightning_shard.pipeline.channel import Channel, signature
 from lightning_shard.pipeline.crossing import Crossing, Key, Passage, Slot, StageEnd
 from lightning_shard.pipeline.products import Product, backward_but_products, backward_of_products
@@ -23,7 +22,6 @@ from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.search import (
     CallsAgain,
     Memory,
-    MemoryBeside,
     RunStep,
     Search,
     check_order,
@@ -198,52 +196,59 @@ class PipelinedStep:
         for end, number in zip(self._ends.values(), numbers):
             end.channel.flush(number)
 
-    def call_by_call(self, run: Callable[[], Any], after_call: Callable[[int], None]) -> Any:
+    def call_by_call(
+        self,
+        run: Callable[[], Any],
+        in_call: Callable[[], AbstractContextManager[None]],
+        note_generators: Callable[[], Callable[[], None]],
+        after_call: Callable[[int], None],
+    ) -> Any:
         """A step that calls the network several times, on its whole batch.
 
         Args:
-            run: Calls the step.
+            run: Calls the step, for the last stage of this rank.
+            in_call: Each call of the network runs inside, of all stages of this rank in turn.
+            note_generators: Notes where generators stand; returns what puts them back there.
             after_call: Told after each call of the network how many there were.
 
         Returns:
-            What the step returned; on the last stage only.
-
-        Raises:
-            StepError: There are several stages on this rank.
+            What the step returned; where the last stage is.
         """
-        if len(self._ends) > 1:
-            raise StepError(
-                f"An evaluation step that calls the network several times, as generating text does, can't be run with"
-                f" {len(self._ends)} stages on each rank: use a schedule with one stage on each, such as"
-                ' schedule="1F1B", or pipeline_parallel_size=1.'
-            )
-        [end] = self._ends.values()
-        stage = end.stage
-        through = partial(self._through_stages, end)
-        calls = Calls(stage.index, stage.is_last, stage.entrances, stage.device, end.channel, through, after_call)
-        with stage.calling(calls):
+        *siblings, end = self._ends.values()
+        last, rank = end.stage, end.channel.rank_of[end.stage.index]
+        through = partial(self._through_stages, in_call)
+        calls = Calls(
+            rank, last.is_last, last.entrances, last.device, end.channel, through, note_generators, after_call
+        )
+        with ExitStack() as inside:
+            for sibling in siblings:
+                inside.enter_context(sibling.stage.calling(calls))
+            inside.enter_context(last.calling(calls))
+            inside.enter_context(calls.running())
             result = run()
             calls.end()
         return result
 
-    def _through_stages(self, end: _Ends, call: Callable[[], Any], remember: Remember) -> Any:
-        """One call of the network, and what it returned (on the last stage)."""
-        stage = end.stage
+    def _through_stages(self, in_call: Callable[[], AbstractContextManager[None]], call: Callable[[], Any]) -> Any:
+        """One call of the network, and what it returned (where the last stage is)."""
 
-        def run(*_: Any) -> Any:
-            try:
-                with stage.running(stage.entrances[0]):
-                    output = call()
-                    if stage.is_last:
-                        refuse(output, "What the network returns")
-                    return output
-            except StageEnd:
-                return None
+        def run(stage: Stage, _: int) -> Any:
+            assert stage.calls is not None
+            with stage.calls.of(stage.index):
+                try:
+                    with stage.running(stage.entrances[0]):
+                        output = call()
+                        if stage.is_last:
+                            refuse(output, "What the network returns")
+                        return output
+                except StageEnd:
+                    return None
 
-        search = Search(stage, end.channel)
-        find_crossing([search], run, 0, MemoryBeside(self._remember(), remember()))
+        searches = [Search(end.stage, end.channel) for end in self._ends.values()]
+        with in_call():
+            find_crossing(searches, run, 0, self._remember())
         self.flush()
-        return search.result
+        return searches[-1].result
 
     def _in_order(
         self,

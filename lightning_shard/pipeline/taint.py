@@ -87,7 +87,7 @@ class Unknown(torch.Tensor):
             _met.found += all_unknown(taken)
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
-        if args and isinstance(args[0], Unknown) and writes(name) and _has_no_memory(args[0]):
+        if args and isinstance(args[0], Unknown) and writes(name) and has_no_memory(args[0]):
             return args[0]  # a module that another stage holds is initialised, or changed by the user's code
         if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
             _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.text}. {REMEDY}")
@@ -106,7 +106,7 @@ class Unknown(torch.Tensor):
                 _mark_written(written, unknown.origin)
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
-                if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not _has_no_memory(leaf):
+                if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
                     leaf.zero_()  # NaN as an index would be out of range: on CUDA that ends the process
                 mark(leaf, unknown.origin)
         return result
@@ -194,8 +194,8 @@ def mark(tensor: Tensor, origin: Origin) -> Tensor:
     return tensor
 
 
-def fill(tensor: Unknown, values: Tensor) -> None:
-    """Have a tensor that was written to be known from now on, with these values."""
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Have a tensor that was written to, and may be unknown, be known from now on, with these values."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.__class__ = Tensor  # type: ignore[assignment]
         tensor.copy_(values)
@@ -225,7 +225,7 @@ def _selects(name: str, args: Sequence[Any]) -> bool:
         return any(isinstance(leaf, Unknown) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves(args[1:]))
 
 
-def _has_no_memory(tensor: Tensor) -> bool:
+def has_no_memory(tensor: Tensor) -> bool:
     """Whether it is a hollow parameter or an alias of one."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size()))

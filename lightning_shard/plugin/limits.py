@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -150,22 +150,6 @@ def _sums_of_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def generates_in_validation(module: pl.LightningModule) -> bool:
-    """Whether validation steps may call something named ``generate``, by their code and that of own methods."""
-    found, to_read = set[str](), ["validation_step"]
-    while to_read:
-        function = inspect.unwrap(getattr(type(module), to_read.pop(), None))  # type: ignore[arg-type]
-        if inspect.isfunction(function) and not function.__module__.startswith("lightning."):
-            to_read += sorted(names := _names_in(function.__code__) - found)
-            found |= names
-    return "generate" in found
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*inner)
-
-
 def refuse_synced_generation(module: nn.Module) -> None:
     """Have transformers' ``generate(synced_gpus=True)`` fail on stages, for all networks of a module.
 
@@ -178,6 +162,9 @@ def refuse_synced_generation(module: nn.Module) -> None:
 
 
 def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
+    # transformers' is synced unless told otherwise, where FSDP shards the network
+    unsynced = {"synced_gpus": False} if "synced_gpus" in inspect.signature(generate).parameters else {}
+
     def generate_unsynced(network: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
         if synced_gpus:
             raise StepError(
@@ -185,6 +172,6 @@ def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
                 " these don't come there alike: leave it out, since stages are kept in step anyway, or use"
                 " pipeline_parallel_size=1."
             )
-        return generate(network, *args, **kwargs)
+        return generate(network, *args, **kwargs, **unsynced)
 
     return generate_unsynced

@@ -26,7 +26,6 @@ from lightning_shard.plugin.all_parameters import all_parameters
 from lightning_shard.plugin.assemble import Assembly, assemble
 from lightning_shard.plugin.finetuning import optimizers_of_nothing, take_over_unfreezing
 from lightning_shard.plugin.limits import (
-    generates_in_validation,
     refuse,
     refuse_hyperparameters,
     refuse_synced_generation,
@@ -43,7 +42,7 @@ from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.norms import WholeNorms
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
-from lightning_shard.plugin.steps.schedules import that_evaluate, that_generate, that_runs
+from lightning_shard.plugin.steps.schedules import that_evaluate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.plugin.steps.walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
@@ -111,7 +110,7 @@ class PreparedStrategy(CheckpointedStrategy):
                 self.root_device,
                 randomness.derive(self._seed, "init"),
                 self._settings,
-                self._schedules_for(trainer, module),
+                self._schedules_for(trainer),
                 self.groups,
             )
             module.__dict__[_ASSEMBLY] = known
@@ -171,12 +170,10 @@ class PreparedStrategy(CheckpointedStrategy):
             reshards_each=self._settings.reshard_after_forward is True,
         )
 
-    def _schedules_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Sequence[Schedule]:
+    def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
         if trainer.state.fn != TrainerFn.FITTING:
             return that_evaluate(self._schedules, self._settings.placement)
-        is_pipelined = self.layout.pipeline_parallel_size > 1
-        generates = is_pipelined and trainer.enable_validation and generates_in_validation(module)
-        return that_generate(self._schedules) if generates else self._schedules
+        return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

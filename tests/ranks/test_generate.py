@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import RanksFailed, run_ranks
+from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, VOCABULARY, layout, llama, world
 
 LONGEST, NOTHING = 12, -1
@@ -56,31 +56,29 @@ class Trains(Generates):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(schedule: str) -> tuple[int, float]:
+def fit(schedule: str | None = None) -> float:
     L.seed_everything(3)
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2, schedule=schedule)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **{**QUIET, "num_sanity_val_steps": 1})
-    module, data = Trains(), DataLoader(PROMPTS, batch_size=16)
+    options: Any = {"devices": 1}
+    if schedule is not None:
+        strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4, schedule=schedule)
+        options = {"strategy": strategy, "devices": 2}
+    trainer = L.Trainer(max_steps=2, **{**QUIET, "num_sanity_val_steps": 1}, **options)
+    module, data = Trains(), DataLoader(PROMPTS, batch_size=8)
     trainer.fit(module, data, data)
-    assert strategy.placement is not None
-    return len(strategy.placement.stages), float(trainer.callback_metrics["mean"])
+    return float(trainer.callback_metrics["mean"])
 
 
 @pytest.mark.long
-def test_the_schedule_that_is_chosen_can_generate_in_validation() -> None:
-    """Of two microbatches, of which two stages on each rank would be chosen otherwise."""
-    with pytest.raises(RanksFailed, match=r'2 stages on each rank: use a schedule .* schedule="1F1B"'):
-        run_ranks(fit, 2, "Interleaved1F1B", elastic=True, timeout_s=60)
-    chosen, simplest = (run_ranks(fit, 2, schedule, elastic=True, timeout_s=60)[0] for schedule in ("auto", "1F1B"))
-    assert chosen == simplest
-    assert chosen[0] == 2
+@pytest.mark.parametrize("schedule", ["auto", "ZBVZeroBubble"])
+def test_validation_generates_within_a_fit_with_several_stages_on_each_rank(schedule: str) -> None:
+    assert run_ranks(fit, 2, schedule, elastic=True, timeout_s=60) == [fit()] * 2
 
 
-def evaluate(sizes: dict[str, int] | None) -> tuple[dict[str, Any], list[list[int]]]:
+def evaluate(sizes: dict[str, int] | None, schedule: str = "1F1B") -> tuple[dict[str, Any], list[list[int]]]:
     L.seed_everything(3)
     options: Any = {"devices": 1}
     if sizes is not None:
-        options = {"strategy": HybridShardStrategy(**sizes), "devices": world(sizes)}
+        options = {"strategy": HybridShardStrategy(**sizes, schedule=schedule), "devices": world(sizes)}
     trainer = L.Trainer(**QUIET, **options)
     module = Generates()
     data = DataLoader(PROMPTS, batch_size=4)
@@ -95,15 +93,23 @@ def alone() -> tuple[dict[str, Any], list[list[int]]]:
     return evaluate(None)
 
 
-def test_stages_generate_what_one_process_does(alone: Any) -> None:
-    for logged, predicted in run_ranks(evaluate, 2, layout(pipeline=2), elastic=True, timeout_s=60):
+V = [pytest.param(name, marks=pytest.mark.long) for name in ("ZBVZeroBubble", "DualPipeV")]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", *V])
+def test_stages_generate_what_one_process_does(alone: Any, schedule: str) -> None:
+    for logged, predicted in run_ranks(evaluate, 2, layout(pipeline=2), schedule, elastic=True, timeout_s=60):
         assert predicted == alone[1]
         assert logged == pytest.approx(alone[0], rel=1e-4)
 
 
-def test_data_ranks_generate_different_numbers_of_tokens(alone: Any) -> None:
-    of_ranks = run_ranks(evaluate, 2, layout(data=2), elastic=True, timeout_s=60)
-    predicted = [rows for _, rows in of_ranks]
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_data_ranks_generate_different_numbers_of_tokens(alone: Any, stages: int) -> None:
+    schedule = "Interleaved1F1B" if stages > 1 else "1F1B"
+    sizes = layout(pipeline=stages, data=2)
+    of_ranks = run_ranks(evaluate, world(sizes), sizes, schedule, elastic=True, timeout_s=60)
+    assert of_ranks[2:] in ([], of_ranks[:2])
+    predicted = [rows for _, rows in of_ranks[:2]]
     lengths = [[LONGEST - row.count(NOTHING) for row in rows] for rows in predicted]
     assert lengths[0] != lengths[1]
     whole = {tuple(row[:5]): row for row in alone[1]}

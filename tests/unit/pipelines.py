@@ -59,7 +59,13 @@ class QueueChannel:
     stages: int
     queues: Mapping[tuple[int, int, str], queue.Queue[Any]]
     failed: threading.Event
+    rank_of: Mapping[int, int]
     sizes: list[int] = field(default_factory=list)
+
+    @property
+    def last_of_ranks(self) -> list[int]:
+        """The last stage of each rank."""
+        return [stage for _, stage in sorted({rank: stage for stage, rank in sorted(self.rank_of.items())}.items())]
 
     def _put(self, to: int, kind: str, value: Any) -> None:
         self.queues[self.stage, to, kind].put(value)
@@ -88,9 +94,9 @@ class QueueChannel:
         return self._get(self.stage + 1, "message")
 
     def gather(self, value: Any) -> list[Any]:
-        for other in range(self.stages):
-            self._put(other, "meeting", value)
-        return [self._get(other, "meeting") for other in range(self.stages)]
+        for other in self.last_of_ranks:
+            self._put(other, "meeting", copy.deepcopy(value))
+        return [self._get(other, "meeting") for other in self.last_of_ranks]
 
     def share(self, values: Sequence[Any]) -> list[Tensor]:
         shared = self.gather([value.clone() if isinstance(value, Tensor) else value for value in values])[-1]
@@ -221,7 +227,8 @@ def evaluated_on_stages(
                 done = pipelined.evaluate(run, [batch], built.first(1).rows[rank], "evaluation")
                 apart.settle()
             if done is None:
-                done = [pipelined.call_by_call(partial(run, held[-1], 0), lambda _: None)]
+                of_last = partial(run, held[-1], 0)
+                done = [pipelined.call_by_call(of_last, apart.call, lambda: lambda: None, lambda _: None)]
             results += done
         return results
 
@@ -237,7 +244,7 @@ def _on_threads(
     queues = {(a, b, kind): queue.Queue[Any]() for a in range(stages) for b in range(stages) for kind in kinds}
     failed = threading.Event()
     errors: list[BaseException] = []
-    channels = [QueueChannel(stage, stages, queues, failed) for stage in range(stages)]
+    channels = [QueueChannel(stage, stages, queues, failed, schedule.rank_of) for stage in range(stages)]
 
     def run(rank: int) -> Result:
         try:

@@ -144,12 +144,16 @@ def sometimes(root: Any, tokens: Tensor) -> Tensor:
 STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, averaged, sometimes]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), [(2, "1F1B"), (4, "1F1B"), (2, "Interleaved1F1B"), (2, "ZBVZeroBubble")]
+)
 @pytest.mark.parametrize("step", STEPS)
-def test_several_calls_compute_what_one_process_does(step: Callable[[Any, Tensor], Tensor], stages: int) -> None:
+def test_several_calls_compute_what_one_process_does(
+    step: Callable[[Any, Tensor], Tensor], ranks: int, schedule: str
+) -> None:
     with torch.no_grad():
         expected = [step(Root(Net()).eval(), batch) for batch in batches()]
-    torch.testing.assert_close(evaluated_on_stages(Net, step, batches(), stages), expected)
+    torch.testing.assert_close(evaluated_on_stages(Net, step, batches(), ranks, schedule=schedule), expected)
 
 
 class Skips(Net):
@@ -167,6 +171,96 @@ def test_a_call_that_runs_once_more_leaves_its_cache_once() -> None:
     with torch.no_grad():
         expected = [with_cache(Root(Skips()).eval(), batch) for batch in batches()]
     torch.testing.assert_close(evaluated_on_stages(Skips, with_cache, batches(), 3), expected)
+
+
+LONGEST = 40
+"""Of a cache that is written in place: too large for each stage of a rank to have a copy."""
+
+
+class Slots(Cache):
+    """Written in place, as transformers' static cache is."""
+
+    def __init__(self, layers: int, size: int) -> None:
+        self.layers: list[Any] = [Written(size) for _ in range(layers)]
+
+    def length(self) -> int:
+        return int(self.layers[0].length)
+
+
+class Written:
+    def __init__(self, size: int) -> None:
+        self.states, self.length = torch.zeros(size, LONGEST, WIDTH), torch.tensor(0)
+        self.latest = torch.zeros(size, WIDTH)
+
+
+class Writes(Block):
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        kept = cache.layers[self.index]
+        kept.states[:, kept.length : kept.length + x.size(1)] = x
+        kept.length.add_(x.size(1))
+        kept.latest.mul_(0.5).add_(x[:, -1])
+        return super().forward(x) + kept.states[:, : kept.length].mean(1)[:, None] + kept.latest[:, None]
+
+
+class NetThatWrites(Net):
+    """Its code around the blocks counts, and reads what the first block has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes(i) for i in range(4))
+        self.calls, self.asked = 0, 0
+
+    def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
+        self.calls += 1
+        output = super().forward(x, cache)
+        return Output(output.logits * self.calls + self.asked, cache)
+
+
+def with_slots(root: Any, tokens: Tensor) -> Tensor:
+    cache, new = Slots(4, len(tokens)), tokens
+    for _ in range(3):
+        root.net.asked += 1
+        new = next_of(root.net(new, cache))
+        tokens = torch.cat([tokens, new], 1)
+    return torch.cat([tokens, torch.full_like(tokens, root.net.calls)], 1)
+
+
+class Scales(NetThatWrites):
+    """Leaves a tensor in the cache before its blocks."""
+
+    def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
+        cache.scale = self.embed(x).mean() + getattr(cache, "scale", 0)
+        return super().forward(x, cache)
+
+
+class Keeps(NetThatWrites):
+    """Keeps the cache itself."""
+
+    def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
+        if cache is None:
+            self.cache = cache = Slots(4, len(x))
+        return super().forward(x, cache)
+
+
+def through_what_it_keeps(root: Any, tokens: Tensor) -> Tensor:
+    new = next_of(root.net(tokens))
+    for _ in range(3):
+        new = next_of(root.net(new, root.net.cache))
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("make", "step"), [(NetThatWrites, with_slots), (Scales, with_slots), (Keeps, through_what_it_keeps)]
+)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_caches_that_are_written_in_place_and_state_of_the_network(
+    make: Callable[[], nn.Module], step: Callable[[Any, Tensor], Tensor], schedule: str
+) -> None:
+    plain = Root(make()).eval()
+    with torch.no_grad():
+        expected = [step(plain, batch) for batch in batches()]
+    torch.testing.assert_close(evaluated_on_stages(make, step, batches(), 2, schedule=schedule), expected)
 
 
 class HeadBeside(nn.Module):
@@ -216,17 +310,20 @@ def part_by_part(root: Any, tokens: Tensor) -> Tensor:
     return root.net.blocks[0](root.net.embed(tokens))
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.parametrize(
     ("make", "step", "says"),
     [
         (HeadBeside, beside, r"words\.weight.* have forward compute it"),
-        (Net, with_lazy_cache, r"leave different values as 0 of a list.*use_cache=False"),
+        (Net, with_lazy_cache, r"leave different values as [01] of a list.*use_cache=False"),
         (Net, later_than_the_first, r"called once in the first batch.*batch_idx == 0"),
-        (Net, stages_part, r"went different ways.*stage 0 calls .*stage 1 returns"),
+        (Net, stages_part, r"went different ways.*rank 0 calls .*rank 1 returns"),
         (Net, values_part, "went different ways"),
         (Net, part_by_part, r"blocks\.0 was called by a step that calls the network several times, and not by"),
     ],
 )
-def test_what_cant_go_call_by_call_is_refused(make: Callable[[], nn.Module], step: Any, says: str) -> None:
+def test_what_cant_go_call_by_call_is_refused(
+    make: Callable[[], nn.Module], step: Any, says: str, schedule: str
+) -> None:
     with pytest.raises(StepError, match=f"(?s){says}"):
-        evaluated_on_stages(make, step, batches(), 2)
+        evaluated_on_stages(make, step, batches(), 2, schedule=schedule)

@@ -276,15 +276,3 @@ def test_a_plan_chooses_as_a_run_does(blocks: int, settings: dict[str, Any]) -> 
     assert blocks != 8 or made.schedule.stages == 8
     assert made.to_json()["choice"] == made.choice
     assert made.choice in str(made)
-
-
-class Generates(Module):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.generate(batch)  # type: ignore[operator]
-
-
-def test_a_plan_leaves_out_what_cannot_generate_as_a_run_does() -> None:
-    sizes = {"pipeline_parallel_size": 4}
-    made = plan(Generates, torch.zeros(8, 4, WIDTH), layout=sizes, schedule="auto", device_type="cpu")
-    assert made.schedule is not None
-    assert made.schedule.stages == 4

@@ -15,12 +15,10 @@ from torch import nn
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.limits import (
-    generates_in_validation,
     refuse_synced_generation,
     warning_of_buffers_changed,
     warning_of_numbers_kept,
 )
-from lightning_shard.plugin.steps.schedules import candidates, that_generate
 from lightning_shard.testing import RanksFailed, run_ranks
 
 
@@ -53,48 +51,23 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
 
 class Generating(nn.Module):
     def generate(self, tokens: int, *, synced_gpus: bool | None = None, more: int = 0) -> int:
-        return tokens + more
+        return tokens + more + (synced_gpus is None)
+
+
+class GeneratesAlone(nn.Module):
+    def generate(self, tokens: int) -> int:
+        return tokens
 
 
 def test_synced_generation_on_stages_is_refused() -> None:
-    """Stages would wait for each other forever."""
-    module = nn.Sequential(Generating())
+    """Stages would wait for each other forever; and it is left out where FSDP would have it."""
+    module = nn.Sequential(Generating(), GeneratesAlone())
     refuse_synced_generation(module)
-    [network] = copy.deepcopy(module)
+    network, alone = copy.deepcopy(module)
+    assert alone.generate(1) == 1
     assert network.generate(1, more=1) == network.generate(1, synced_gpus=False, more=1) == 2
     with pytest.raises(StepError, match="leave it out"):
         network.generate(1, synced_gpus=True)
-
-
-class Validates(L.LightningModule):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        [self._text(one) for one in batch]
-
-    def _text(self, one: Any) -> Any:
-        return self.network.generate(one)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.network.generate(batch)
-
-
-class Predicts(Validates):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self(batch))
-
-
-def test_validation_steps_that_generate_are_known_by_their_code() -> None:
-    assert generates_in_validation(Validates())
-    assert not generates_in_validation(Predicts())
-    assert not generates_in_validation(L.LightningModule())
-
-
-def test_schedules_that_cannot_generate_are_left_out_or_warned_of() -> None:
-    able = that_generate(candidates("auto", 2, None))
-    assert {each.name for each in able} >= {"1F1B", "GPipe"}
-    assert all(each.stages == 2 for each in able)
-    several = candidates("Interleaved1F1B", 2, None)
-    with pytest.warns(UserWarning, match=r"generate\(\), and schedule='Interleaved1F1B' has several stages"):
-        assert that_generate(several) == several
 
 
 class Kept(L.LightningModule):

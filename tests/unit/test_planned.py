@@ -22,16 +22,11 @@ from lightning_shard.dryrun.planned import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
 from lightning_shard.pipeline.products import backward_but_products
 from lightning_shard.pipeline.schedule import to_csv
+from recipes import plans
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
 from tests.mixtures import ListedMixture, Mixture
 
-GPT_PLAN = {
-    **{f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
-    "blocks.*.attention.output": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-}
 TOKENS = torch.zeros(8, 17, dtype=torch.long)
 
 
@@ -56,11 +51,11 @@ class TestConserving:
         [
             {},
             {"data_parallel_size": 4},
-            {"tensor_parallel_size": 2, "tensor_parallel_plan": GPT_PLAN},
+            {"tensor_parallel_size": 2, "tensor_parallel_plan": plans.GPT},
             {"pipeline_parallel_size": 4},
             {"pipeline_parallel_size": 2, "data_parallel_size": 4, "data_parallel_replicas": 2},
             {"pipeline_parallel_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 2}
-            | {"tensor_parallel_plan": GPT_PLAN},
+            | {"tensor_parallel_plan": plans.GPT},
         ],
         ids=str,
     )
@@ -215,7 +210,7 @@ class TestCounting:
         del loss
 
     def test_traffic_of_a_tensor_parallel_block_is_an_all_reduce_for_each_layer_that_needs_one(self) -> None:
-        counts = planned(tensor_parallel_size=2, tensor_parallel_plan=GPT_PLAN).counts
+        counts = planned(tensor_parallel_size=2, tensor_parallel_plan=plans.GPT).counts
         hidden = 4 * 8 * 16 * 32
         block = counts.blocks[2].plain
         assert block.forward.traffic == {"tensor": 2 * hidden}  # of two row-wise layers
@@ -396,7 +391,7 @@ class TestWhatCantBeKnown:
 
     def test_sizes_that_dont_divide_are_refused(self) -> None:
         with pytest.raises(PlanError, match="must divide"):
-            planned(tensor_parallel_size=3, tensor_parallel_plan=GPT_PLAN)
+            planned(tensor_parallel_size=3, tensor_parallel_plan=plans.GPT)
         with pytest.raises(ConfigurationError, match="can't be cut into 3"):
             planned(pipeline_parallel_size=3, microbatches=3)
 

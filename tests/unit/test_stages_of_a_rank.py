@@ -120,6 +120,20 @@ def test_whatever_a_step_counts_in_is_counted_once() -> None:
         assert [*map(float, counts), len(net.kept.seen), net.called] == [4] * 7
 
 
+def test_modules_that_no_run_changes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged, put_back = [], apart._Attributes.put_back
+
+    def noted(attributes: apart._Attributes) -> None:
+        exchanged.append(attributes.module)
+        put_back(attributes)
+
+    monkeypatch.setattr(apart._Attributes, "put_back", noted)
+    on_stages(seeded(Net), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+    assert not exchanged
+    on_stages(seeded(Stem), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+    assert {type(module) for module in exchanged} == {Stem, nn.BatchNorm1d}
+
+
 def test_what_the_last_stage_leaves_is_read_in_the_next_batch_and_refused_within_one() -> None:
     assert_alike(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=1)
     with pytest.raises(StepError, match=r"changes self\.net\.steps after calling the network.*2 microbatches"):
@@ -141,14 +155,6 @@ def test_evaluation() -> None:
 def test_an_iterator_that_stages_would_draw_from_in_turn_is_refused() -> None:
     with pytest.raises(StepError, match=r"draws from an iterator that the module keeps, and 2 stages.*1F1B"):
         on_stages(seeded(Nested), loss, batches(), 2, schedule=INTERLEAVED)
-
-
-def test_several_calls_of_the_network_are_refused() -> None:
-    def twice(root: nn.Module, x: Tensor) -> Tensor:
-        return root.net(root.net(x).argmax(-1))
-
-    with pytest.raises(StepError, match=r"calls the network several times.*2 stages on each rank.*1F1B"):
-        evaluated_on_stages(Net, twice, batches(), 2, schedule=INTERLEAVED)
 
 
 class Remembers(Net):

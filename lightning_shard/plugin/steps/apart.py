@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import chain, repeat
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.stages import Stages
 from lightning_shard.plugin.steps.memory import Note, note_of, notes
-from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below
+from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below, slots
 
 LARGEST_COPY_BYTES = 2**24
 """Of a tensor that a module keeps, and that each stage has a copy of; a larger one may not be changed by a step."""
@@ -32,22 +34,36 @@ _Place = tuple[str, str]
 """A module's name and an attribute's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Attributes:
-    """A module's own attributes and buffers, as one stage has them; iterators are left where they are."""
+    """A module's own attributes and buffers, as one stage has them; iterators are left where they are.
+
+    Where runs leave a module as it was, its versions are one object.
+
+    Attributes:
+        held: All entries of the module's ``__dict__``, to compare.
+    """
 
     module: nn.Module
     own: dict[str, Any]
     buffers: dict[str, Any]
+    held: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Attributes:
-        return cls(module, _exchanged(module), dict(module._buffers))
+        return cls(module, _exchanged(module), dict(module._buffers), dict(vars(module)))
 
     def copied(self) -> _Attributes:
         """With tensors of its own."""
         own, buffers = ({k: _copied(v) for k, v in held.items()} for held in (self.own, self.buffers))
-        return _Attributes(self.module, own, buffers)
+        if _is_same(own, self.own) and _is_same(buffers, self.buffers):
+            return self
+        return _Attributes(self.module, own, buffers, self.held | own)
+
+    def is_current(self) -> bool:
+        """Whether the module is so now, as far as can be told at once."""
+        is_same = _is_same(vars(self.module), self.held) and _is_same(self.module._buffers, self.buffers)
+        return is_same and not slots(cast(Any, type(self.module)))
 
     def put_back(self) -> None:
         now = vars(self.module)
@@ -56,6 +72,19 @@ class _Attributes:
         now.update(self.own)
         self.module._buffers.clear()
         self.module._buffers.update(self.buffers)
+
+    @cached_property
+    def containers(self) -> dict[str, Any]:
+        return {key: value for key, value in self._all if isinstance(value, CONTAINERS)}
+
+    @cached_property
+    def large(self) -> dict[str, Tensor]:
+        """Tensors of which a stage has no copy."""
+        return {key: value for key, value in self._all if _is_large(value)}
+
+    @property
+    def _all(self) -> Iterator[tuple[str, Any]]:
+        return chain(self.own.items(), self.buffers.items())
 
 
 @dataclass
@@ -67,6 +96,26 @@ class _Version:
 
     def copied(self) -> _Version:
         return _Version([each.copied() for each in self.modules], dict(self.objects))
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """How long modules' containers are, and the versions of large tensors; asked in each action of each microbatch."""
+
+    containers: list[dict[str, Any]]
+    lengths: list[list[int]]
+    large: list[tuple[str, str, Tensor, int]]
+
+    @classmethod
+    def of(cls, containers: list[dict[str, Any]], large: list[tuple[str, str, Tensor, int]]) -> _Marks:
+        return cls(containers, [[*map(len, each.values())] for each in containers], large)
+
+    def other_lengths(self) -> Iterator[tuple[int, str, Any]]:
+        """The module's place, and the attribute, of containers of another length now."""
+        for place, (each, lengths) in enumerate(zip(self.containers, self.lengths)):
+            if [*map(len, each.values())] != lengths:
+                changed = (entry for entry, length in zip(each.items(), lengths) if len(entry[1]) != length)
+                yield from ((place, key, value) for key, value in changed)
 
 
 class StatesApart:
@@ -84,6 +133,7 @@ class StatesApart:
         self._places: set[_Place] = set()
         self._base: dict[int, Note] = {}
         self._versions: dict[Stage, _Version] = {}
+        self._shown: list[_Attributes] | None = None  # what the modules are like, where that is known
         if not self._several:
             return
         self._modules = dict(root.named_modules())
@@ -99,36 +149,60 @@ class StatesApart:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """A batch's microbatches run inside."""
-        if not self._several:
+        self.begin()
+        yield
+        self._versions.clear()
+        self._base.clear()
+        self._shown = None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call of the network runs inside, of a step that calls it several times and runs once."""
+        with self._stages.hidden():
+            self.begin()
             yield
+            self.settle()
+
+    def begin(self) -> None:
+        """Have all stages go on from the module as it is."""
+        if not self._several:
             return
         self._base = dict(self._notes_of_places())
         now = [_Attributes.of(self._modules[path]) for path in self._exchanged]
         for stage in self._stages:
             own = [each if self._keeps(stage, path) else each.copied() for path, each in zip(self._exchanged, now)]
             self._versions[stage] = _Version(own)
-        yield
-        self._versions.clear()
-        self._base.clear()
+        self._shown = now
 
     def show(self, stage: Stage) -> None:
         """Have the module be as a stage has it."""
         if not self._several:
             return
         version = self._versions[stage]
-        for each in version.modules:
-            each.put_back()
+        for each, now in zip(version.modules, self._shown or repeat(None)):
+            if each is not now:
+                each.put_back()
+        self._shown = version.modules
+        if not self._base:
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for number, base in self._base.items():
+            for number, base in self._followed():
                 version.objects.get(number, base).put_back()
 
     def settle(self) -> None:
         """At the end of a batch: as the last stage has it, and what a stage holds, as that has it."""
+        if not self._several:
+            return
         self.show(self._stages[-1])
         for stage in self._stages[:-1]:
-            for path, each in zip(self._exchanged, self._versions[stage].modules):
-                if self._keeps(stage, path):
+            for path, each, now in zip(self._exchanged, self._versions[stage].modules, self._shown or ()):
+                if self._keeps(stage, path) and each is not now:
                     each.put_back()
+        self._shown = None
+
+    def changed(self) -> None:
+        """The module was changed where no stage ran."""
+        self._shown = None
 
     def remember(self) -> Callable[[], None]:
         """Have the module be as the last stage has it, and note all versions; returns what puts them back."""
@@ -142,6 +216,7 @@ class StatesApart:
         def put_back() -> None:
             for stage, version in before.items():
                 self._versions[stage] = version if stage is last else version.copied()
+            self._shown = None
 
         return put_back
 
@@ -151,21 +226,22 @@ class StatesApart:
         self.show(stage)
         searching = stage.passage.active and stage.passage.searching
         before = [*notes(self._root)] if searching else []
-        marks = [*self._marks(stage, searching=searching)]
+        marks = self._marks(stage, searching=searching)
         yield
-        for path, key, value, mark in marks:
-            if _mark(value) != mark:
-                raise _not_followed(".".join(filter(None, (path, key))), len(self._stages))
-        self._follow(stage, [note for note in before if note.has_changed()])
-        objects = {number: note_of(base.path, base.value) for number, base in self._base.items()}
+        self._check(marks)
+        if before:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._follow(stage, [note for note in before if note.has_changed()])
+        objects = {number: note_of(base.path, base.value) for number, base in self._followed()}
+        modules = [each if each.is_current() else _Attributes.of(each.module) for each in self._versions[stage].modules]
         self._versions[stage] = _Version(
-            [_Attributes.of(self._modules[path]) for path in self._exchanged],
-            {number: note for number, note in objects.items() if note is not None},
+            modules, {number: note for number, note in objects.items() if note is not None}
         )
+        self._shown = modules
 
     def _follow(self, stage: Stage, changed: list[Note]) -> None:
         """What a run has changed beside what its stage holds, and beside attributes that are exchanged anyway."""
-        exchanged: set[int] = set()
+        exchanged = self._of_calls()
         for each in self._versions[stage].modules:
             tensors = (v for v in (*each.own.values(), *each.buffers.values()) if isinstance(v, Tensor))
             exchanged.update(map(id, (each.module, each.module._buffers, *tensors)))
@@ -175,6 +251,15 @@ class StatesApart:
             if not is_own and id(note.value) not in exchanged:
                 self._places.add((module, key))
                 self._base.setdefault(id(note.value), note)
+
+    def _followed(self) -> list[tuple[int, Note]]:
+        of_calls = self._of_calls()
+        return [(number, base) for number, base in self._base.items() if number not in of_calls]
+
+    def _of_calls(self) -> set[int]:
+        """What a call of the network is given: its stages' changes are put together, and not kept apart."""
+        calls = self._stages[-1].calls
+        return calls.noted() if calls is not None else set()
 
     def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
         for module, key in sorted(self._places):
@@ -189,16 +274,28 @@ class StatesApart:
         most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in self._modules)
         return ".".join(parts[:most]), "".join(parts[most : most + 1])
 
-    def _marks(self, stage: Stage, *, searching: bool) -> Iterator[tuple[str, str, Any, int]]:
-        """What a run may not change, since it isn't followed: large tensors, and what no run was seen to change.
+    def _marks(self, stage: Stage, *, searching: bool) -> _Marks:
+        """Of what a run may not change, since it isn't followed: large tensors, and what no run was seen to change."""
+        modules = self._versions[stage].modules
+        large = [
+            (path, key, tensor, tensor._version)
+            for path, each in zip(self._exchanged, modules)
+            if each.large and not self._keeps(stage, path)
+            for key, tensor in each.large.items()
+        ]
+        return _Marks.of([] if searching else [each.containers for each in modules], large)
 
-        Asked in each action of each microbatch, so paths are put together where one is needed.
+    def _check(self, marks: _Marks) -> None:
         """
-        for path, each in zip(self._exchanged, self._versions[stage].modules):
-            for key, value in (*each.own.items(), *each.buffers.items()):
-                is_container = isinstance(value, CONTAINERS) and not searching and id(value) not in self._base
-                if is_container or (_is_large(value) and not self._keeps(stage, path)):
-                    yield path, key, value, _mark(value)
+        Raises:
+            StepError: A run has changed what isn't followed.
+        """
+        for place, key, container in marks.other_lengths():
+            if id(container) not in self._base:
+                raise _not_followed(self._exchanged[place], key, len(self._stages))
+        for path, key, tensor, version in marks.large:
+            if tensor._version != version:
+                raise _not_followed(path, key, len(self._stages))
 
     def _keeps(self, stage: Stage, path: str) -> bool:
         """Whether a stage has a module's own tensors, and others have copies."""
@@ -236,11 +333,13 @@ def _copied(value: Any) -> Any:
     return value.clone() if is_plain and not _is_large(value) else value
 
 
-def _mark(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else len(value)
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether they hold the same objects, in the same order."""
+    return len(one) == len(other) and [*one] == [*other] and all(map(is_, one.values(), other.values()))
 
 
-def _not_followed(path: str, stages: int) -> StepError:
+def _not_followed(module: str, key: str, stages: int) -> StepError:
+    path = ".".join(filter(None, (module, key)))
     return StepError(
         f"The step changes {path} in place. {stages} stages on this rank run it, each on a version of its own, and"
         f" those of tensors of more than {LARGEST_COPY_BYTES} bytes, and of lists that the first microbatch of these"

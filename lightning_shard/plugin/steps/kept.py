@@ -299,6 +299,8 @@ class KeptStates:
             else:
                 self._apart.show(self._early[-1])
             self._of_early.take(changes, microbatches, device)
+            if changes:
+                self._apart.changed()
         if self._of_last is not None:
             self._apart.settle()
 

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.taint import Hollow
+from lightning_shard.pipeline.taint import Hollow, Unknown, has_no_memory
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.lost_changes import Sums, changed, sums
@@ -118,7 +118,8 @@ def note_of(path: str, value: Any) -> Note | None:
             return None
         return Note(path, value, randomness.remember_own(value), lambda: False)  # each run seeds it
     if isinstance(value, Tensor):
-        return None if isinstance(value, (Hollow, nn.Parameter)) else _note_tensor(path, value)
+        is_hollow = isinstance(value, Hollow) or (isinstance(value, Unknown) and has_no_memory(value))
+        return None if is_hollow or isinstance(value, nn.Parameter) else _note_tensor(path, value)
     if isinstance(value, np.ndarray):
         return _note_array(path, value)
     if isinstance(value, types.CellType):

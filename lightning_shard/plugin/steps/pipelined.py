@@ -218,11 +218,15 @@ class PipelinedSteps:
             begun = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
             parts, results = begun.parts, begun.results
             if results is None:
-                parts, seed, stage = [batch], draw(arguments), self._stages[-1]
-                run = partial(self._run_inside, stage, method, seed, 0, batch, args, kwargs)
-                of_calls = partial(self._step.call_by_call, run, partial(self._seed_after_call, stage, seed))
+                parts, seed = [batch], draw(arguments)
+                for stage in self._stages:
+                    self._seed(stage, seed, 0)
+                run = partial(self._run_inside, self._stages[-1], method, seed, 0, batch, args, kwargs)
+                after_call, note = partial(self._seed_after_call, seed), self._generators.remember
+                of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call)
                 with self._logs.holding(1), self._drawing():
                     results = [call_through(self._module, of_calls)]
+                self._apart.begin()  # the step ran once
             elif not self._late_changes and len(self._stages) == 1:  # versions of several are of one batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unheard:
@@ -282,9 +286,9 @@ class PipelinedSteps:
         """This rank's, for so many microbatches."""
         return self._schedule.first(microbatches).rows[self._layout.pipeline_rank]
 
-    def _seed_after_call(self, stage: Stage, draw: int, calls: int) -> None:
-        """On all stages alike, whatever each has drawn in its part of the call."""
-        self._generators.seed(randomness.derive(self._seed(stage, draw, 0), "call", calls))
+    def _seed_after_call(self, draw: int, calls: int) -> None:
+        """On all ranks alike, whatever each has drawn in its parts of the call."""
+        self._generators.seed(randomness.derive(self._seed(self._stages[-1], draw, 0), "call", calls))
 
     def _split(self, batch: Any) -> list[Any]:
         """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
@@ -321,7 +325,7 @@ class PipelinedSteps:
         searching, several = stage.passage.searching, len(self._stages) > 1
         if searching or several:  # it may run again, and a step may change its batch
             part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
-        # a step that goes call by call runs whole on each stage
+        # a step that goes call by call runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
         # what siblings log would count again
         forget_logs = self._logs.remember() if several and not stage.is_last else None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.pipeline.choice import Choice, best
@@ -109,30 +109,6 @@ def against_parts(settings: Mapping[str, Any]) -> list[str]:
 def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
     """The simplest that counts allow, where nothing is trained: others gain nothing, and don't stream evaluations."""
     return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
-
-
-def that_generate(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
-    """Those with one stage on each rank, since only these run evaluation steps that call the network several times.
-
-    Where there are none, warns: whether a step generates may depend on more than its code.
-    """
-    able = with_one_stage_each(schedules)
-    if not able:
-        rank_zero_warn(
-            f"validation_step calls generate(), and schedule={schedules[0].name!r} has several stages on each rank,"
-            " with which an evaluation step that calls the network several times is refused when it comes: use"
-            ' schedule="1F1B" or "auto", or generate after the fit.'
-        )
-    elif len(able) < len(schedules):
-        rank_zero_info(
-            'schedule="auto" leaves out those with several stages on each rank: validation_step calls generate(), which'
-            " they can't run"
-        )
-    return able or schedules
-
-
-def with_one_stage_each(schedules: Sequence[Schedule]) -> list[Schedule]:
-    return [schedule for schedule in schedules if schedule.stages == len(schedule.rows)]
 
 
 def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
