@@ -15,14 +15,15 @@ row is what it costs.
 
 Before any is measured, all ways' losses of some steps are compared: they train alike.
 
-    python benchmarks/training.py                 # a quarter of an hour; results/training-<date>.json and .png
-    python benchmarks/training.py --only dp2 "pp2, GPipe"
+    python benchmarks/training.py                 # half an hour; results/training-<date>.json and .png
+    python benchmarks/training.py --only dp2 "pp2, GPipe" --renew
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import statistics
 import sys
@@ -38,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lib import by_hand
-from benchmarks.lib.report import MIB, RESULTS, Row, Target, show, write_result
+from benchmarks.lib.report import MIB, RESULTS, Row, Target, result_path, show, write_result
 from benchmarks.lib.step_picture import draw
 from benchmarks.lib.steps import Size, Watch, Way, peak_of
 from benchmarks.lib.turns import Taken, by_turns
@@ -213,14 +214,18 @@ def summarized(per_rank: Sequence[Mapping[Name, Measured]]) -> Iterator[Row]:
                     theirs / own for theirs, own in zip(steps[row, way], steps[row, OURS], strict=True)
                 )
                 found.note = f"ours takes {cpu[row, OURS] / cpu[row, way]:.2f}× its CPU"
-                most = 1.0 if row.startswith("pp") else AT_MOST[way]
-                found.target = Target("ours_is", 1 / most, text=f"ours ≤ {most:g}× the time")
+                found.target = target_of(row, way)
             bare, _, setting = row.partition(", ")
             if setting in SETTINGS and (bare, way) in medians:
                 more = medians[row, way] / medians[bare, way]
                 saved = f"without it: {more:.2f}× the time, {(peaks[row, way] - peaks[bare, way]) / MIB:+.1f} MiB"
                 found.note = "; ".join(filter(None, (found.note, saved)))
             yield found
+
+
+def target_of(row: str, way: str) -> Target:
+    most = 1.0 if row.startswith("pp") else AT_MOST[way]
+    return Target("ours_is", 1 / most, text=f"ours ≤ {most:g}× the time")
 
 
 def _rounds(per_rank: Sequence[Sequence[Taken]]) -> list[list[float]]:
@@ -239,12 +244,28 @@ def of_ways(rows: Sequence[Row], figure: str) -> dict[str, dict[str, float]]:
     return found
 
 
+def renewed(rows: Sequence[Row], result: Path) -> list[Row]:
+    """Those of a result, with these in place of older ones and behind the others; all in the order of a whole run."""
+    found = {(row.what, row.contender): row for row in rows}
+    if result.exists():
+        for entry in json.loads(result.read_text())["rows"]:
+            own = {key: value for key, value in entry.items() if key not in ("target", "met")}
+            row = Row(**own)
+            row.target = target_of(row.what, row.contender) if row.contender != OURS else None
+            found.setdefault((row.what, row.contender), row)
+    order = [row for run in RUNS for row in rows_of(run, Extent())]
+    return sorted(
+        found.values(), key=lambda row: (order.index(row.what), (BY_HAND, LIGHTNING, OURS).index(row.contender))
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="no result is written unless --results is given")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="no result is written unless --renew is given")
+    parser.add_argument("--renew", action="store_true", help="these rows in today's result, whose others stay")
     parser.add_argument("--rounds", type=int, default=Extent.rounds)
-    parser.add_argument("--quick", action="store_true", help="tiny; no result is written unless --results is given")
-    parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="tiny; no result is written")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes (benchmarks/results)")
     options = parser.parse_args()
     extent = Extent(1, 4, 1, is_quick=True) if options.quick else Extent(options.rounds)
     chosen = [run for run in RUNS if any(is_chosen(row, options.only) for row in rows_of(run, extent))]
@@ -254,13 +275,14 @@ def main() -> None:
         rows += summarized(found)
         print(f"{run} is measured", flush=True)
     show("a training step", rows)
-    results = options.results or (None if options.only or options.quick else RESULTS)
-    if results is None:
+    if options.quick or (options.only and not options.renew):
         return
+    if options.renew:
+        rows = renewed(rows, result_path("training", options.results))
     path = write_result(
         "training",
         rows,
-        results,
+        options.results,
         rounds=extent.rounds,
         steps_per_round=extent.steps,
         median_s=of_ways(rows, "seconds"),
