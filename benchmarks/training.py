@@ -4,9 +4,10 @@ On CPU processes: fully sharded data (FSDP2, a unit per block), tensor, expert a
 together; data and tensor also under Lightning's own ModelParallelStrategy; each schedule against torch's own of that
 name, over the same stages; activation checkpointing, offload and compile against torch's own means.
 
-*Time.* Rounds of the ways are interleaved in the same processes, each round beginning with another one, so that
-whatever else the machine does hits all alike; each round's first steps are left out. The figure is the median of all
-steps, of the slowest rank.
+*Time.* A row's ways take turns in the same processes, one step of each after the other, so that whatever else the
+machine does hits neighbouring steps alike; each round sets all up anew, and its first steps are left out. The figure is
+the median of all steps, each of its slowest rank; what ours is beside another is the median of the ratios of
+neighbouring steps.
 
 *Peak.* The most bytes of a rank's tensors in a step, by the events of the CPU's allocator in a run of its own
 (``benchmarks/lib/steps.py``), of the rank with most. Offloaded to the CPU from the CPU nothing is saved: that
@@ -14,20 +15,21 @@ row is what it costs.
 
 Before any is measured, all ways' losses of some steps are compared: they train alike.
 
-    python benchmarks/training.py                 # a quarter of an hour; results/training-<date>.json and .png
-    python benchmarks/training.py --only dp2 "pp2, GPipe"
+    python benchmarks/training.py                 # half an hour; results/training-<date>.json and .png
+    python benchmarks/training.py --only dp2 "pp2, GPipe" --renew
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import statistics
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lib import by_hand
-from benchmarks.lib.report import MIB, RESULTS, Row, Target, show, write_result
+from benchmarks.lib.report import MIB, RESULTS, Row, Target, result_path, show, write_result
 from benchmarks.lib.step_picture import draw
-from benchmarks.lib.steps import Clock, Size, Watch, Way, peak_of
+from benchmarks.lib.steps import Size, Watch, Way, peak_of
+from benchmarks.lib.turns import Taken, by_turns
 from benchmarks.lib.with_lightning import OUR_EXPERT_PLAN, OUR_PLAN, lightnings, ours
 from lightning_shard.testing import run_ranks
 
@@ -63,9 +66,9 @@ class Extent:
         warmup: Steps of each round that don't count.
     """
 
-    rounds: int = 3
-    steps: int = 9
-    warmup: int = 2
+    rounds: int = 2
+    steps: int = 20
+    warmup: int = 3
     is_quick: bool = False
 
     def size(self, layers: int = 6, **more: Any) -> Size:
@@ -139,12 +142,12 @@ class Measured:
 
     Attributes:
         losses: Of its first steps, where this rank has them.
-        seconds: Of its steps, by round.
+        rounds: What its steps took.
         peak: Bytes.
     """
 
     losses: list[float]
-    seconds: list[list[float]]
+    rounds: list[Taken]
     peak: int = 0
 
 
@@ -160,13 +163,12 @@ def rank_main(run: str, extent: Extent, only: Sequence[str] | None) -> dict[Name
         watch = Watch(extent.warmup + 1)
         way(watch)
         measured[name] = Measured(watch.losses, [])
-    names = [*ways]
-    for number in range(extent.rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+    for row in rows:
+        for _ in range(extent.rounds):
             gc.collect()  # what an earlier one has left
-            clock = Clock(extent.steps, warmup=extent.warmup)
-            ways[name](clock)
-            measured[name].seconds.append(clock.seconds)
+            of_row = {name: way for name, way in ways.items() if name[0] == row}
+            for name, taken in by_turns(of_row, extent.steps, extent.warmup).items():
+                measured[name].rounds.append(taken)
     for name, way in ways.items():
         gc.collect()
         measured[name].peak = peak_of(way)
@@ -195,32 +197,44 @@ def check_alike(per_rank: Sequence[Mapping[Name, Measured]]) -> None:
 def summarized(per_rank: Sequence[Mapping[Name, Measured]]) -> Iterator[Row]:
     """A row of the table for each way; of each the slowest rank, and the one with the highest peak."""
     check_alike(per_rank)
-    medians = {name: max(_median(rank[name].seconds) for rank in per_rank) for name in per_rank[0]}
+    rounds = {name: _rounds([rank[name].rounds for rank in per_rank]) for name in per_rank[0]}
+    steps = {name: [seconds for of_round in found for seconds in of_round] for name, found in rounds.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
+    cpu = {name: sum(_cpu(rank[name].rounds) for rank in per_rank) for name in per_rank[0]}
     for row in dict.fromkeys(row for row, _ in per_rank[0]):
         for way in (BY_HAND, LIGHTNING, OURS):
             if (row, way) not in medians:
                 continue
-            ranks = [rank[row, way] for rank in per_rank]
-            found = Row(row, way, medians[row, way], mib=max(rank.peak for rank in ranks) / MIB)
-            rounds = zip(*(rank.seconds for rank in ranks))
-            found.rounds_s = [max(statistics.median(steps) for steps in of_round) for of_round in rounds]
+            peaks = {name: max(rank[name].peak for rank in per_rank) for name in medians}
+            found = Row(row, way, medians[row, way], mib=peaks[row, way] / MIB)
+            found.rounds_s = [statistics.median(of_round) for of_round in rounds[row, way]]
             found.is_reference = way == BY_HAND
             if way != OURS:
-                found.ours_is = medians[row, way] / medians[row, OURS]
-                most = 1.0 if row.startswith("pp") else AT_MOST[way]
-                found.target = Target("ours_is", 1 / most, text=f"ours ≤ {most:g}× the time")
+                found.ours_is = statistics.median(
+                    theirs / own for theirs, own in zip(steps[row, way], steps[row, OURS], strict=True)
+                )
+                found.note = f"ours takes {cpu[row, OURS] / cpu[row, way]:.2f}× its CPU"
+                found.target = target_of(row, way)
             bare, _, setting = row.partition(", ")
             if setting in SETTINGS and (bare, way) in medians:
-                peaks = [max(rank[name, way].peak for rank in per_rank) for name in (row, bare)]
-                found.note = (
-                    f"without it: {medians[row, way] / medians[bare, way]:.2f}× the time,"
-                    f" {(peaks[0] - peaks[1]) / MIB:+.1f} MiB"
-                )
+                more = medians[row, way] / medians[bare, way]
+                saved = f"without it: {more:.2f}× the time, {(peaks[row, way] - peaks[bare, way]) / MIB:+.1f} MiB"
+                found.note = "; ".join(filter(None, (found.note, saved)))
             yield found
 
 
-def _median(rounds: Sequence[Sequence[float]]) -> float:
-    return statistics.median(step for of_round in rounds for step in of_round)
+def target_of(row: str, way: str) -> Target:
+    most = 1.0 if row.startswith("pp") else AT_MOST[way]
+    return Target("ours_is", 1 / most, text=f"ours ≤ {most:g}× the time")
+
+
+def _rounds(per_rank: Sequence[Sequence[Taken]]) -> list[list[float]]:
+    """Each round's steps, each of the slowest rank."""
+    return [[*map(max, *(taken.seconds for taken in ranks))] for ranks in zip(*per_rank, strict=True)]
+
+
+def _cpu(rounds: Sequence[Taken]) -> float:
+    return statistics.median(seconds for taken in rounds for seconds in taken.cpu_seconds)
 
 
 def of_ways(rows: Sequence[Row], figure: str) -> dict[str, dict[str, float]]:
@@ -230,12 +244,28 @@ def of_ways(rows: Sequence[Row], figure: str) -> dict[str, dict[str, float]]:
     return found
 
 
+def renewed(rows: Sequence[Row], result: Path) -> list[Row]:
+    """Those of a result, with these in place of older ones and behind the others; all in the order of a whole run."""
+    found = {(row.what, row.contender): row for row in rows}
+    if result.exists():
+        for entry in json.loads(result.read_text())["rows"]:
+            own = {key: value for key, value in entry.items() if key not in ("target", "met")}
+            row = Row(**own)
+            row.target = target_of(row.what, row.contender) if row.contender != OURS else None
+            found.setdefault((row.what, row.contender), row)
+    order = [row for run in RUNS for row in rows_of(run, Extent())]
+    return sorted(
+        found.values(), key=lambda row: (order.index(row.what), (BY_HAND, LIGHTNING, OURS).index(row.contender))
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="no result is written unless --results is given")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="no result is written unless --renew is given")
+    parser.add_argument("--renew", action="store_true", help="these rows in today's result, whose others stay")
     parser.add_argument("--rounds", type=int, default=Extent.rounds)
-    parser.add_argument("--quick", action="store_true", help="tiny; no result is written unless --results is given")
-    parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="tiny; no result is written")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes (benchmarks/results)")
     options = parser.parse_args()
     extent = Extent(1, 4, 1, is_quick=True) if options.quick else Extent(options.rounds)
     chosen = [run for run in RUNS if any(is_chosen(row, options.only) for row in rows_of(run, extent))]
@@ -245,19 +275,19 @@ def main() -> None:
         rows += summarized(found)
         print(f"{run} is measured", flush=True)
     show("a training step", rows)
-    results = options.results or (None if options.only or options.quick else RESULTS)
-    if results is None:
+    if options.quick or (options.only and not options.renew):
         return
-    medians = of_ways(rows, "seconds")
+    if options.renew:
+        rows = renewed(rows, result_path("training", options.results))
     path = write_result(
         "training",
         rows,
-        results,
+        options.results,
         rounds=extent.rounds,
-        steps_per_round=extent.steps - extent.warmup - 1,
-        median_s=medians,
+        steps_per_round=extent.steps,
+        median_s=of_ways(rows, "seconds"),
         peak_mib=of_ways(rows, "mib"),
-        ours_over={row: {way: ways[OURS] / median for way, median in ways.items()} for row, ways in medians.items()},
+        ours_over=of_ways([replace(row, ours_is=1 / row.ours_is) for row in rows if row.ours_is], "ours_is"),
     )
     print(path)
     draw(rows, path.with_suffix(".png"))

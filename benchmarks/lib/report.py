@@ -149,6 +149,7 @@ def _number(value: float | None, digits: int, unit: str = "") -> str:
 
 def write_result(name: str, rows: Sequence[Row], folder: Path, **more: Any) -> Path:
     """``<folder>/<name>-<date>.json``, with the machine and the command that it was measured with."""
+    path = result_path(name, folder)
     result = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", *_relative(sys.argv)]),
@@ -157,9 +158,13 @@ def write_result(name: str, rows: Sequence[Row], folder: Path, **more: Any) -> P
         "rows": [_to_json(row) for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{result['date']}.json"
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     return path
+
+
+def result_path(name: str, folder: Path) -> Path:
+    """Today's."""
+    return folder / f"{name}-{date.today().isoformat()}.json"
 
 
 def machine() -> dict[str, Any]:

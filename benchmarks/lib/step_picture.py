@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 
 from benchmarks.lib.picture import pyplot_if_installed
@@ -21,9 +22,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     others = [row for row in reversed(rows) if row.contender != OURS]
     names = [f"{row.what}  /  {row.contender}" for row in others]
     figure, places = pyplot.subplots(1, 2, figsize=(13, 0.3 * len(others) + 1.2), sharey=True, layout="constrained")
-    figures = {"step time": "seconds", "peak of tensors' bytes": "mib"}
-    for place, (title, figure_name) in zip(places, figures.items()):
-        ratios = [getattr(own[row.what], figure_name) / getattr(row, figure_name) for row in others]
+    figures = {
+        "step time": [1 / (row.ours_is or nan) for row in others],
+        "peak of tensors' bytes": [(own[row.what].mib or nan) / (row.mib or nan) for row in others],
+    }
+    for place, (title, ratios) in zip(places, figures.items()):
         colors = [LESS if ratio <= 1 else MORE for ratio in ratios]
         place.barh(names, [ratio - 1 for ratio in ratios], left=1, color=colors, height=0.7)
         for number, ratio in enumerate(ratios):

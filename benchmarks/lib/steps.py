@@ -5,10 +5,8 @@ A *way* trains a network for as many steps as its watch wants, on every rank, an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,20 +121,6 @@ class Watch:
     def ended(self, loss: Tensor | None) -> None:
         if loss is not None:
             self.losses.append(float(loss.detach()))
-
-
-@dataclass
-class Clock(Watch):
-    warmup: int = 0
-    ends: list[float] = field(default_factory=list)
-
-    def ended(self, loss: Tensor | None) -> None:
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each step after those that warm up."""
-        return [end - start for start, end in pairwise(self.ends[self.warmup :])]
 
 
 Way = Callable[[Watch], None]
