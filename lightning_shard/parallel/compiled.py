@@ -1,4 +1,8 @@
-"""Blocks through ``torch.compile``, in place."""
+"""Blocks through ``torch.compile``, in place; and what a user has compiled.
+
+Private (torch 2.11 to 2.13): where ``compile()`` of a module leaves its call, and the class of what ``torch.compile``
+makes of one.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,16 @@ def check_backend(setting: Any) -> None:
         raise ConfigurationError(
             f"compile_blocks={setting!r} isn't known: use True, or a backend of torch.compile ({', '.join(known)})."
         )
+
+
+def calls_compiled(module: nn.Module) -> bool:
+    """Whether a call goes through the compiler with its hooks, as after ``module.compile()``."""
+    return module._compiled_call_impl is not None
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether what it calls does: by ``module.compile()``, or as a module that ``torch.compile`` has made."""
+    return calls_compiled(module) or isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def compile_block(block: nn.Module, backend: str | Callable[..., Any]) -> None:

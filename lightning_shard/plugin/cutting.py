@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import Blocks, names_of_parameters
+from lightning_shard.parallel.compiled import calls_compiled, runs_compiled
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import Schedule
@@ -46,6 +48,7 @@ def cut_to_rank(
     """Keep the stages of one rank of a pipeline."""
     elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
     _refuse_pre_hooks(module, blocks, placement)
+    _refuse_compiled_calls(module, blocks)
     holders = Holders(blocks, placement)
     of_stages = find_ties(names_of_parameters(module), holders.of)
     of_ranks = over_ranks(of_stages, schedule.rank_of)
@@ -103,6 +106,21 @@ def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Pla
                     f"{name}.{inner} has a forward pre-hook, which runs on the stage that holds {name} only: use a"
                     " forward hook, which is given the arguments too, or pipeline_parallel_size=1."
                 )
+
+
+def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
+    """A compiled call takes along the hooks by which stages talk to each other; a compiled forward doesn't."""
+    around = {""}
+    for name in blocks.names:
+        around.update(accumulate(name.split(".")[:-1], "{}.{}".format))
+    compiled = [name for name in sorted(around) if runs_compiled(module.get_submodule(name))]
+    compiled += [name for name in blocks.names if calls_compiled(module.get_submodule(name))]
+    if compiled:
+        raise PlacementError(
+            f"{compiled[0] or type(module).__name__} is compiled, with what pipeline stages do between blocks: leave"
+            " that out and set compile_blocks=True, by which each block's forward is compiled, or use"
+            " pipeline_parallel_size=1."
+        )
 
 
 def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:

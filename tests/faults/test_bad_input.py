@@ -371,6 +371,19 @@ class NoBlocks(Plain):
         self.model = nn.ModuleDict({"embed": nn.Embedding(64, 16)})
 
 
+class BlocksCompiled(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.layers:
+            block.compile()
+
+
+class NetworkCompiled(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model)
+
+
 class OddWidth(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -611,6 +624,12 @@ REFUSED = {
         NormalizesAgain,
         PlacementError,
         r"model\.layers\.0\.1 runs in several places, on stages \[0, 1\], and has buffers .*persistent=False",
+    ),
+    "blocks whose calls are compiled": Refusal(
+        PIPELINE, BlocksCompiled, PlacementError, r"model\.layers\.0 is compiled.*compile_blocks=True"
+    ),
+    "a network that is compiled as a whole": Refusal(
+        PIPELINE, NetworkCompiled, PlacementError, r"model is compiled.*compile_blocks=True"
     ),
     "a batch that can't be cut": Refusal(
         PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}

@@ -10,11 +10,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
+from lightning_shard.layout import Layout
 from lightning_shard.plugin.limits import (
+    refuse,
     refuse_synced_generation,
     warning_of_buffers_changed,
     warning_of_numbers_kept,
@@ -47,6 +50,15 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
         module["norm"](torch.randn(3, 2))
         codes.count.add_(1)
         module["same"].table = torch.ones(2)  # made anew, as a cache
+
+
+def test_gradients_scaled_by_frequency_in_a_microbatch_are_warned_of() -> None:
+    module = L.LightningModule()
+    module.words = nn.Embedding(8, 2, scale_grad_by_freq=True)
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.warns(UserWarning, match=r"words divides gradients .*\(scale_grad_by_freq\)"):
+        refuse(trainer, module, Layout(pipeline_parallel_size=2))
 
 
 class Generating(nn.Module):
