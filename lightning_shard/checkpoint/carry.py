@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.saving.commit import (
     failed_commit,
     look_before_saving,
 )
-from lightning_shard.checkpoint.saving.save import abandon, raise_cause
+from lightning_shard.checkpoint.saving.save import raise_cause
 from lightning_shard.checkpoint.store import Buffer, Store, open_store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
 
@@ -35,16 +35,16 @@ def carry(
     *,
     storage_options: dict[str, Any],
     fsync: bool,
-    again: bool = False,
 ) -> None:
     """Bring a checkpoint to a path; a collective call.
 
-    If any rank fails, every rank raises, and nothing is committed. Nothing is done where it is there already.
+    If any rank fails, every rank raises, and nothing is committed. Nothing is done where it is there already. Whatever
+    happens, no file is removed: another process may be carrying the same attempt, and count on what is there. So what
+    was brought by a carrying that failed is there for the next one, which leaves what is whole as it is; or it goes as
+    what any crashed save leaves.
 
     Args:
         own_files: What this rank carries; it needs no others. Every file must be some rank's.
-        again: An earlier process may have carried some of the files, and may even still be at it: whatever happens,
-            no whole file is removed.
 
     Raises:
         CheckpointConflictError: Another save has put its checkpoint there meanwhile. That one stays.
@@ -63,9 +63,12 @@ def carry(
     fault: list[BaseException] = []
 
     def carry_own() -> None:
-        missing = _cut_off_or_missing(Checkpoint(path, store, manifest, True), own_files) if again else own_files
-        for file, blocks in _with_blocks(checkpoint, missing):
-            store.write(file.path, blocks, file.bytes, durable=fsync)
+        there = {file: size for file in own_files if (size := _size_of(store, file)) is not None}
+        whole = _whole(Checkpoint(path, store, manifest, True), [file for file in there if there[file] == file.bytes])
+        for file, blocks in _with_blocks(checkpoint, [file for file in own_files if file not in whole]):
+            # what was cut off is replaced, and not removed first: its carrier may complete and commit it meanwhile
+            put = store.publish if file in there else store.write
+            put(file.path, blocks, file.bytes, durable=fsync)
         if fsync:
             store.sync(file.path for file in own_files)
         check_own_files(store, own_files)
@@ -83,8 +86,6 @@ def carry(
 
     own, outcome = exchange(ranks, carry_own, conclude)
     if isinstance(outcome, Failure):
-        if not (again or outcome.files_stay or _may_be_at(store, manifest.attempt)):
-            abandon(store, [file.path for file in own_files])
         raise_cause(own or next(iter(fault), None), outcome, ranks.rank, path)
 
 
@@ -103,26 +104,22 @@ def _read(blocks: Iterable[Buffer]) -> None:
         pass
 
 
-def _cut_off_or_missing(carried: Checkpoint, files: Iterable[FileEntry]) -> list[FileEntry]:
-    """Of files that may have been carried before, those that aren't there; what is there and damaged is removed."""
-    files = list(files)
+def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
+    """Of files that may have been carried before, those that are undamaged."""
     whole: set[FileEntry] = set()
     # all in one look at the manifest's chunks, of which a large run has millions
-    for file, blocks in _with_blocks(carried, [file for file in files if _has_size(carried, file)]):
+    for file, blocks in _with_blocks(carried, files):
         with contextlib.suppress(CorruptCheckpointError):
             _read(blocks)
             whole.add(file)
-    missing = [file for file in files if file not in whole]
-    for file in missing:
-        carried.store.remove(file.path)
-    return missing
+    return whole
 
 
-def _has_size(checkpoint: Checkpoint, file: FileEntry) -> bool:
+def _size_of(store: Store, file: FileEntry) -> int | None:
     try:
-        return checkpoint.store.size(file.path) == file.bytes
+        return store.size(file.path)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return None
 
 
 def attempt_at(store: Store) -> str:
@@ -131,13 +128,6 @@ def attempt_at(store: Store) -> str:
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return ""
-
-
-def _may_be_at(store: Store, attempt: str) -> bool:
-    try:
-        return attempt_at(store) == attempt
-    except Exception:
-        return True
 
 
 def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, Iterator[Buffer]]]:

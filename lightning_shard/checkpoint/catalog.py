@@ -1,7 +1,8 @@
 """The checkpoints of a folder: which are there, which is the newest, and removing the oldest; on any store.
 
 A folder's checkpoints are the directories in it that have a manifest, in the order of their commits by the store's
-clock. A directory without one, as a save that is under way or was cut off leaves it, is neither found nor removed.
+clock; by their names where the store tells no times, and there nothing is pruned. A directory without one, as a save
+that is under way or was cut off leaves it, is neither found nor removed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from lightning_shard.checkpoint.folder import remove
+from lightning_shard.checkpoint.folder import remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_filesystem, open_store
@@ -24,6 +25,8 @@ from lightning_shard.checkpoint.store.calls import Calls
 from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
+UNTOLD = datetime.min.replace(tzinfo=UTC)
+"""When a checkpoint was committed, where the store doesn't tell."""
 STEP_KEYS = ("global_step", "step")
 """Where a trainer state may say which step it is of: Lightning's name, and what one would call it."""
 
@@ -34,7 +37,7 @@ class Entry:
 
     Attributes:
         name: Its directory's, in the folder.
-        committed: When its manifest was written, by the store's clock; UTC.
+        committed: When its manifest was written, by the store's clock; UTC. The year 1 where the store doesn't tell.
         step: ``global_step`` or ``step`` of its trainer state; None if that says nothing.
         bytes: Of all its files but the manifest.
         fault: Why its manifest can't be read; None if it can.
@@ -96,7 +99,7 @@ def committed_at(store: Store) -> datetime | None:
             return None
         raise
     if seconds is None:  # the store doesn't tell
-        return datetime.min.replace(tzinfo=UTC) if store.exists(MANIFEST_NAME) else None
+        return UNTOLD if store.exists(MANIFEST_NAME) else None
     return datetime.fromtimestamp(seconds, UTC)
 
 
@@ -152,7 +155,8 @@ def prune(
 ) -> list[str]:
     """Remove a folder's checkpoints but for those that were committed last. Not collective: call it on one rank.
 
-    What a link in the folder leads to stays, and so does a checkpoint whose manifest is damaged, which isn't counted.
+    What a link in the folder leads to stays, and so does a checkpoint whose manifest is damaged, which isn't counted,
+    and what a save has put in the place of one meanwhile.
 
     Args:
         keep: How many of the newest stay; at least 1.
@@ -164,6 +168,7 @@ def prune(
 
     Raises:
         CheckpointNotFoundError: A protected one isn't there; nothing has been removed then.
+        CheckpointError: The store doesn't tell when files were written, so which are the newest isn't known.
     """
     if keep < 1:
         raise ConfigurationError(f"keep ({keep}) must be at least 1: to remove all, remove each by checkpoint.remove.")
@@ -173,9 +178,12 @@ def prune(
     kept |= _linked(root, storage_options)
     old = [entry for entry in entries if entry.fault is None][:-keep]
     old = [entry for entry in old if entry.name not in kept and not (callable(protect) and protect(entry))]
-    for entry in old:
-        remove(entry.path, storage_options=storage_options)
-    return [entry.path for entry in old]
+    if any(entry.committed == UNTOLD for entry in old):
+        raise CheckpointError(
+            f"{root}: the store doesn't tell when files were written, so which checkpoints are the newest isn't known:"
+            " nothing has been removed. Remove those that aren't needed by checkpoint.remove."
+        )
+    return [entry.path for entry in old if remove_attempt(entry.path, entry.attempt, storage_options)]
 
 
 def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[str]]) -> set[str]:

@@ -27,15 +27,17 @@ LEFTOVER_AGE_S = 3600.0
 # Found in text, not parsed: so it works for manifests that are torn or of a later version, too.
 _OURS = re.compile(rb'"format"\s*:\s*"lightning_shard"')
 _NAMED = re.compile(rb'"path"\s*:\s*"(' + OWN_FILE.pattern.encode() + rb')"')
+_ATTEMPT = re.compile(rb'"attempt"\s*:\s*"([^"]*)"')
 _BLANK = b"\0 \t\r\n"
-_TEMPORARY = re.compile(re.escape(MANIFEST_NAME) + r"\.(?:\d+-[0-9a-f]{8}\.)?tmp")
+_TEMPORARY = re.compile(rf"(?:{re.escape(MANIFEST_NAME)}|{OWN_FILE.pattern})\.(?:\d+-[0-9a-f]{{8}}\.)?tmp")
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What is at a path before something is done there: the manifest's stamp, and the files that it names."""
+    """What is at a path before something is done there: the manifest's stamp, its attempt, the files that it names."""
 
     stamp: Stamp | None = None
+    attempt: str = ""
     files: frozenset[str] = frozenset()
 
 
@@ -60,7 +62,8 @@ def look(store: Store) -> Earlier:
             f"{store.root}/{MANIFEST_NAME} is another program's: it has no format=lightning_shard. It is neither"
             " replaced nor removed: use another path, or move it away."
         )
-    return Earlier(stamp, named_files(data))
+    attempt = _ATTEMPT.search(data)
+    return Earlier(stamp, attempt[1].decode(errors="replace") if attempt else "", named_files(data))
 
 
 def named_files(manifest: bytes) -> frozenset[str]:
@@ -78,21 +81,32 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
     Raises:
         CheckpointError: There is a ``manifest.json`` of another program.
     """
-    store = open_store(path, storage_options)
+    _remove(open_store(path, storage_options), None)
+
+
+def remove_attempt(path: str | os.PathLike[str], attempt: str, storage_options: dict[str, Any] | None) -> bool:
+    """The same of a checkpoint that was looked at before, unless another has taken its place since; whether it went."""
+    return _remove(open_store(path, storage_options), attempt)
+
+
+def _remove(store: Store, attempt: str | None) -> bool:
     if isinstance(store, LocalStore) and os.path.islink(store.root):
         if store.exists(MANIFEST_NAME) or not os.path.exists(store.root):
             os.unlink(store.root)
-        return
+        return attempt is None
     earlier = look(store)
+    if attempt is not None and earlier.attempt != attempt:
+        return False
     if earlier.stamp is not None:
         try:
             store.remove(MANIFEST_NAME, only=earlier.stamp)
         except CheckpointConflictError:
-            return  # a save has just replaced it, which removes what it has replaced
+            return False  # a save has just replaced it, which removes what it has replaced
     remove_files(store, earlier.files)
     if not store.exists(MANIFEST_NAME):
         remove_leftovers(store, clock=lambda: _clock(store))
         store.remove_empty_folders()
+    return True
 
 
 def exists(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:

@@ -176,7 +176,7 @@ class LocalTier:
         if seen.same or (ranks.alone and not Ranks.of().alone):  # ranks that load each for itself don't carry
             return Source(checkpoint.path, True, seen.why)
         try:
-            carry(checkpoint, path, own_files, ranks, storage_options=self.storage_options, fsync=fsync, again=True)
+            carry(checkpoint, path, own_files, ranks, storage_options=self.storage_options, fsync=fsync)
         except BaseException as error:  # it is raised by all
             (stops,) = ranks.any(not (everywhere and isinstance(error, Exception)))
             if stops:

@@ -131,6 +131,15 @@ def test_a_link_to_a_checkpoint_is_not_written_through_and_only_the_link_is_remo
     assert not link.is_symlink()
 
 
+def test_what_could_not_be_read_through_a_link_is_not_saved_through_it(tmp_path: Path) -> None:
+    for folder in ("elsewhere", "c"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "c" / "model").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="link that leads out"):
+        checkpoint.save(STATE, tmp_path / "c")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_lazy_reader_is_told_that_its_checkpoint_was_replaced_or_removed(saved: Path) -> None:
     stored = checkpoint.read(saved)
     checkpoint.save(NEW, saved)

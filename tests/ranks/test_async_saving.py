@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import lightning_shard
 from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
@@ -43,17 +44,42 @@ def slow_write(self: LocalStore, name: str, *args: Any, original: Any = LocalSto
 
 
 def fit(folder: str, asynchronous: bool, steps: int, callbacks: list[L.Callback], keep: int = -1) -> None:
-    L.seed_everything(3)
     every_step = {"filename": "{step}", "every_n_train_steps": 1, "monitor": "step", "mode": "max"}
+    fit_with(asynchronous, steps, [ModelCheckpoint(folder, save_top_k=keep, **every_step), *callbacks])
+
+
+def fit_with(asynchronous: bool, steps: int, callbacks: list[L.Callback]) -> None:
+    L.seed_everything(3)
     checkpoint_io = ShardedCheckpointIO(asynchronous=asynchronous, fsync=False)
     trainer = L.Trainer(
         strategy=HybridShardStrategy(**PIPELINE, checkpoint_io=checkpoint_io),
         devices=2,
         max_steps=steps,
-        callbacks=[ModelCheckpoint(folder, save_top_k=keep, **every_step), *callbacks],
+        callbacks=callbacks,
         **{**QUIET, "enable_checkpointing": True},
     )
     trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
+
+
+def late_write(self: LocalStore, name: str, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
+    time.sleep(0.05)
+    original(self, name, *args, **kwargs)
+
+
+def keep_the_best_and_the_newest(folder: str, kind: type[ModelCheckpoint]) -> None:
+    """By two callbacks that give equal names: while one saves, the other finds the name free."""
+    best = kind(folder, monitor="step", mode="min", every_n_train_steps=1)
+    with mock.patch.object(LocalStore, "write", late_write):
+        fit_with(True, 2, [best, kind(folder, every_n_train_steps=1)])
+    assert checkpoint.read(best.best_model_path).trainer_state()["global_step"] == 1
+
+
+class Scored(lightning_shard.ModelCheckpoint):
+    """Each rank has a score of its own, which gives another name on the first save, and the same on the second."""
+
+    def _monitor_candidates(self, trainer: L.Trainer) -> dict[str, torch.Tensor]:
+        score = {1: (0.34, 0.44), 2: (0.28, 0.31)}[trainer.global_step][dist.get_rank()]
+        return {**super()._monitor_candidates(trainer), "score": torch.tensor(score)}
 
 
 def train_both(folder: str) -> list[list[str]]:
@@ -62,6 +88,10 @@ def train_both(folder: str) -> list[list[str]]:
         fit(f"{folder}/background", True, 3, [])
         committed = Committed(f"{folder}/one")
         fit(f"{folder}/one", True, 4, [committed], keep=1)
+    keep_the_best_and_the_newest(f"{folder}/own", lightning_shard.ModelCheckpoint)
+    keep_the_best_and_the_newest(f"{folder}/stock", ModelCheckpoint)
+    fit_with(True, 2, [Scored(f"{folder}/scored", "{score:.1f}", monitor="score", every_n_train_steps=1)])
+    assert [path.name for path in Path(folder, "scored").iterdir()] == ["score=0.3.ckpt"]
     return committed.seen
 
 

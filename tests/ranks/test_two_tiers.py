@@ -184,7 +184,6 @@ def on_one_disk(folder: str) -> str:
     with pytest.raises(CheckpointError) as raised:
         tier.carry(path, Ranks.of(), fsync=False)
     assert step_at(path) == 1
-    assert len(list(Path(path).rglob("rank-*"))) == 2  # nothing is left over
     passed_over = tier.source(path, Ranks.of(), fsync=False)
     assert (passed_over.path, passed_over.worse) == (path, True)
 

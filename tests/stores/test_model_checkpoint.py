@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin.saving.model_checkpoint import save_as_last
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
 
@@ -275,6 +276,33 @@ def test_an_exception_leaves_a_checkpoint_where_asked_to(place: Place) -> None:
     assert place.fit(place.keep(), 4, resume="last").ckpt_path == f"{place.dirpath}/last.ckpt"
 
 
+class Signalled(Scripted):
+    """Asks for a checkpoint before the fourth step, as a signal does."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            save_as_last(self.trainer)
+
+
+@pytest.mark.parametrize("why", ["exception", "signal"])
+def test_what_is_saved_out_of_turn_is_not_saved_over_the_best(tmp_path: Path, why: str) -> None:
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    settings = {**AT_EACH, "filename": "best", "mode": "max"}
+    if why == "exception":
+        with pytest.raises(ZeroDivisionError):
+            local.fit(
+                ModelCheckpoint(local.dirpath, save_on_exception=True, **settings), 6, module=Scripted(fails_at=3)
+            )
+        kept = ["best-v1.ckpt", "best.ckpt"]
+    else:
+        local.fit(ModelCheckpoint(local.dirpath, save_last="link", **settings), 4, module=Signalled())
+        kept = ["best-v1.ckpt", "best.ckpt", "last.ckpt"]
+    assert local.names() == kept
+    steps = {name: checkpoint.read(local.folder / name).trainer_state()["global_step"] for name in kept}
+    assert steps["best.ckpt"] == 1
+    assert steps["best-v1.ckpt"] == 3
+
+
 def test_the_default_directory_is_below_a_remote_root(on_s3: Place) -> None:
     keep = ModelCheckpoint(filename="{step}", save_last=True, every_n_train_steps=1)
     on_s3.fit(keep, 1, default_root_dir=on_s3.dirpath)
@@ -345,6 +373,28 @@ def test_what_an_earlier_run_s_link_leads_to_is_not_saved_over(tmp_path: Path) -
     keep = local.keep(save_last=True, every_n_train_steps=1)
     local.fit(keep, 4, resume="last")
     assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
+
+
+def test_a_link_leads_to_a_checkpoint_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    last, seen = local.folder / "last.ckpt", []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            seen.append(checkpoint.exists(last))
+            return result
+
+        return watch
+
+    for where, name in ((os, "symlink"), (ShardedCheckpointIO, "remove_checkpoint")):
+        monkeypatch.setattr(where, name, watched(getattr(where, name)))
+    local.fit(local.keep(save_last="link", every_n_train_steps=1), 4)
+    assert seen[0] is False  # when the first was made
+    assert len(seen) > 6
+    assert all(seen[1:])
+    assert local.names() == ["last.ckpt", "step=4.ckpt"]
+    assert last.resolve().name == "step=4.ckpt"
 
 
 def default_root(place: Place) -> None:

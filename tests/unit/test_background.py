@@ -174,6 +174,22 @@ def test_the_end_of_the_block_raises_a_failure_or_adds_it_to_the_error_that_ende
     assert "No space left" in caught.value.__notes__[0]
 
 
+def test_it_is_saved_where_the_program_was_and_read_where_it_was_opened(tmp_path, gate, saver, monkeypatch):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saver.save({"w": torch.ones(4)}, "c")
+    monkeypatch.chdir(tmp_path / "there")
+    gate.set()
+    saver.wait()
+    assert checkpoint.exists(tmp_path / "here" / "c")
+    assert not checkpoint.exists("c")
+    checkpoint.save({"w": torch.zeros(4)}, "c")
+    stored = checkpoint.read("c")
+    monkeypatch.chdir(tmp_path / "here")
+    assert torch.equal(stored["w"].full(), torch.zeros(4))
+
+
 def test_the_layout_is_what_it_was_when_save_was_called(tmp_path, gate, saver):
     layout = {"steps": [1]}
     saver.save({"w": torch.ones(4)}, tmp_path / "c", layout=layout)

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_shard import checkpoint
 from lightning_shard.cli import main
-from lightning_shard.errors import CheckpointNotFoundError, ConfigurationError
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from tests.servers import let_servers_forget, serve
 
 STEPS = (9, 10, 11, 12)
@@ -94,6 +94,35 @@ def test_the_oldest_are_removed_and_nothing_else(place: Any) -> None:
         ("step=12", False),
         ("step=13", True),
     ]
+
+
+def test_what_was_saved_anew_since_the_look_is_not_removed(tmp_path: Path) -> None:
+    for step, name in enumerate(("last.ckpt", "middle", "newest")):
+        save(str(tmp_path / name), None, step)
+
+    def meanwhile(entry: checkpoint.Entry) -> bool:
+        save(str(tmp_path / "last.ckpt"), None, 3)
+        return False
+
+    assert checkpoint.prune(tmp_path, keep=1, protect=meanwhile) == [str(tmp_path / "middle")]
+    assert [entry.step for entry in checkpoint.list(tmp_path)] == [2, 3]
+
+
+def test_where_the_store_tells_no_times_nothing_is_removed() -> None:
+    class Timeless(MemoryFileSystem):
+        protocol = "timeless"
+
+        def modified(self, path: str) -> Any:
+            raise NotImplementedError
+
+    fsspec.register_implementation("timeless", Timeless, clobber=True)
+    for step, name in enumerate(("z", "a")):
+        save(f"timeless://run/{name}", None, step)
+    with pytest.raises(CheckpointError, match="doesn't tell when"):
+        checkpoint.prune("timeless://run", keep=1)
+    assert [entry.name for entry in checkpoint.list("timeless://run")] == ["a", "z"]
+    assert checkpoint.prune("timeless://run", keep=2) == []
+    fsspec.filesystem("memory").store.clear()
 
 
 def test_a_link_is_not_a_checkpoint_and_what_it_leads_to_stays(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The checkpoint as a library: no Trainer, no process group, plain and nested state dicts, slices."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store.protocol import adjacent
-from lightning_shard.errors import UnsupportedStateError
+from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 
 def test_modules_nested_and_flat_states_are_one(tmp_path):
@@ -86,6 +87,18 @@ def test_tied_memory_takes_the_first_of_two_tensors_that_were_saved_untied(tmp_p
 def test_names_that_safetensors_has_no_place_for_are_refused(tmp_path, name):
     with pytest.raises(UnsupportedStateError, match="rename it"):
         checkpoint.save({name: torch.ones(1)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///run"])
+def test_a_url_that_was_made_a_path_is_no_local_folder(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="as a str"):
+        checkpoint.save({"w": torch.ones(1)}, Path(url))
+    with pytest.raises(CheckpointError, match="as a str"):
+        checkpoint.exists(str(Path(url)))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="control character"):
+        checkpoint.save({"w": torch.ones(1)}, "memory://a\tb")
 
 
 def test_gaps_are_read_over_only_within_a_span():

@@ -222,6 +222,20 @@ def test_a_torch_file_runs_no_code(tmp_path):
         checkpoint.read(tmp_path / "old.pt")
 
 
+def test_an_earlier_export_is_not_read_in_place_of_a_new_one(tmp_path):
+    for number in (1, 2):
+        state = {"a": torch.full((4,), float(number)), "b": torch.ones(4)}
+        checkpoint.save(state, tmp_path / str(number), fsync=False)
+    whole, several = tmp_path / "whole" / "model.safetensors", tmp_path / "several" / "model.safetensors"
+    checkpoint.gather(tmp_path / "1", several, max_shard_bytes=16)
+    checkpoint.gather(tmp_path / "2", several)  # what transformers reads is the one file
+    assert torch.equal(checkpoint.read(several.parent)["a"].full(), torch.full((4,), 2.0))
+    checkpoint.gather(tmp_path / "1", whole)
+    with pytest.raises(CheckpointError, match="would be read in place"):
+        checkpoint.gather(tmp_path / "2", whole, max_shard_bytes=16)
+    assert [path.name for path in whole.parent.iterdir()] == [whole.name]
+
+
 # -- safetensors ------------------------------------------------------------------------------------------------------
 
 

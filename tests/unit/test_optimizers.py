@@ -183,6 +183,34 @@ def test_several_optimizers_of_any_kind_come_back_as_they_were(tmp_path: Path) -
         checkpoint.load(tmp_path / "c", into, optimizer=fresh[0])
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps its state under keys of several kinds, as optimizers that number what they keep do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {
+                0: torch.full_like(parameter, 1.0),
+                "0": torch.full_like(parameter, 2.0),
+                (0, 1): {"past": [torch.full((2,), 3.0)]},
+            }
+
+
+def test_the_keys_of_a_state_stay_what_they_are(tmp_path: Path) -> None:
+    module, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    saved, loaded = Counting(module.parameters()), Counting(other.parameters())
+    saved.step()
+    checkpoint.save(module, tmp_path / "c", optimizer=saved)
+    checkpoint.load(tmp_path / "c", other, optimizer=loaded)
+    for before, after in zip(saved.state.values(), loaded.state.values(), strict=True):
+        assert set(after) == {0, "0", (0, 1)}
+        assert torch.equal(after[0], before[0])
+        assert torch.equal(after["0"], before["0"])
+        assert torch.equal(after[0, 1]["past"][0], before[0, 1]["past"][0])
+
+
 def test_names_change_with_those_of_the_model(tmp_path: Path) -> None:
     module, (optimizer,) = trained()
     checkpoint.save(nn.ModuleDict({"model": module}), tmp_path / "c", optimizer=optimizer)

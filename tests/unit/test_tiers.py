@@ -15,6 +15,7 @@ from s3fs import S3FileSystem
 from safetensors.torch import save_file
 
 from lightning_shard import ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint import carry as carry_module
 from lightning_shard.checkpoint.carry import carry as carry_files
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import LocalStore, open_store
@@ -49,6 +50,13 @@ def carry(tier: LocalTier, path: str) -> None:
 def contents(folder: str | Path) -> dict[str, bytes]:
     root = Path(folder)
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def put_back(folder: str | Path, before: dict[str, bytes]) -> None:
+    """Remove what a carrying that failed has brought; nothing else may have changed."""
+    for name in contents(folder).keys() - before.keys():
+        (Path(folder) / name).unlink()
+    assert contents(folder) == before
 
 
 def step_of(path: str | Path) -> int:
@@ -89,11 +97,12 @@ def test_every_damaged_block_of_a_copy_is_found_on_the_way_and_nothing_is_commit
             file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             with pytest.raises(CorruptCheckpointError):
                 carry(tier, path)
-            assert contents(path) == before
+            put_back(path, before)
             tried += 1
         file.write_bytes(data[:-1])
         with pytest.raises(CheckpointError):
             carry(tier, path)
+        put_back(path, before)
         file.write_bytes(data)
     assert tried >= 9
     carry(tier, path)
@@ -112,7 +121,8 @@ def test_a_store_that_fails_leaves_the_earlier_checkpoint_and_the_copy(tmp_path:
     for call in ("write", "publish"):
         with mock.patch.object(LocalStore, call, full), pytest.raises(CheckpointError, match="No space left"):
             carry(tier, path)
-        assert contents(path) == before
+        assert before.items() <= contents(path).items()
+        assert step_of(path) == 1
         assert step_of(tier.copy_of(path)) == 2
 
 
@@ -130,7 +140,7 @@ def test_another_save_that_came_first_stays(tmp_path: Path, tier: LocalTier) -> 
     with mock.patch.object(LocalStore, "sync", meanwhile), pytest.raises(CheckpointConflictError):
         tier.carry(path, ALONE, fsync=True)
     assert step_of(path) == 3
-    assert checkpoint.verify(path).files == len(contents(path)) - 1
+    assert checkpoint.verify(path).ok
 
 
 def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Path, tier: LocalTier) -> None:
@@ -462,10 +472,12 @@ def test_a_carrying_that_was_cut_off_is_taken_up_and_what_another_has_carried_me
         (Path(path) / file.path).parent.mkdir(parents=True, exist_ok=True)
         (Path(path) / file.path).write_bytes(b"cut off")
 
-    def carry_again() -> None:
-        carry_files(copy, path, copy.manifest.files, ALONE, storage_options={}, fsync=False, again=True)
+    def remove(self: LocalStore, name: str, *args: Any, original: Any = LocalStore.remove, **kwargs: Any) -> None:
+        assert name not in everything, "whoever carried it may be about to commit it"
+        original(self, name, *args, **kwargs)
 
-    carry_again()
+    with mock.patch.object(LocalStore, "remove", remove):
+        carry_files(copy, path, copy.manifest.files, ALONE, storage_options={}, fsync=False)
     assert contents(path) == everything
 
     # two processes at the same time: the second finds its checkpoint committed, or fails, and takes nothing away
@@ -486,6 +498,36 @@ def test_a_carrying_that_was_cut_off_is_taken_up_and_what_another_has_carried_me
             else:
                 carry(tier, path)
         assert contents(path) == everything
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_carrying_that_fails_takes_nothing_from_one_that_counts_on_it(
+    tmp_path: Path, tier: LocalTier, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A stalled run fails just when its successor, which carries the same copy, has looked at its files."""
+    path = str(tmp_path / "store") if where == "disk" else "memory://carried/one"
+    save(tier.copy_of(path), 2)
+    copy = checkpoint.read(tier.copy_of(path))
+    files, options = copy.manifest.files, {"storage_options": {}, "fsync": False}
+    stalled = ["run"]
+    check = carry_module.check_own_files
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    def check_own_files(*arguments: Any) -> None:
+        check(*arguments)
+        if stalled:
+            stalled.pop()
+            kind = type(open_store(path))
+            with mock.patch.object(kind, "write", fail), pytest.raises(CheckpointError, match="Input/output"):
+                carry_files(copy, path, files, ALONE, **options)
+
+    monkeypatch.setattr(carry_module, "check_own_files", check_own_files)
+    carry_files(copy, path, files, ALONE, **options)
+    assert not stalled
+    assert checkpoint.verify(path).ok
+    checkpoint.remove(path)
 
 
 def test_what_follows_a_save_in_the_background_belongs_to_it(tmp_path: Path) -> None:

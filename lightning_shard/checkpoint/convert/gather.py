@@ -16,8 +16,7 @@ from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
-from lightning_shard.checkpoint.store import open_store
-from lightning_shard.checkpoint.store.credentials import refuse_secrets
+from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.errors import CheckpointError
 
 Format = Literal["safetensors", "transformers", "lightning"]
@@ -89,12 +88,13 @@ def gather(
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no file of a local disk
             appears then.
         StateMismatchError: Two tensors would have one name, or no name begins with ``strip_prefix``.
-        CheckpointError: The format asks for what the checkpoint hasn't; or a disk or a store failed. A file that was at
+        CheckpointError: The format asks for what the checkpoint hasn't; several files are to be written where one of
+            the whole model is, which readers would take instead; or a disk or a store failed. A file that was at
             ``out`` before stays then, or is replaced as a whole.
     """
     ranks = Ranks.of(group)
+    as_path(out)  # refuses what no path may be
     target = os.fspath(out)
-    refuse_secrets(target)
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):
@@ -122,6 +122,8 @@ def gather(
                 bundle = export.lightning(checkpoint, name, naming, plan)
             else:
                 bundle = export.safetensors(checkpoint, name, naming, max_shard_bytes, optimizer=bool(optimizer))
+            if ranks.first:
+                _refuse_older(store, bundle)
         with checkpoint.saying_if_replaced():
             deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
         with all_or_none(group):
@@ -141,6 +143,17 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{os.fspath(path)} could not be gathered to {out}: {error}.") from error
+
+
+def _refuse_older(store: Store, bundle: export.Bundle) -> None:
+    """Where an index is to stand beside one file of the whole model, of an earlier export: readers take that file."""
+    for name in bundle.small:
+        whole = name.removesuffix(".index.json")
+        if whole != name and store.exists(whole):
+            raise CheckpointError(
+                f"{store.root}/{whole} is a file of a whole model, which would be read in place of the several that"
+                " max_shard_bytes asks for: remove it, or gather to another folder."
+            )
 
 
 def _split(out: str) -> tuple[str, str]:

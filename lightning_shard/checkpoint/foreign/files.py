@@ -52,11 +52,11 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
         CheckpointError: It is damaged, or holds values that need code of its own.
     """
     folder = open_store(path, storage_options)
+    if _head(folder, SINGLE) is not None:  # where both are, transformers takes this one, too
+        return ForeignCheckpoint(folder, _safetensors(path, folder, {SINGLE: None}))
     index = _content(folder, INDEX)
     if index is not None:
         return ForeignCheckpoint(folder, _safetensors(path, folder, _indexed(index, f"{path}/{INDEX}")))
-    if _head(folder, SINGLE) is not None:
-        return ForeignCheckpoint(folder, _safetensors(path, folder, {SINGLE: None}))
     parent, _, name = path.rpartition("/")
     beside = open_store(parent or ("/" if path.startswith("/") else "."), storage_options)
     head = _head(beside, name) if name else None

@@ -70,7 +70,8 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
         states: As :func:`named_optimizer_state` gives them; ``"parameters"`` may lack those that aren't known.
 
     Raises:
-        UnsupportedStateError: A parameter's name has a ``/``, which parts the names of the optimizer's tensors.
+        UnsupportedStateError: A parameter's name has a ``/``, which parts the names of the optimizer's tensors; or two
+            tensors would have one name.
     """
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
@@ -83,11 +84,16 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
             for key, value in entries.items():
                 label = f"{index}/{name}/{key}"
                 whole = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
-                if isinstance(value, Tensor) and (whole or not is_dtensor(value)):
-                    tensors[label] = value
-                else:
+                lifted = {label: value}
+                # a name is a text: only the rest knows of other keys
+                if not (isinstance(key, str) and isinstance(value, Tensor) and (whole or not is_dtensor(value))):
                     values.setdefault(name, {})[key], lifted = lift(value, label)
-                    tensors.update(lifted)
+                if taken := tensors.keys() & lifted.keys():
+                    raise UnsupportedStateError(
+                        f"Two tensors of an optimizer's state are named {taken.pop()!r} once keys are joined by '/':"
+                        " rename one."
+                    )
+                tensors.update(lifted)
         flags = {flag: True for flag in ("numbered", "flattened") if state.get(flag)}
         rest.append({**flags, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
     return tensors, rest

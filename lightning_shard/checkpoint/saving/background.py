@@ -37,6 +37,7 @@ from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
 from lightning_shard.checkpoint.saving.save import Order, SaveReport, plain, write_together
+from lightning_shard.checkpoint.store import absolute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +105,7 @@ class AsyncSaver:
             self.drain()
             if waits and ranks.first:
                 self._say_that_it_waits()
-            order = Order(os.fspath(path), dict(storage_options or {}), plain(layout), fsync, digests)
+            order = Order(absolute(path), dict(storage_options or {}), plain(layout), fsync, digests)
             part = plan_part(
                 state,
                 optimizer=optimizer,

@@ -6,6 +6,7 @@ Paths are ``str`` throughout: ``pathlib`` turns ``s3://a/b`` into ``s3:/a/b``.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from lightning_shard.checkpoint.store.credentials import refuse_secrets
@@ -21,10 +22,14 @@ __all__ = [
     "Segment",
     "Stamp",
     "Store",
+    "absolute",
     "as_path",
     "open_filesystem",
     "open_store",
 ]
+
+
+_CUT_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)")
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
@@ -75,8 +80,23 @@ def as_path(path: str | os.PathLike[str]) -> str:
         raise CheckpointError(f"path ({path!r}) must be a str or a path that gives one.")
     if not text:
         raise CheckpointError("path is empty: name the checkpoint's directory.")
+    if _CUT_URL.match(text):
+        raise CheckpointError(
+            f"path ({text}) was a URL before it was made a Path, and names a folder of the local disk now: pass it as"
+            " a str."
+        )
     refuse_secrets(text)
     head, _, tail = text.rpartition("/")
     if tail == "manifest.json":
         text = head or ("/" if text.startswith("/") else ".")
     return text.rstrip("/") or "/"
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The same, of the local disk from its root: what is done later is done there, wherever the program is by then."""
+    text = as_path(path)
+    scheme, separator, rest = text.partition("://")
+    if "::" in text or (separator and scheme not in ("file", "local")):
+        return text
+    path = rest if separator else text
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)

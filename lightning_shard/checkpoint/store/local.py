@@ -56,6 +56,7 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self._base = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # wherever the program goes
         self.links_lead_anywhere = True
         """Whether a file, or a folder of the directory, may be a link to elsewhere."""
         self._made: set[str] = set()
@@ -68,10 +69,10 @@ class LocalStore:
         return thread_count()
 
     def place(self) -> tuple[str, ...]:
-        return (os.path.realpath(self.root),)
+        return (os.path.realpath(self._base),)
 
     def _path(self, name: str) -> str:
-        return os.path.join(self.root, name)
+        return os.path.join(self._base, name)
 
     def _open(self, name: str) -> int:
         """A descriptor to read a file by.
@@ -96,7 +97,7 @@ class LocalStore:
         folder = os.path.dirname(path)
         if folder in self._inside and not os.path.islink(path):
             return
-        root = os.path.realpath(self.root)
+        root = os.path.realpath(self._base)
         if os.path.commonpath([root, os.path.realpath(path)]) != root:
             raise CorruptCheckpointError(
                 f"{path} is reached by a link that leads out of the checkpoint, which isn't followed: put the file"
@@ -151,6 +152,7 @@ class LocalStore:
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)
+        self._check_inside(path)  # what is written through such a link can't be read
         # the name carries the attempt, so nothing is there; and a link that someone put there isn't followed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = self._create(path, flags)
@@ -177,9 +179,9 @@ class LocalStore:
             try:
                 return os.open(path, flags, 0o666)
             except FileNotFoundError:
-                if os.path.islink(self.root) and not os.path.exists(self.root):
+                if os.path.islink(self._base) and not os.path.exists(self._base):
                     with contextlib.suppress(OSError):
-                        os.unlink(self.root)
+                        os.unlink(self._base)
                 folder = missing = os.path.dirname(os.path.abspath(path))
                 while not os.path.exists(missing):
                     missing = os.path.dirname(missing)
@@ -187,6 +189,16 @@ class LocalStore:
                 with contextlib.suppress(FileNotFoundError):
                     os.makedirs(folder, exist_ok=True)
         return os.open(path, flags, 0o666)
+
+    def make(self, *, durable: bool) -> None:
+        """Make the folder, and those that it lies in."""
+        parents, folder = [], os.path.abspath(self._base)
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+            parents.append(folder)
+        os.makedirs(self._base, exist_ok=True)
+        for parent in parents if durable else ():
+            _fsync_folder(parent)
 
     def stamp(self, name: str) -> Stamp | None:
         try:
@@ -289,7 +301,7 @@ class LocalStore:
     def names(self) -> list[str]:
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in os.scandir(self.root):
+            for entry in os.scandir(self._base):
                 if entry.is_dir(follow_symlinks=False):
                     found += [f"{entry.name}/{inner.name}" for inner in os.scandir(entry.path)]
                 else:
@@ -300,7 +312,7 @@ class LocalStore:
         folders = {os.path.dirname(self._path(name)) for name in names}
         if not folders:
             return  # a rank that writes nothing: there may be no folder yet
-        for folder in folders | self._made | {self.root, os.path.dirname(os.path.abspath(self.root))}:
+        for folder in folders | self._made | {self._base, os.path.dirname(os.path.abspath(self._base))}:
             _fsync_folder(folder)
 
 

@@ -70,6 +70,8 @@ class RemoteStore:
         import fsspec
 
         self.root = root
+        if any(character < " " for character in root):  # clients and servers quote them in ways of their own
+            raise CheckpointError(f"path ({root!r}) holds a control character, which names in stores can't: rename it.")
         options = dict(storage_options)
         stall_s = options.pop("stall_s", None)
         if stall_s is not None and not (isinstance(stall_s, int | float) and stall_s > 0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
-from lightning_shard.checkpoint.store import as_path
+from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, open_store
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
@@ -113,6 +113,7 @@ class ShardedCheckpointIO(CheckpointIO):
         self._site: Site | None = None
         self._fitting = False
         self._saver: ckpt.AsyncSaver | None = None
+        self._last_path = ""
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -123,6 +124,11 @@ class ShardedCheckpointIO(CheckpointIO):
         """Told by the strategy at setup."""
         self._site = site
         self._fitting = fitting
+
+    @property
+    def under_way(self) -> str:
+        """The path of the save that this rank writes in the background; empty where there is none."""
+        return self._last_path if self._saver is not None and not self._saver.done() else ""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write Lightning's checkpoint; a collective call over all ranks where a strategy is connected.
@@ -164,18 +170,36 @@ class ShardedCheckpointIO(CheckpointIO):
             "fsync": self._fsync,
             "digests": self._digests,
         }
-        first, carry = str(path), None
+        path = absolute(path)
+        first, carry = path, None
         if self.local is not None:
             tier = LocalTier(self.local.root, arguments.pop("storage_options"))
-            first, carry = tier.copy_of(str(path)), partial(tier.carry, str(path), fsync=self._fsync)
+            first, carry = tier.copy_of(path), partial(tier.carry, path, fsync=self._fsync)
         if self._asynchronous and self._fitting:
             if self._saver is None:
                 self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
-            self._saver.save(tensors, first, afterwards=carry, **arguments)
+            with self._taken(path):
+                self._saver.save(tensors, first, afterwards=carry, **arguments)
+            self._last_path = path
         else:
             ckpt.save(tensors, first, group=site.host if site else None, **arguments)
             if carry is not None:
                 carry(Ranks.of())
+
+    @contextlib.contextmanager
+    def _taken(self, path: str) -> Iterator[None]:
+        """Make a local checkpoint's folder at once, for Lightning's own callbacks, to whom a name is free without."""
+        store = open_store(path, self._storage_options)
+        if not (isinstance(store, LocalStore) and Ranks.of().first):
+            yield
+            return
+        with contextlib.suppress(OSError):  # the save tells
+            store.make(durable=self._fsync)
+        try:
+            yield
+        except BaseException:
+            store.remove_empty_folders()
+            raise
 
     def wait(self) -> None:
         """Until a save that is being written in the background is committed; a collective call.
@@ -253,15 +277,21 @@ class ShardedCheckpointIO(CheckpointIO):
         Of its copies on machines' own disks the one of this machine: the others go when two newer ones are there.
         """
 
+        path = absolute(path)
+
         def remove() -> None:
             if self.local is not None:
-                self.local.remove(str(path))
-            ckpt.remove(str(path), storage_options=self._storage_options)
+                self.local.remove(path)
+            ckpt.remove(path, storage_options=self._storage_options)
 
+        self.after_save(remove)
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Do something behind a save that is under way, if that succeeds; now where none is. On this rank alone."""
         if self._saver is not None:
-            self._saver.then(remove)
+            self._saver.then(action)
         else:
-            remove()
+            action()
 
     def teardown(self) -> None:
         """The end of a fit or an evaluation: what is under way is brought to its end."""

@@ -6,20 +6,25 @@ What Lightning 2.6 does there, and is done otherwise here:
 - It looks for ``last`` by paths that it has normalised as if they were of the local disk, and asks a store when a
   directory was modified, which object stores don't know.
 - It takes every path that exists for a checkpoint; one without a manifest is none.
+- ``save_last="link"`` leads nowhere while what it led to is removed, and isn't there while it is made anew.
+- On an exception it saves over a checkpoint of the same name.
 - On remote stores it removes whatever leaves the top k, also the checkpoint that the run was resumed from.
 
 Private parts of Lightning 2.6 used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
 ``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
-``_fs``, ``_last_checkpoint_saved``, ``_last_global_step_saved``; by way of this class having the same
+``_get_metric_interpolated_filepath_name``, ``_should_save_on_exception``, ``_enable_version_counter``, ``_fs``,
+``_last_checkpoint_saved``, ``_last_global_step_saved``; by way of this class having the same
 name ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
 about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
+import shutil
 from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
@@ -31,7 +36,8 @@ import lightning.pytorch as pl
 from fsspec.utils import get_protocol
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.catalog import commits, names_in
@@ -109,7 +115,42 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         path = os.fspath(filepath)
         if path == self._last_checkpoint_saved:
             return True  # it may still be on its way, without a manifest
-        return _on_first_rank(trainer, lambda: _is_committed(path, io) or bool(self._fs.isfile(path)))
+        return _on_first_rank(trainer, lambda: self._is_taken(path, io))
+
+    def _is_taken(self, path: str, io: ShardedCheckpointIO) -> bool:
+        """The same for this rank alone; also where another callback's save is on its way there."""
+        under_way = io.under_way  # asked first: what has ended since is found
+        on_its_way = bool(under_way) and self._place(path) == self._place(under_way)
+        return on_its_way or _is_committed(path, io) or bool(self._fs.isfile(path))
+
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
+    ) -> str:
+        """The first rank's on all ranks: by what each has logged the names may differ, and which of them are taken."""
+        io = _sharded_io(trainer)
+        if io is None:
+            return super()._get_metric_interpolated_filepath_name(monitor_candidates, trainer, del_filepath)
+        return _on_first_rank(trainer, lambda: self._free_path(monitor_candidates, io, del_filepath))
+
+    def _free_path(self, values: dict[str, Tensor], io: ShardedCheckpointIO, but: str | None = None) -> str:
+        """A path of this callback's at which nothing is, ``but`` what may be replaced."""
+        path, version = self.format_checkpoint_name(values), self.STARTING_VERSION
+        while self._enable_version_counter and path != but and self._is_taken(path, io):
+            path, version = self.format_checkpoint_name(values, ver=version), version + 1
+        return path
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """As Lightning's, which saves over a checkpoint of the same name: it may be the best one."""
+        io = _sharded_io(trainer)
+        if io is None or not self._should_save_on_exception(trainer):
+            super().on_exception(trainer, pl_module, exception)
+            return
+        values = self._monitor_candidates(trainer)
+        # by the first rank, whose path counts, and without the others, who may not come
+        path = self._free_path(values, io) if trainer.is_global_zero else ""
+        self._save_checkpoint(trainer, path)
+        self._save_last_checkpoint(trainer, values)
+        rank_zero_info(f"Saved {path} since a {type(exception).__name__} was raised: {exception}")
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """The newest committed one, if any. Every rank looks for itself: they are not yet connected."""
@@ -167,16 +208,20 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         if trainer.is_global_zero and os.path.islink(filepath):
             os.unlink(filepath)  # of save_last="link": what it leads to stays, or is removed by its own name
-        else:
-            super()._remove_checkpoint(trainer, filepath)
+            return
+        io, link, newest = _sharded_io(trainer), self.last_model_path, self._last_checkpoint_saved
+        leads = self.save_last == "link" and os.path.islink(link) and newest not in ("", filepath)
+        if io is not None and trainer.is_global_zero and leads:
+            io.after_save(lambda: _link(newest, link))  # before what it leads to goes
+        super()._remove_checkpoint(trainer, filepath)
 
     @staticmethod
     def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        if (io := _sharded_io(trainer)) is not None:
-            io.wait()  # until then, the link would lead to a checkpoint that may never be one
-            if trainer.is_global_zero and os.path.isdir(linkpath) and not os.path.islink(linkpath):
-                ckpt.remove(linkpath)  # the manifest first, before Lightning removes the folder
-        callbacks.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+        if (io := _sharded_io(trainer)) is None:
+            callbacks.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+            return
+        io.wait()  # until then, the link would lead to a checkpoint that may never be one
+        _on_first_rank(trainer, lambda: _link(filepath, linkpath))
 
     def _forget_what_is_gone(self, trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
         """A run that ended between two saves may have removed checkpoints that the one resumed from still lists."""
@@ -263,7 +308,8 @@ def warn_of_stock_callbacks(trainer: pl.Trainer) -> None:
             _warnings.warn(
                 f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves to"
                 f" {get_protocol(dirpath)}:// here, where it doesn't find ckpt_path='last', removes the checkpoint that"
-                " a run was resumed from, takes a save that was cut off for a checkpoint, and doesn't know the"
+                " a run was resumed from, takes a save that was cut off for a checkpoint, may give the name of one that"
+                " another callback saves in the background to a second, and doesn't know the"
                 " storage_options of ShardedCheckpointIO. Use lightning_shard.ModelCheckpoint instead: it takes the"
                 " same arguments."
             )
@@ -287,7 +333,8 @@ def save_as_last(trainer: pl.Trainer) -> str | None:
         configured = callback.save_last
         try:
             if configured == "link":  # one for it to lead to
-                callback._save_checkpoint(trainer, callback.format_checkpoint_name(values))
+                # under a name of its own: one that is there may be the best
+                callback._save_checkpoint(trainer, callback._get_metric_interpolated_filepath_name(values, trainer))
             callback.save_last = configured or True
             callback._save_last_checkpoint(trainer, values)
         finally:
@@ -337,6 +384,20 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
         if trainer.is_global_zero:
             result = look()
     return trainer.strategy.broadcast(result)
+
+
+def _link(path: str, link: str) -> None:
+    """Put a link in the place of another, or of a folder; at no moment is none there where one was."""
+    folder, name = os.path.split(link)
+    new = os.path.join(folder, f".{name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    os.symlink(os.path.relpath(path, folder), new)
+    if os.path.isdir(link) and not os.path.islink(link):
+        ckpt.remove(link)  # the manifest first, before the folder
+        if os.path.isdir(link):
+            shutil.rmtree(link)
+    os.replace(new, link)
 
 
 def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
