@@ -1,20 +1,21 @@
-"""Refused: steps that log or return a part of what they mean to, since a tensor-parallel plan splits it.
+"""Steps that log or return a part of what they mean to, since a tensor-parallel plan splits it.
 
 Of attention's weights (``output_attentions``), or of keys and values, each tensor rank has those of its own heads. A
 loss that is computed from them differs between ranks, and is refused. But nothing fails where they are logged or
-returned: what is seen is one rank's. So in the first step of each kind both are compared over the tensor ranks.
-
-A logged number that is no tensor may be a time, or an amount of memory: it is told of, not refused.
+returned: what is seen is one rank's. So in the first step of each kind both are compared over the tensor ranks. What is
+returned is refused. What is logged may be a time, or an amount of memory: it is told of.
 
 Not seen: what begins later, what a step keeps itself, and objects that it returns.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard import tree
@@ -56,21 +58,22 @@ class NotesLogs:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self.tensors: dict[str, _Told] = {}
-        self.numbers: dict[str, _Told] = {}
+        self._log = module.log
+        self.found: dict[str, _Told] = {}
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.note(name, value)
-        type(self._module).log(self._module, name, value, *args, **kwargs)
+        self._log(name, value, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return MethodType(type(self._module).log, copy.deepcopy(self._module, memo))
 
     def note(self, name: str, value: Any) -> None:
         value = value._forward_cache if isinstance(value, Metric) else value
-        if name in self.tensors or name in self.numbers or isinstance(value, Unknown):
+        if name in self.found or isinstance(value, (Unknown, DTensor)):  # a DTensor is logged whole
             return
-        if isinstance(value, Tensor):
-            self.tensors[name] = _told(value)
-        elif isinstance(value, (int, float)):
-            self.numbers[name] = ((), abs(value), value)
+        if isinstance(value, (Tensor, int, float)):
+            self.found[name] = _told(torch.as_tensor(value))
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def comparing_what_is_shown(
         tells: Whether this axis' first rank warns.
 
     Raises:
-        PlanError: On every rank of the axis, where tensors differ.
+        PlanError: On every rank of the axis, where tensors that are returned differ.
     """
     shown, before, logs = Shown(), module.__dict__.get("log"), NotesLogs(module)
     module.__dict__["log"] = logs
@@ -95,18 +98,15 @@ def comparing_what_is_shown(
         else:
             module.__dict__["log"] = before
     everyone: list[Any] = [None] * tensor_axis.size()
-    dist.all_gather_object(everyone, (logs.tensors, logs.numbers, _returned(shown.output)), tensor_axis.get_group())
+    dist.all_gather_object(everyone, (logs.found, _returned(shown.output)), tensor_axis.get_group())
     rounding = _ROUNDING["16" not in str(module.trainer.precision)]
-    tensors, numbers, returned = (_first_apart([rank[kind] for rank in everyone], rounding) for kind in range(3))
-    if tensors is not None:
-        name, ranks = tensors
-        raise PlanError(f"{method} logs {name!r}, which is {_shown(ranks)} on the tensor ranks: {_CAUSE}")
+    logged, returned = (_first_apart([rank[kind] for rank in everyone], rounding) for kind in range(2))
     if returned is not None:
         name, ranks = returned
         named = f" ({name})" if name else ""
         raise PlanError(f"What {method} returns{named} isn't the same on the tensor ranks ({_shown(ranks)}): {_CAUSE}")
-    if numbers is not None and tells and tensor_axis.get_local_rank() == 0:
-        name, ranks = numbers
+    if logged is not None and tells and tensor_axis.get_local_rank() == 0:
+        name, ranks = logged
         warnings.warn(
             f"{method} logs {name!r}, which is {_shown(ranks)} on the tensor ranks. If it is no time or the like,"
             f" {_CAUSE}",
