@@ -35,9 +35,9 @@ def calls_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def runs_compiled(module: nn.Module) -> bool:
-    """Whether what it calls does: by ``module.compile()``, or as a module that ``torch.compile`` has made."""
-    return calls_compiled(module) or isinstance(module, torch._dynamo.OptimizedModule)
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile`` has made of a module."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def compile_block(block: nn.Module, backend: str | Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import Blocks, names_of_parameters
-from lightning_shard.parallel.compiled import calls_compiled, runs_compiled
+from lightning_shard.parallel.compiled import calls_compiled, is_wrapped
 from lightning_shard.pipeline.cut import cut
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedule import Schedule
@@ -113,8 +113,10 @@ def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
     around = {""}
     for name in blocks.names:
         around.update(accumulate(name.split(".")[:-1], "{}.{}".format))
-    compiled = [name for name in sorted(around) if runs_compiled(module.get_submodule(name))]
-    compiled += [name for name in blocks.names if calls_compiled(module.get_submodule(name))]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parts = [name for name, _ in blocks.parts if name in modules]
+    compiled = [name for name in (*sorted(around), *parts) if is_wrapped(modules[name])]
+    compiled += [name for name in (*sorted(around), *blocks.names) if calls_compiled(modules[name])]
     if compiled:
         raise PlacementError(
             f"{compiled[0] or type(module).__name__} is compiled, with what pipeline stages do between blocks: leave"

@@ -384,6 +384,12 @@ class NetworkCompiled(Plain):
         self.model = torch.compile(self.model)
 
 
+class EmbeddingCompiled(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed = torch.compile(self.model.embed)
+
+
 class OddWidth(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -630,6 +636,9 @@ REFUSED = {
     ),
     "a network that is compiled as a whole": Refusal(
         PIPELINE, NetworkCompiled, PlacementError, r"model is compiled.*compile_blocks=True"
+    ),
+    "a part that is compiled": Refusal(
+        PIPELINE, EmbeddingCompiled, PlacementError, r"model\.embed is compiled.*compile_blocks=True"
     ),
     "a batch that can't be cut": Refusal(
         PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}
