@@ -56,6 +56,13 @@ class _Ring:
                 self._running.remove(number)
             self._changed.notify_all()
 
+    def wait_for_all(self) -> None:
+        """Until all have left; or one has failed, and others may be anywhere."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+
     def fail(self, failure: BaseException) -> None:
         with self._changed:
             self.failure = self.failure or failure
@@ -94,6 +101,10 @@ def by_turns(ways: Mapping[Name, Way], steps: int, warmup: int) -> dict[Name, Ta
 
     Each way runs in a thread of its own, and one at a time, in this order; the first one's first step may make the
     process group.
+
+    Args:
+        steps: So many of each count.
+        warmup: And so many before, at least one: that has the setup in it.
     """
     ring = _Ring(len(ways))
     taken: dict[Name, Taken] = {}
@@ -110,13 +121,7 @@ def by_turns(ways: Mapping[Name, Way], steps: int, warmup: int) -> dict[Name, Ta
         except BaseException as failure:
             ring.fail(failure)
 
-    threads = [
-        threading.Thread(target=run, args=(number, *item), daemon=True) for number, item in enumerate(ways.items())
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if ring.failure is not None:
-        raise ring.failure
+    for number, item in enumerate(ways.items()):
+        threading.Thread(target=run, args=(number, *item), daemon=True).start()
+    ring.wait_for_all()
     return taken
