@@ -283,7 +283,6 @@ def main() -> None:
         "training",
         rows,
         options.results,
-        rounds=extent.rounds,
         steps_per_round=extent.steps,
         median_s=of_ways(rows, "seconds"),
         peak_mib=of_ways(rows, "mib"),
