@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_shard.errors import BatchError
 
 Path = tuple[str, ...]
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 class Leaf:
@@ -165,17 +166,18 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 def batch_size(batch: Any) -> int:
     """How many samples a batch holds: the first size of its tensors."""
-    sizes: dict[int, Path] = {}
-    for path, leaf in walk(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            sizes.setdefault(leaf.size(0), path)
-    if len(sizes) == 1:
-        return next(iter(sizes))
-    if not sizes:
+    found = {tensor.size(0) for tensor in tensors(batch) if tensor.ndim}
+    if len(found) == 1:
+        return found.pop()
+    if not found:
         raise BatchError(
             "A batch without tensors of at least one dimension can't be cut into microbatches: put the samples into"
             " tensors, or use pipeline_parallel_size=1."
         )
+    sizes: dict[int, Path] = {}
+    for path, leaf in walk(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            sizes.setdefault(leaf.size(0), path)
     seen = ", ".join(f"{'.'.join(path) or 'the batch'}: {size}" for size, path in sizes.items())
     raise BatchError(
         f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into"
@@ -183,39 +185,67 @@ def batch_size(batch: Any) -> int:
     )
 
 
-def refuse_list_of_samples(batch: Any, drawn: int | None) -> None:
-    """A list with an entry for each sample, as ``collate_fn=list`` gives, would be cut within each sample.
+def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool = True) -> None:
+    """A list or tuple with an entry for each sample, as ``collate_fn=list`` gives, would be cut within each sample.
 
     Args:
         drawn: Of so many samples the loader makes a batch, where that is known.
+        may_be_last: Whether it may be an epoch's last batch, of fewer samples.
 
     Raises:
-        BatchError: There is a list of as many entries alike, of another first size; or one of as many dicts.
+        BatchError: There is one of as many entries alike, of another first size; or one of as many nestings, as that
+            first size says, that are dicts or are all that the batch has.
     """
+    found: list[Any] = []
+    _holds_tensors(batch, found)
+    counted = [node for node in found if len(node) == drawn and len({_outline(entry) for entry in node}) == 1]
+    nested = [
+        node for node in found if node is not batch and all(map(is_node, node)) and len(node) == _first_size(node)
+    ]
+    if not counted and not nested:
+        return
     size = batch_size(batch)
-    for node in _lists(batch):
-        if len(node) == size and node is not batch and all(is_node(entry) and any(_outline(entry)) for entry in node):
-            alike = f"{size}, as a batch of {size} samples has them"
-        elif len(node) == drawn != size and len({_outline(entry) for entry in node}) == 1 and any(_outline(node)):
-            alike = f"{size}, and a batch is made of {drawn} samples"
-        else:
-            continue
-        raise BatchError(
-            f"The batch has a list of {len(node)} entries, whose tensors have a first size of {alike}: it isn't clear"
-            " whether these are the samples, and along which of them to cut it into microbatches. Stack them into"
-            " tensors (torch's own collate function does), or use another batch_size, or pipeline_parallel_size=1."
-        )
+    for node in counted:
+        assert drawn is not None
+        if size > drawn or (size < drawn and not may_be_last):
+            raise _list_of_samples(node, f"{size}, and a batch is made of {drawn} samples")
+    inside = {id(tensor) for tensor in tensors(nested)}
+    is_said_outside = any(tensor.ndim and id(tensor) not in inside for tensor in tensors(batch))
+    for node in nested:
+        # as many layers as samples, each with tensors of all samples, come as tuples; samples' targets as dicts
+        if not (is_said_outside and all(isinstance(entry, (list, tuple)) for entry in node)):
+            raise _list_of_samples(node, f"{size}, as a batch of {size} samples has them")
 
 
-def _lists(tree: Any) -> Iterator[list[Any]]:
-    if isinstance(tree, list):
-        yield tree
-    for _, child in children(tree):
-        yield from _lists(child)
+def _list_of_samples(node: Any, alike: str) -> BatchError:
+    return BatchError(
+        f"The batch has a {type(node).__name__} of {len(node)} entries, whose tensors have a first size of {alike}: it"
+        " isn't clear whether these are the samples, and along which of them to cut it into microbatches. Stack them"
+        " into tensors (torch's own collate function does), or use another batch_size, or pipeline_parallel_size=1."
+    )
+
+
+def _holds_tensors(tree: Any, found: list[Any]) -> bool:
+    """Whether it has tensors to cut; the lists and plain tuples that have some in each entry are added to ``found``."""
+    if isinstance(tree, Tensor):
+        return tree.ndim > 0
+    kind = _kind_of_node(type(tree))
+    if kind is None:
+        return False
+    entries = tree if kind == "sequence" else [child for _, child in children(tree)]
+    holding = [_holds_tensors(entry, found) for entry in entries if type(entry) not in _PLAIN]
+    if (isinstance(tree, list) or type(tree) is tuple) and tree and len(holding) == len(tree) and all(holding):
+        found.append(tree)
+    return any(holding)
+
+
+def _first_size(tree: Any) -> int:
+    return next(tensor.size(0) for tensor in tensors(tree) if tensor.ndim)
 
 
 def _outline(tree: Any) -> tuple[Any, ...]:
-    return tuple((path, leaf.shape, leaf.dtype) for path, leaf in walk(tree) if isinstance(leaf, Tensor) and leaf.ndim)
+    """What samples of one data set have alike; their sizes may differ."""
+    return tuple((path, leaf.ndim, leaf.dtype) for path, leaf in walk(tree) if isinstance(leaf, Tensor) and leaf.ndim)
 
 
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:

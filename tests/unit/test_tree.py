@@ -77,7 +77,7 @@ def test_a_list_of_numbers_has_one_for_each_sample_also_as_tensors() -> None:
 
 
 def test_a_list_of_samples_is_no_list_of_features() -> None:
-    x = torch.zeros(4, 2)
+    x, key, value = torch.zeros(3, 4, 2)
     for batch, drawn in (
         ([x, x], 4),  # an input and a target
         ({"x": x, "scales": [x, x, x, x]}, 4),
@@ -85,6 +85,11 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         ({"x": x, "views": [{"x": x}, {"x": x}]}, None),
         ({"x": x, "targets": [{"id": torch.tensor(i)} for i in range(4)]}, 4),
         ({"x": torch.zeros(6, 3), "scales": [torch.tensor(1.0), torch.tensor(2.0)]}, 2),
+        ([x[:1], x[:1]], 2),  # an epoch's last batch
+        ([x[:2], x[:2], x[:2]], 3),
+        ({"x": x, "layers": [(key, value) for _ in range(4)]}, None),  # as many as samples
+        ((x, tuple((key, value) for _ in range(4))), 4),
+        ({"x": x, "packed": nn.utils.rnn.PackedSequence(x, torch.ones(4))}, 2),
     ):
         tree.refuse_list_of_samples(batch, drawn)
     sequences = [torch.zeros(12, 3) for _ in range(4)]
@@ -92,9 +97,22 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         (sequences, 4, "list of 4 entries, whose tensors have a first size of 12, and a batch is made of 4 samples"),
         ({"sequences": [{"x": x} for x in sequences]}, 4, "first size of 12"),
         ({"x": x, "targets": [{"boxes": torch.zeros(4, 4)} for _ in range(4)]}, None, "as a batch of 4 samples"),
+        ({"targets": [(x, x) for _ in range(4)]}, None, "as a batch of 4 samples"),
+        ((tuple(sequences), tuple(torch.tensor(i) for i in range(4))), 4, "tuple of 4 entries.*first size of 12"),
+        ([torch.zeros(4, 5 + i, 7) for i in range(3)], 3, "list of 3 entries.*first size of 4"),
     ):
         with pytest.raises(BatchError, match=says):
             tree.refuse_list_of_samples(batch, drawn)
+    with pytest.raises(BatchError, match=r"list of 4 entries.*first size of 2"):
+        tree.refuse_list_of_samples([torch.zeros(2, 3) for _ in range(4)], 4, may_be_last=False)
+
+
+def test_numbers_in_lists_are_not_asked_for_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    kind_of = tree._kind_of_node
+    monkeypatch.setattr(tree, "_kind_of_node", lambda kind: asked.append(kind) or kind_of(kind))
+    tree.refuse_list_of_samples({"x": torch.zeros(4, 2), "ids": [[1] * 100 for _ in range(4)]}, 4)
+    assert len(asked) < 20
 
 
 def test_a_part_may_be_written_to_while_another_waits_for_its_backward() -> None:

@@ -33,7 +33,13 @@ from lightning_shard.plugin.saving.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
-from lightning_shard.plugin.saving.own_loading import carried, edits_checkpoints, left_by_hooks, loads_itself
+from lightning_shard.plugin.saving.own_loading import (
+    carried,
+    edits_checkpoints,
+    keep_plain,
+    left_by_hooks,
+    loads_itself,
+)
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
 from lightning_shard.plugin.steps.agreement import check_copies, check_replicas, same_on_data_ranks
@@ -166,6 +172,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        keep_plain(self.lightning_module)
         reshard(self.lightning_module)
         stages = self._assembly.stages if self._assembly else None
         names = self._names_of_other_stages()

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard import checkpoint as ckpt
@@ -59,8 +60,17 @@ def left_by_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v.content if isinstance(v, Carried) else v for name, v in state.items()}
 
 
+def keep_plain(module: nn.Module) -> None:
+    """Put plain tensors where loading code has put a checkpoint's tensors into a module itself."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers, vars(part)):
+            for name, value in held.items():
+                if isinstance(value, Carried):
+                    held[name] = value.plain()
+
+
 class Carried(torch.Tensor):
-    """A whole tensor of a checkpoint, or what was computed from one."""
+    """A whole tensor of a checkpoint; what is computed from it is plain, and what is done in place is done to it."""
 
     content: ckpt.StoredTensor | Tensor
 
@@ -78,23 +88,47 @@ class Carried(torch.Tensor):
     full = whole
     """As of a stored tensor."""
 
+    def plain(self) -> Tensor:
+        """Its values as a module keeps them; of what ``nn.Parameter`` made of it, a parameter."""
+        whole = self.whole()
+        return nn.Parameter(whole.detach(), whole.requires_grad) if getattr(self, "_is_param", False) else whole
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "copy_" and not isinstance(args[0], cls):
+        first = args[0] if args and isinstance(args[0], cls) else None
+        if name == "copy_" and first is None:
             return _copy(*args, **(kwargs or {}))
-        if name == "__get__" or name in _METADATA:
+        if (name == "__get__" or name in _METADATA) and first is not None and not isinstance(first.content, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 known = func(*args, **(kwargs or {}))
             if not isinstance(known, Tensor):
                 return known
         args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls.of, func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        if first is not None and isinstance(result, Tensor):
+            if name.endswith("_") and result is first.content:
+                return first
+            if name == "detach":  # nn.Parameter insists on its own type
+                return cls.of(result)
+        return result
+
+
+class _WholeIntoSharded(TorchFunctionMode):
+    """A whole tensor is copied into a sharded one by this rank's part: what loading code computed is plain."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], DTensor):
+            source = args[1] if len(args) > 1 else None
+            if isinstance(source, Tensor) and not isinstance(source, DTensor):
+                return _copy(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Carried, *_: Any, **__: Any) -> Tensor:
-    whole = source.content if isinstance(source.content, Tensor) else source.content.full()
+def _copy(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
+    content = source.content if isinstance(source, Carried) else source
+    whole = content if isinstance(content, Tensor) else content.full()
     if isinstance(target, DTensor):
         whole = local_part(whole.expand(target.shape), target)
     local_tensor(target.detach()).copy_(whole)
@@ -144,7 +178,9 @@ def load_by_own_code(
     with ckpt.all_or_none():
         half_loaded.mark(own)
         try:
-            module.load_state_dict(given, strict=strict)
+            with _WholeIntoSharded():
+                module.load_state_dict(given, strict=strict)
+            keep_plain(module)
             half_loaded.clear(own)
         except RuntimeError as error:
             raise StateMismatchError(

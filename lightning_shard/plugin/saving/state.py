@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +49,7 @@ def load_module(
     foreign = {name: module.get_buffer(name) for name in also if name in stored}
     if by_own_code:
         ckpt.load_together(lambda: _pairs(foreign, stored))
+        _tell_of_types((stored[n], own[n]) for n in own if isinstance(stored.get(n), ckpt.StoredTensor))
         plain = state.keys() - live
         return load_by_own_code(module, stored, set(elsewhere), strict=strict, plain=plain, left_out=left_out)
     own |= foreign
@@ -102,9 +103,10 @@ def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
     differ = [(stored, tensor) for stored, tensor in pairs if stored.dtype != tensor.dtype]
     if differ:
         stored, tensor = differ[0]
-        rank_zero_warn(
+        warnings.warn(  # on each rank that converts: the first one's stage may have none of them
             f"{stored.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the module, and is converted"
-            f"{f', as {len(differ) - 1} more are' if len(differ) > 1 else ''}."
+            f"{f', as {len(differ) - 1} more are' if len(differ) > 1 else ''}.",
+            stacklevel=2,
         )
 
 

@@ -296,9 +296,10 @@ class PipelinedSteps:
         Raises:
             BatchError: The microbatches don't divide the batch.
         """
-        tree.refuse_list_of_samples(batch, loops.samples_drawn(self._module.trainer))
         size = tree.batch_size(batch)
         self._whole_batch = self._whole_batch or size
+        drawn = loops.samples_drawn(self._module.trainer)
+        tree.refuse_list_of_samples(batch, drawn, may_be_last=size < self._whole_batch)
         return tree.split(batch, self._microbatches if size >= self._whole_batch else self._most_parts(batch))
 
     def _most_parts(self, batch: Any) -> int:
