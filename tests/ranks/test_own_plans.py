@@ -40,7 +40,7 @@ def test_packed_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path)
 
 
 class Fused(nn.Module):
-    """A block whose queries, keys and values are one layer's; it draws, and counts its calls."""
+    """A block whose queries, keys and values are one layer's; it counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Fused(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         self.calls += 1
-        return x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), 0.1)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
 class OfFused(L.LightningModule):
