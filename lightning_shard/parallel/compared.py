@@ -7,17 +7,20 @@ is each module beside the blocks that holds split layers, such as a head of seve
 for blocks that hold modules of a user's.
 
 Not seen: what is hidden by parameters that begin as zeros, split layers that no module but one with blocks holds,
-blocks with a user's hooks inside, compiled ones, blocks that are given objects, and plans that deal sequences.
+blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or return a part
+of the features, what draws random numbers for a part of them, and plans that deal sequences.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -26,6 +29,7 @@ from torch.func import functional_call
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache
+from lightning_shard.parallel.positions import Looking, Traces, random_state
 from lightning_shard.parallel.tensor import ScatterSequence
 from lightning_shard.sharding import full_tensor
 
@@ -33,8 +37,7 @@ _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2
 """By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
 
-PuttingBack = Callable[[nn.Module], AbstractContextManager[Any]]
-"""Around runs of a module that leave nothing behind."""
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class SplitBlocks:
@@ -44,7 +47,7 @@ class SplitBlocks:
         blocks: Whole, by name, before anything wraps them.
         parts: Others, that may be given or return a part of the features.
         styles: Of modules, by name.
-        putting_back: Around runs that are to leave nothing behind.
+        looking_at: Gives what a run inside leaves behind, and puts it back.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class SplitBlocks:
         blocks: Mapping[str, nn.Module],
         parts: Mapping[str, nn.Module],
         styles: Mapping[str, ParallelStyle],
-        putting_back: PuttingBack,
+        looking_at: Looking,
     ) -> None:
         kinds: dict[Any, str] = {}
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
@@ -63,12 +66,12 @@ class SplitBlocks:
                 kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
         self._copies = {name: _without_hooks({**blocks, **parts}[name]) for name in kinds.values()}
         self._parts = parts.keys()
-        self._putting_back = putting_back
+        self._looking_at = looking_at
 
     def compare(self, root: nn.Module) -> None:
         """Have the blocks compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
         for name, whole in self._copies.items():
-            _compare_first_call(root.get_submodule(name), name, whole, self._putting_back, name in self._parts)
+            _compare_first_call(root.get_submodule(name), name, whole, self._looking_at, name in self._parts)
 
 
 def beside_blocks(root: nn.Module, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
@@ -103,8 +106,10 @@ def _is_hooked(block: nn.Module) -> bool:
 
 
 def _without_hooks(block: nn.Module) -> nn.Module:
-    """A copy without memory for its parameters."""
+    """A copy without memory for its parameters. Generators stay the block's: both draw from where they stand."""
     memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in block.buffers()}
+    for module in block.modules():
+        memo.update({id(value): value for value in vars(module).values() if isinstance(value, _GENERATORS)})
     for parameter in block.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     whole = copy.deepcopy(block, memo)
@@ -114,9 +119,7 @@ def _without_hooks(block: nn.Module) -> nn.Module:
     return whole.eval()
 
 
-def _compare_first_call(
-    block: nn.Module, name: str, whole: nn.Module, putting_back: PuttingBack, is_part: bool
-) -> None:
+def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, looking_at: Looking, is_part: bool) -> None:
     own, had = block.forward, "forward" in block.__dict__
 
     @wraps(own)
@@ -128,7 +131,7 @@ def _compare_first_call(
         else:
             del block.__dict__["forward"]
         with suppress(_Opaque):
-            _check(block, name, own, whole, putting_back, (args, kwargs), is_part)
+            _check(block, name, own, whole, looking_at, (args, kwargs), is_part)
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
@@ -170,25 +173,34 @@ def _check(
     name: str,
     own: Callable[..., Any],
     whole: nn.Module,
-    putting_back: PuttingBack,
+    looking_at: Looking,
     arguments: tuple[Any, Any],
     is_part: bool,
 ) -> None:
     (args, kwargs), (again, named) = _copied(arguments), _copied(arguments)
-    tensors = {key: full_tensor(value) for key, value in (*block.named_parameters(), *block.named_buffers())}
-    training = [module for module in block.modules() if module.training]
-    with putting_back(block):
+    tensors = {key: full_tensor(value) for key, value in block.named_parameters()}
+    tensors |= {key: full_tensor(value).clone() for key, value in block.named_buffers()}  # a run may write to them
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+    def whole_run() -> Any:
+        return functional_call(whole, tensors, again, named)
+
+    with looking_at(block) as traces:
         block.eval()
-        split = own(*args, **kwargs)
-        for module in training:
-            module.training = True
-    expected = functional_call(whole, tensors, again, named)
+        split, drawn = _outcome(lambda: own(*args, **kwargs), traces, device)
+        try:
+            expected, drawn_whole = _outcome(whole_run, traces, device)
+        except Exception:
+            if is_part:
+                return  # it is given a part of the features
+            raise
     given = next(iter(tree.tensors(arguments)), None)
-    pairs = list(zip(tree.tensors(split), tree.tensors(expected)))
+    pairs = list(zip(split, expected))
     if is_part and any(ours.shape != theirs.shape for ours, theirs in pairs):
         return  # what follows takes a part of the features
+    drew_alike = drawn == drawn_whole  # else it draws for its part of the features, so other numbers
     for ours, theirs in pairs:
-        if ours.shape != theirs.shape or not _are_alike(ours, theirs, given):
+        if ours.shape != theirs.shape or (drew_alike and not _are_alike(ours, theirs, given)):
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole. A layer whose"
                 " output holds several things one after the other, such as queries, keys and values, can't be"
@@ -198,8 +210,17 @@ def _check(
             )
 
 
+def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tuple[list[Tensor], bytes]:
+    """Tensors that it returns, and where it leaves the generators; then all is as before it."""
+    try:
+        # clones, since what it returns may be a buffer, which is put back
+        return [tensor.clone() for tensor in tree.tensors(run())], random_state(device)
+    finally:
+        traces.put_back()
+
+
 def _are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
-    if not theirs.is_floating_point():
+    if not theirs.is_floating_point() or not theirs.numel():
         return True
     largest = theirs.abs().max()
     rounding = 4 * torch.finfo(theirs.dtype).eps * largest

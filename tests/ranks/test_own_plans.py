@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,17 @@ def test_packed_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path)
 
 
 class Fused(nn.Module):
-    """A block whose queries, keys and values are one layer's."""
+    """A block whose queries, keys and values are one layer's; it counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        self.calls += 1
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
@@ -103,6 +106,24 @@ def test_so_is_one_that_splits_a_part_beside_the_blocks() -> None:
     assert_trains_alike(partial(WithHead, nn.GELU), batches, ["tp2"], tensor_parallel_plan=plan)
     with pytest.raises(PlanError, match="head computes something else when it is split"):
         assert_trains_alike(partial(WithHead, Scaled), batches, ["tp2"], tensor_parallel_plan=plan)
+
+
+class Halves(OfFused):
+    """Two parts beside the blocks, of which one is given what the other has split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(OrderedDict(up=nn.Linear(16, 32), act=nn.GELU()))
+        self.decoder = nn.Sequential(OrderedDict(down=nn.Linear(32, 16)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.decoder(self.encoder(batch)), batch_idx)
+
+
+@pytest.mark.long
+def test_parts_that_hand_on_split_features_train_alike() -> None:
+    plan = {"encoder.up": "colwise", "decoder.down": "rowwise"}
+    assert_trains_alike(Halves, batches, ["tp2"], tensor_parallel_plan=plan)
 
 
 class Changed(Model):
