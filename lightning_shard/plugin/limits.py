@@ -170,16 +170,19 @@ def refuse_synced_generation(module: nn.Module) -> None:
 
 
 def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
-    # transformers' is synced unless told otherwise, where FSDP shards the network
-    unsynced = {"synced_gpus": False} if "synced_gpus" in inspect.signature(generate).parameters else {}
+    signature = inspect.signature(generate)
+    takes = "synced_gpus" in signature.parameters
 
-    def generate_unsynced(network: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
-        if synced_gpus:
+    def generate_unsynced(network: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(network, *args, **kwargs)
+        if given.arguments.get("synced_gpus") or kwargs.get("synced_gpus"):
             raise StepError(
                 "generate(synced_gpus=True) asks all ranks whether they are done, and with several pipeline stages"
                 " these don't come there alike: leave it out, since stages are kept in step anyway, or use"
                 " pipeline_parallel_size=1."
             )
-        return generate(network, *args, **kwargs, **unsynced)
+        if takes:  # transformers' is synced unless told otherwise, where FSDP shards the network
+            given.arguments["synced_gpus"] = False
+        return generate(*given.args, **given.kwargs)
 
     return generate_unsynced

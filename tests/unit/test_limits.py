@@ -66,6 +66,11 @@ class Generating(nn.Module):
         return tokens + more + (synced_gpus is None)
 
 
+class GeneratesByPosition(nn.Module):
+    def generate(self, tokens: int = 0, more: int = 0, synced_gpus: bool | None = None) -> int:
+        return tokens + more + (synced_gpus is None)
+
+
 class GeneratesAlone(nn.Module):
     def generate(self, tokens: int) -> int:
         return tokens
@@ -73,13 +78,16 @@ class GeneratesAlone(nn.Module):
 
 def test_synced_generation_on_stages_is_refused() -> None:
     """Stages would wait for each other forever; and it is left out where FSDP would have it."""
-    module = nn.Sequential(Generating(), GeneratesAlone())
+    module = nn.Sequential(Generating(), GeneratesAlone(), GeneratesByPosition())
     refuse_synced_generation(module)
-    network, alone = copy.deepcopy(module)
+    network, alone, by_position = copy.deepcopy(module)
     assert alone.generate(1) == 1
     assert network.generate(1, more=1) == network.generate(1, synced_gpus=False, more=1) == 2
     with pytest.raises(StepError, match="leave it out"):
         network.generate(1, synced_gpus=True)
+    assert by_position.generate(1, 1, False) == by_position.generate(1, 1, None) == by_position.generate(more=2) == 2
+    with pytest.raises(StepError, match="leave it out"):
+        by_position.generate(1, 1, True)
 
 
 class Kept(L.LightningModule):

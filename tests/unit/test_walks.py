@@ -63,13 +63,13 @@ def test_who_looks_up_another_stages_parameter_is_told_where_it_is() -> None:
     hollow = Hollow.of(module.net.weight, torch.device("cpu"), "net.weight", 1, fail)
     del module.net._parameters["weight"]
     vars(module.net)["weight"] = hollow
-    for key, notes in (("weight", 1), ("net.weight", 1), ("bias", 0), ("eight", 0)):
+    for key, notes, refused in (("weight", 1, False), ("net.weight", 1, True), ("bias", 0, False), ("eight", 0, False)):
         error = KeyError(key)
         for _ in range(2):
             note_missing_parameter(error, module)
         assert len(getattr(error, "__notes__", ())) == notes
         refusal = missing_parameter(KeyError(key), module)
-        assert (refusal is not None and f"another one holds {key}" in str(refusal)) == bool(notes)
+        assert (refusal is not None and f"another one holds {key}" in str(refusal)) == refused
 
 
 def part_of(module: nn.Module) -> Walks:
@@ -117,6 +117,59 @@ def test_what_fails_beside_a_part_is_refused_as_that() -> None:
     assert walks.refusal(caught.value) is None
 
 
+def test_what_fails_after_a_part_was_gone_over_is_no_stages_problem() -> None:
+    whole, part = nn.Linear(2, 4), nn.Linear(2, 4)
+    walks = part_of(part)
+
+    def moved() -> None:
+        torch.ones(2, device=next(part.parameters()).device).add_(torch.ones(3))
+
+    def logged() -> None:
+        for _, parameter in part.named_parameters():
+            parameter.detach().norm()
+        torch.ones(2).add_(torch.ones(3))
+
+    def left() -> None:
+        for _ in part.named_parameters():
+            break
+        torch.ones(2).add_(torch.ones(3))
+
+    def summed() -> None:
+        sum(value.sum() for value in part.state_dict().values())
+        torch.ones(2).add_(torch.ones(3))
+
+    def strict() -> None:
+        for _ in zip(whole.named_parameters(), list(part.named_parameters())[:1], strict=True):
+            pass
+
+    def passed() -> None:
+        nn.Linear(3, 3).load_state_dict(part.state_dict())
+
+    def zipped() -> None:
+        for _ in zip([1, 2, 3], part.named_parameters(), strict=True):
+            pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for code in (moved, logged, left, summed, strict):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                code()
+            assert walks.refusal(caught.value) is None, code
+        for code in (passed, zipped):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                code()
+            assert f"{code.__name__} " in str(walks.refusal(caught.value))
+        walks.warn()  # where named_parameters() alone is told
+
+        def average() -> None:
+            for old, new in zip([torch.ones(3)], part.parameters()):
+                old.add_(new)
+
+        with pytest.raises(RuntimeError) as caught:
+            average()
+        assert walks.refusal(caught.value) is not None
+
+
 def test_an_average_of_parts_is_none_of_the_whole() -> None:
     module = nn.Linear(2, 2)
     averaged, ours = torch.optim.swa_utils.AveragedModel(module), torch.optim.swa_utils.AveragedModel(module)
@@ -149,3 +202,31 @@ def test_a_copy_of_what_is_told_of_has_its_own_state() -> None:
     for other in others:
         with pytest.warns(UserWarning, match="DTensors, of which each rank has a part"):
             assert torch.equal(other.state_dict()["0.weight"], other[0].weight)
+
+
+def test_a_state_dict_of_the_users_own_is_kept() -> None:
+    module = nn.Linear(2, 2)
+    vars(module)["state_dict"] = own = lambda: {"mine": 1}
+    walks = part_of(module)
+    walks.warn()
+    with pytest.warns(UserWarning, match="takes the state_dict of net"):
+        assert module.state_dict() == {"mine": 1}
+    PartialStates({"": module}, OF_RANK, {}).release()  # another Trainer's
+    assert vars(module)["state_dict"] is own
+    vars(module)["state_dict"] = changed = lambda: {"mine": 2}
+    walks.release()
+    assert vars(module)["state_dict"] is changed
+
+
+def test_a_copy_of_a_part_goes_over_its_own_parameters() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    walks = part_of(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert dict(other.named_parameters())["0.weight"] is other[0].weight
+            assert next(other.parameters()) is other[0].weight
+            with pytest.raises(StepError, match="goes over the parameters of net"):
+                list(other.parameters())
+    walks.release()
+    assert dict(module.named_parameters())["0.weight"] is module[0].weight
