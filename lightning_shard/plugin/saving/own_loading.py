@@ -63,6 +63,7 @@ def left_by_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
 def keep_plain(module: nn.Module) -> None:
     """Put plain tensors where loading code has put a checkpoint's tensors into a module itself."""
     for part in module.modules():
+        held: Any
         for held in (part._parameters, part._buffers, vars(part)):
             for name, value in held.items():
                 if isinstance(value, Carried):

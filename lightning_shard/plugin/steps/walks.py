@@ -248,7 +248,7 @@ class PartialStates:
     def release(self) -> None:
         """Leave what the user may have set."""
         for module in self._modules.values():
-            told = module.__dict__.get("state_dict")
+            told: Any = module.__dict__.get("state_dict")
             if getattr(told, "func", None) is _told_of:
                 del module.__dict__["state_dict"]
                 if (own := told.args[-1]) is not None:
