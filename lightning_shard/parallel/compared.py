@@ -37,6 +37,7 @@ _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2
 """By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
 
+_PACKAGES = ("torch.", "transformers.", "peft.")
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -59,12 +60,13 @@ class SplitBlocks:
     ) -> None:
         kinds: dict[Any, str] = {}
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
-        for name, block in {**blocks, **parts}.items() if not deals_sequences else ():
+        modules_by_name = {**blocks, **parts}
+        for name, block in modules_by_name.items() if not deals_sequences else ():
             inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
             if inside and not _is_hooked(block):
                 modules = tuple((n, type(module)) for n, module in block.named_modules())
                 kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
-        self._copies = {name: _without_hooks({**blocks, **parts}[name]) for name in kinds.values()}
+        self._copies = {name: _without_hooks(modules_by_name[name]) for name in kinds.values()}
         self._parts = parts.keys()
         self._looking_at = looking_at
 
@@ -95,9 +97,6 @@ def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collect
 def holds_others(block: nn.Module) -> bool:
     """Whether some module in it is neither torch's nor of the libraries whose models declare plans."""
     return any(not type(module).__module__.startswith(_PACKAGES) for module in block.modules())
-
-
-_PACKAGES = ("torch.", "transformers.", "peft.")
 
 
 def _is_hooked(block: nn.Module) -> bool:

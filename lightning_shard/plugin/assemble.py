@@ -173,9 +173,8 @@ def assemble(
         held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
     beside = None if layout.pipeline_parallel_size > 1 else listed
     compared = _to_compare(module, held_blocks, beside, settings, styles, device)
-    if blocks and placement:
-        # before the cut, which stands in for some calls
-        _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
+    # before the cut, which stands in for some calls
+    _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
 
     named = names_of_parameters(module)
     units, part = listed, OwnPart()

@@ -63,10 +63,8 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
             " with several pipeline stages training differs from that on whole batches. GroupNorm and LayerNorm don't."
         )
     fits = trainer.state.fn == TrainerFn.FITTING
-    tables = (
-        (name, part) for name, part in module.named_modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
-    )
-    if fits and (counting := [name for name, table in tables if table.scale_grad_by_freq]):
+    counting = [name for name, part in module.named_modules() if getattr(part, "scale_grad_by_freq", False)]
+    if fits and counting:
         rank_zero_warn(
             f"{counting[0]} divides gradients by how often an entry is in a microbatch (scale_grad_by_freq): with"
             " several pipeline stages training differs from that on whole batches, as where gradients are accumulated."

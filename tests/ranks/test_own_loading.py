@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,17 @@ class Moved(Model):
         return super().load_state_dict(renamed, strict, assign)
 
 
-def old(path: str) -> None:
-    """A checkpoint of one process, as it was before."""
+def save(path: str) -> None:
+    """A checkpoint of one process."""
     torch.manual_seed(5)
     trainer = L.Trainer(max_steps=1, **QUIET)
     trainer.fit(Model("gpt"), loader(16))
     trainer.save_checkpoint(path)
+
+
+def old(path: str) -> None:
+    """One as it was before."""
+    save(path)
     checkpoint = torch.load(path, weights_only=False)
     state = {f"wrapper.{key.replace('.mlp.', '.feedforward.')}": v for key, v in checkpoint["state_dict"].items()}
     state["wrapper.model.head.transposed"] = state.pop("wrapper.model.head.weight").T.contiguous()
@@ -73,8 +79,11 @@ def resume(sizes: dict[str, int] | None, path: str) -> Seen:
 def test_old_checkpoints_are_loaded_by_the_modules_own_code(sizes: dict[str, int], tmp_path: Path) -> None:
     path = str(tmp_path / "old.ckpt")
     old(path)
-    ours = combine(run_ranks(resume, world(sizes), sizes, path, elastic=True), sizes)
-    plain = resume(None, path)
+    check_goes_on_alike(resume, sizes, path)
+
+
+def check_goes_on_alike(go_on: Callable[[dict[str, int] | None, str], Seen], sizes: dict[str, int], path: str) -> None:
+    ours, plain = combine(run_ranks(go_on, world(sizes), sizes, path, elastic=True), sizes), go_on(None, path)
     assert largest_difference(ours.initial, plain.initial) == 0
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
 
@@ -104,14 +113,8 @@ def edited(sizes: dict[str, int] | None, path: str) -> Seen:
 @pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
 def test_hooks_compute_with_what_is_loaded(sizes: dict[str, int], tmp_path: Path) -> None:
     path = str(tmp_path / "file.ckpt")
-    torch.manual_seed(5)
-    trainer = L.Trainer(max_steps=1, **QUIET)
-    trainer.fit(Model("gpt"), loader(16))
-    trainer.save_checkpoint(path)
-    ours = combine(run_ranks(edited, world(sizes), sizes, path, elastic=True), sizes)
-    plain = edited(None, path)
-    assert largest_difference(ours.initial, plain.initial) == 0
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    save(path)
+    check_goes_on_alike(edited, sizes, path)
 
 
 class Halved(Model):

@@ -387,7 +387,7 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
 
 
 def _link(path: str, link: str) -> None:
-    """Put a link in the place of another, or of a folder; at no moment is none there where one was."""
+    """Put a link in the place of another one, which is there until then, or of a folder."""
     folder, name = os.path.split(link)
     new = os.path.join(folder, f".{name}.new")
     with contextlib.suppress(FileNotFoundError):

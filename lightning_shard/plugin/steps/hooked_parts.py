@@ -12,24 +12,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import tree
 from lightning_shard.parallel.arguments import has_other_hooks
 from lightning_shard.pipeline.taint import Unknown
-from lightning_shard.sharding import local_tensor
+from lightning_shard.plugin.steps.outlines import Outline, are_alike, outline
 
 _PACKAGES = ("torch.", "lightning.", "lightning_shard.")
 _ROUNDING = 0.01
 """Sums that ranks take in other orders differ by less, also in 16 bits."""
-
-_Seen = list[tuple[float, ...]]
-"""Of each tensor its sizes, norm and sum."""
 
 
 @contextmanager
@@ -65,27 +62,15 @@ class _Look:
     """What a module is given and returns in its first call. An object of ours, so that no stage takes it for state."""
 
     def __init__(self) -> None:
-        self.seen: _Seen | None = None
+        self.seen: list[Outline] | None = None
 
     def at(self, _: nn.Module, given: Any, returned: Any) -> None:
         if self.seen is None:
-            self.seen = [_told(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
+            self.seen = [outline(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
 
 
-@torch.no_grad()
-def _told(tensor: Tensor) -> tuple[float, ...]:
-    values = local_tensor(torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double()
-    return (*map(float, values.shape), float(torch.linalg.vector_norm(values)), float(values.sum()))
-
-
-def _are_alike(ranks: list[_Seen | None]) -> bool:
+def _are_alike(ranks: list[list[Outline] | None]) -> bool:
     """As far as all ranks have seen it."""
+    is_alike = partial(are_alike, rounding=_ROUNDING)
     known = [rank for rank in ranks if rank is not None]
-    return all(len(rank) == len(known[0]) and all(map(_is_alike, known[0], rank)) for rank in known)
-
-
-def _is_alike(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    *sizes, norm, total = one
-    *others, other_norm, other_total = other
-    apart = max(abs(norm - other_norm), abs(total - other_total))
-    return sizes == others and not apart > _ROUNDING * max(norm, other_norm)
+    return all(len(rank) == len(known[0]) and all(map(is_alike, known[0], rank)) for rank in known)

@@ -30,16 +30,11 @@ from torchmetrics import Metric
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.pipeline.taint import Unknown
-from lightning_shard.sharding import local_tensor
+from lightning_shard.plugin.steps.outlines import Outline, are_alike, outline
 
 _ROUNDING = {True: 1e-5, False: 0.02}
 """By how much of its norm, or of 1, what is computed alike may differ, in 32 bits or more and in fewer. A number near 0
 may be a difference of others."""
-_MOST = 1 << 20
-"""So many elements of a tensor are looked at."""
-
-_Told = tuple[tuple[int, ...], float, float]
-"""Shape, norm, and sum with weights, since attention's weights all have one sum."""
 
 
 @dataclass
@@ -59,7 +54,7 @@ class NotesLogs:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._log = module.log
-        self.found: dict[str, _Told] = {}
+        self.found: dict[str, Outline] = {}
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.note(name, value)
@@ -73,7 +68,7 @@ class NotesLogs:
         if name in self.found or isinstance(value, (Unknown, DTensor)):  # a DTensor is logged whole
             return
         if isinstance(value, (Tensor, int, float)):
-            self.found[name] = _told(torch.as_tensor(value))
+            self.found[name] = outline(torch.as_tensor(value))
 
 
 @contextmanager
@@ -122,40 +117,25 @@ _CAUSE = (
 )
 
 
-def _returned(output: Any) -> dict[str, _Told]:
+def _returned(output: Any) -> dict[str, Outline]:
     """Of each tensor or array, by path."""
-    found: dict[str, _Told] = {}
+    found: dict[str, Outline] = {}
     for path, leaf in tree.walk(output):
         is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
         if is_array or (isinstance(leaf, Tensor) and not isinstance(leaf, Unknown)):
-            found[".".join(path)] = _told(torch.as_tensor(leaf))
+            found[".".join(path)] = outline(torch.as_tensor(leaf))
     return found
 
 
-@torch.no_grad()
-def _told(tensor: Tensor) -> _Told:
-    values = local_tensor(tensor).detach().to_dense()
-    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    values = values[:: 1 + len(values) // _MOST].double()
-    weights = torch.arange(len(values), dtype=torch.float64, device=values.device).cos()
-    return tuple(tensor.shape), float(torch.linalg.vector_norm(values)), float(values @ weights)
-
-
-def _first_apart(ranks: list[Mapping[str, _Told]], rounding: float) -> tuple[str, list[_Told]] | None:
+def _first_apart(ranks: list[Mapping[str, Outline]], rounding: float) -> tuple[str, list[Outline]] | None:
     for name in ranks[0]:
         of_each = [rank[name] for rank in ranks if name in rank]
-        if not all(_are_alike(of_each[0], other, rounding) for other in of_each):
+        if not all(are_alike(of_each[0], other, rounding, least=1.0) for other in of_each):
             return name, of_each
     return None
 
 
-def _are_alike(one: _Told, other: _Told, rounding: float) -> bool:
-    (shape, norm, total), (other_shape, other_norm, other_total) = one, other
-    apart = max(abs(norm - other_norm), abs(total - other_total))
-    return shape == other_shape and not apart > rounding * max(norm, other_norm, 1.0)
-
-
-def _shown(ranks: list[_Told]) -> str:
+def _shown(ranks: list[Outline]) -> str:
     def one(shape: tuple[int, ...], norm: float, total: float) -> str:
         return f"of shape {shape} and norm {norm:.7g}" if shape else f"{total:.7g}"
 
