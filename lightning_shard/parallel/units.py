@@ -25,7 +25,18 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 
 
+_UNITS: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary()
+"""Of modules whose sharding is done: each step asks several times, and going through all modules takes long."""
+
+
 def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
+    known = _UNITS.get(root)
+    if known is None:
+        return _find_units(root)
+    return (unit for each in known if (unit := each()) is not None)
+
+
+def _find_units(root: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
@@ -122,8 +133,9 @@ def keep_what_is_set(root: nn.Module) -> None:
     """From now on, what is set on parameters, gathered or not, acts in the next step at the latest, or is refused.
 
     Args:
-        root: With its units. A step is a call of it where it is one, else it calls them.
+        root: With all its units. A step is a call of it where it is one, else it calls them.
     """
+    _UNITS[root] = [*map(ref, _find_units(root))]
     held: dict[Any, _OfModule] = {
         unit: _OfModule(_Held(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
         for unit in sharded_units(root)
