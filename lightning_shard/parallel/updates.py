@@ -25,17 +25,14 @@ def update_shards(optimizer: torch.optim.Optimizer) -> None:
     def init_group(group: dict[str, Any], parameters: list[Tensor], *others: list[Tensor]) -> Any:
         result = whole(group, parameters, *others)
         *sharded, _ = others  # the last are the numbers of steps
-        if not group["differentiable"] and all(_are_sharded_as(parameters, each) for each in sharded if each):
+        shardings = [*map(_sharding, parameters)]
+        # else an update moves data between ranks, as of a gradient that is a sum yet to be taken
+        if not group["differentiable"] and all([*map(_sharding, each)] == shardings for each in sharded if each):
             for each in (parameters, *sharded):
                 each[:] = [t.to_local() if isinstance(t, DTensor) else t for t in each]  # gradients are off
         return result
 
     optimizer.__dict__["_init_group"] = init_group
-
-
-def _are_sharded_as(parameters: list[Tensor], others: list[Tensor]) -> bool:
-    """Else an update moves data between ranks, as of a gradient that is a sum yet to be taken."""
-    return all(_sharding(parameter) == _sharding(other) for parameter, other in zip(parameters, others, strict=True))
 
 
 def _sharding(tensor: Tensor) -> object:

@@ -23,6 +23,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,10 +78,13 @@ class Preemption(callbacks.Callback):
             trainer.should_stop = False  # until the others hear of it; and gradients aren't saved
             return
         layout = trainer.strategy.layout  # type: ignore[attr-defined]
-        gradients, settings = SameGradients(trainer.lightning_module, layout), SameSettings(trainer.optimizers, layout)
-        sigterm, requeue, *heard = self._exchange(trainer, *gradients.said, *settings.said)
-        gradients.check(heard[: len(gradients.said)])
-        settings.check(heard[len(gradients.said) :])
+        asked: list[SameGradients | SameSettings] = []
+        if layout.stage_size > 1:  # else nobody else has any of this stage's
+            asked = [SameGradients(trainer.lightning_module, layout), SameSettings(trainer.optimizers, layout)]
+        sigterm, requeue, *heard = self._exchange(trainer, *chain.from_iterable(each.said for each in asked))
+        for each in asked:
+            each.check(heard[: len(each.said)])
+            del heard[: len(each.said)]
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
 
