@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 
-
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary()
 """Of modules whose sharding is done: each step asks several times, and going through all modules takes long."""
 

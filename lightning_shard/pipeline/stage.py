@@ -6,7 +6,7 @@ batch). What of it crosses between stages is found by ``crossing.py``.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ class Stage:
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(self.blocks):
             self.places.setdefault(name, []).append(place)
-        self._times_run: Counter[str] = Counter()
+        self._times_run: defaultdict[str, int] = defaultdict(int)
         self._running: list[int | None] = []
         self._trace: Trace | None = None
         self._filler = torch.nan

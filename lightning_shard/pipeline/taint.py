@@ -289,11 +289,15 @@ def first_unknown(value: Any) -> Unknown | None:
 
 def leaves(value: Any) -> list[Any]:
     """The arguments of a torch function: tensors are at most in lists, tuples and dicts of these."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
+    if not isinstance(value, (dict, list, tuple)) or isinstance(value, torch.Size):
         return [value]
-    return [leaf for child in value for leaf in leaves(child)]
+    found: list[Any] = []
+    for child in value.values() if isinstance(value, dict) else value:
+        if isinstance(child, (dict, list, tuple)):
+            found += leaves(child)
+        else:
+            found.append(child)
+    return found
 
 
 def writes(name: str) -> bool:

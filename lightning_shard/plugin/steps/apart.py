@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain, repeat
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.stages import Stages
 from lightning_shard.plugin.steps.memory import Note, note_of, notes
-from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below, slots
+from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below, hold_same, slots
 
 LARGEST_COPY_BYTES = 2**24
 """Of a tensor that a module keeps, and that each stage has a copy of; a larger one may not be changed by a step."""
@@ -56,13 +55,13 @@ class _Attributes:
     def copied(self) -> _Attributes:
         """With tensors of its own."""
         own, buffers = ({k: _copied(v) for k, v in held.items()} for held in (self.own, self.buffers))
-        if _is_same(own, self.own) and _is_same(buffers, self.buffers):
+        if hold_same(own, self.own) and hold_same(buffers, self.buffers):
             return self
         return _Attributes(self.module, own, buffers, self.held | own)
 
     def is_current(self) -> bool:
         """Whether the module is so now, as far as can be told at once."""
-        is_same = _is_same(vars(self.module), self.held) and _is_same(self.module._buffers, self.buffers)
+        is_same = hold_same(vars(self.module), self.held) and hold_same(self.module._buffers, self.buffers)
         return is_same and not slots(cast(Any, type(self.module)))
 
     def put_back(self) -> None:
@@ -315,13 +314,11 @@ class StatesApart:
 
 def _exchanged(module: nn.Module) -> dict[str, Any]:
     held = attributes(module).items()
-    return {key: value for key, value in held if key not in STAND_INS and not _is_iterator(cast(Any, type(value)))}
+    return {key: value for key, value in held if key not in STAND_INS and not _is_iterator(type(value))}
 
 
-@cache
-def _is_iterator(kind: type) -> bool:
-    """Asked of each attribute in each action: an abstract class takes its time to answer."""
-    return issubclass(kind, Iterator)
+# asked of each attribute in each action: an abstract class takes its time to answer
+_is_iterator: Callable[[type], bool] = cache(lambda kind: issubclass(kind, Iterator))
 
 
 def _is_large(value: Any) -> bool:
@@ -331,11 +328,6 @@ def _is_large(value: Any) -> bool:
 def _copied(value: Any) -> Any:
     is_plain = type(value) in (Tensor, nn.Buffer) and not value.requires_grad and not value.is_meta
     return value.clone() if is_plain and not _is_large(value) else value
-
-
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether they hold the same objects, in the same order."""
-    return len(one) == len(other) and [*one] == [*other] and all(map(is_, one.values(), other.values()))
 
 
 def _not_followed(module: str, key: str, stages: int) -> StepError:

@@ -24,7 +24,7 @@ from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.stages import Stages
 from lightning_shard.pipeline.taint import Hollow, Unknown
 from lightning_shard.plugin.steps.apart import StatesApart
-from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, entries, is_object
+from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, entries, hold_same, is_object
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
 Name = tuple[str, str]
@@ -232,7 +232,8 @@ class KeptState:
         exchanged = {
             (path, name)
             for path, held in before.held.items()
-            for name, value in attributes_and_buffers(self._modules[path]).items()
+            if not hold_same(held, now := attributes_and_buffers(self._modules[path]))
+            for name, value in now.items()
             if held.get(name, held) is not value and _is_own(name, value)
         }
         changed = {key for (key, value), mark in zip(self._marked, before.marks) if _mark(value) != mark}

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from itertools import islice
+from operator import is_
 from typing import Any, cast
 
 import numpy as np
@@ -103,6 +104,11 @@ def attributes(value: Any) -> dict[str, Any]:
 def entries(container: Any, most: int | None = None) -> list[Any]:
     """What a container holds, of a dict its values; the first ``most`` of them."""
     return [*islice(dict.values(container) if isinstance(container, dict) else container, most)]
+
+
+def hold_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether they hold the same objects, in the same order."""
+    return [*one] == [*other] and all(map(is_, one.values(), other.values()))
 
 
 @functools.cache
