@@ -111,7 +111,8 @@ class _Plan:
     @classmethod
     def of(cls, roots: Iterable[Node], received: Iterable[Node]) -> _Plan:
         products: dict[Node, Product] = {}
-        at_once: dict[Node, None] = {}  # in an order that is the same on all ranks
+        at_once: set[Node] = set()
+        leaves: list[Node] = []  # in an order that is the same on all ranks
 
         def run_at_once(nodes: Iterable[Node]) -> None:
             waiting = [*nodes]
@@ -119,20 +120,20 @@ class _Plan:
                 node = waiting.pop()
                 if node in at_once:
                     continue
-                at_once[node] = None
-                if (product := _product(node)) is not None:
+                at_once.add(node)
+                following = [each for each, _ in node.next_functions]
+                if not any(following):
+                    leaves.append(node)
+                elif (name := node.name()) in _FACTORS and (product := _product(node, name)) is not None:
                     products[node] = product
-                waiting += [
-                    following
-                    for place, (following, _) in enumerate(node.next_functions)
-                    if following is not None and (product is None or place != product.place)
-                ]
+                    following[product.place] = None
+                waiting += filter(None, following)
 
         run_at_once([*received, *roots])
-        while overlapping := [node for node, each in products.items() if not at_once.keys().isdisjoint(each.way)]:
+        while overlapping := [node for node, each in products.items() if not at_once.isdisjoint(each.way)]:
             for node in overlapping:
                 run_at_once(products.pop(node).way)
-        return cls(products, [node for node in at_once if not any(following for following, _ in node.next_functions)])
+        return cls(products, leaves)
 
 
 def backward_but_products(
@@ -197,11 +198,8 @@ def _nodes_of(tensors: Iterable[Tensor]) -> list[Node]:
     return [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
 
 
-def _product(node: Node) -> Product | None:
-    """What a node computes, if the gradient of its weight can wait."""
-    name = node.name()
-    if name not in _FACTORS:
-        return None
+def _product(node: Node, name: str) -> Product | None:
+    """What a node of such a name computes, if the gradient of its weight can wait."""
     place_of_x, place, saved = _FACTORS[name]
     (next_of_x, _), (following, number) = node.next_functions[place_of_x], node.next_functions[place]
     if next_of_x is None or following is None or getattr(node, "_saved_alpha", 1) != 1:
