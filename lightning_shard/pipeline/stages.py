@@ -47,14 +47,6 @@ class View:
             self.entries[place] = (holder, key, value)
         holder[key] = value
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        self.put()
-        try:
-            yield
-        finally:
-            self.take_out()
-
     def put(self) -> None:
         self._before = [holder.get(key, _ABSENT) for holder, key, _ in self.entries]
         for holder, key, value in self.entries:
@@ -153,10 +145,11 @@ class Stages(Sequence[Stage]):
     @contextmanager
     def _showing(self, stage: Stage) -> Iterator[None]:
         self._current, stage.is_shown = stage, True
+        self.views[stage].put()
         try:
-            with self.views[stage].in_place():
-                yield
+            yield
         finally:
+            self.views[stage].take_out()
             self._current, stage.is_shown = None, False
 
 
