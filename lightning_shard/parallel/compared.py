@@ -145,7 +145,9 @@ def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, looking_a
 def is_watched(block: nn.Module) -> bool:
     """Whether a user's hooks inside would see one run more."""
     return any(
-        has_other_hooks(module, ("torch.", "lightning_shard.", "lightning.")) for module in block.modules() if module is not block
+        has_other_hooks(module, ("torch.", "lightning_shard.", "lightning."))
+        for module in block.modules()
+        if module is not block
     )
 
 

@@ -153,7 +153,9 @@ class Replaces(Model):
 
 
 def replaced(path: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"'model\.head\.weight' came to the module, or was replaced, after it"):
+    with pytest.raises(
+        ConfigurationError, match=r"'model\.head\.weight' came to the module, or was replaced, after it"
+    ):
         train("gpt", layout(pipeline=2), module=Replaces, steps=2, resume=path)
 
 

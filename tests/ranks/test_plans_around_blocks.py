@@ -133,6 +133,8 @@ def refusals() -> list[str]:
 
 def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_what_holds_them() -> None:
     for found in run_ranks(refusals, 2, elastic=True):
-        for said, who, where in zip(found, ["net"] * 2 + ["training_step"] * 2, ["net.leave"] * 2 + ["leave", "leave.0"]):
+        for said, who, where in zip(
+            found, ["net"] * 2 + ["training_step"] * 2, ["net.leave"] * 2 + ["leave", "leave.0"]
+        ):
             assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
             assert f"first in what {where} returns" in said
