@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.compared import OpaqueError, are_alike, copied, is_called, is_watched
+from lightning_shard.parallel.compared import OpaqueError, are_alike, copied, is_called, is_watched, tell_of_draws
 from lightning_shard.parallel.positions import Looking, random_state
 from lightning_shard.parallel.tensor import STYLES, ScatterSequence, Split
 from lightning_shard.sharding import full_tensor
@@ -102,7 +102,7 @@ class SplitAround:
                 vars(owner)[method] = own
             else:
                 del vars(owner)[method]
-            apart = self._first_apart(owner, own, (args, kwargs), blocks, layers, looking_at)
+            apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, looking_at)
             if apart is not None:
                 raise PlanError(
                     f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
@@ -119,6 +119,7 @@ class SplitAround:
     def _first_apart(
         self,
         owner: nn.Module,
+        name: str,
         own: Callable[..., Any],
         arguments: tuple[Any, Any],
         blocks: Mapping[str, nn.Module],
@@ -134,19 +135,19 @@ class SplitAround:
             args, kwargs = copied(arguments)
             seen: Outcomes = []
             with ExitStack() as inside:
-                for name, layer in whole_outside.items():
-                    inside.callback(layer.register_forward_hook(partial(_note_returned, name, seen)).remove)
+                for each, layer in whole_outside.items():
+                    inside.callback(layer.register_forward_hook(partial(_note_returned, each, seen)).remove)
                 if replayed is not None:
-                    for name, layer in layers.items():
-                        inside.enter_context(_whole(layer, self._forwards[name], keeps=name in whole_outside))
-                for name, block in blocks.items():
+                    for each, layer in layers.items():
+                        inside.enter_context(_whole(layer, self._forwards[each], keeps=each in whole_outside))
+                for each, block in blocks.items():
                     if replayed is None:
-                        given = block.register_forward_pre_hook(partial(_note_given, name, seen), with_kwargs=True)
-                        left = block.register_forward_hook(partial(_record, name, calls, device))
+                        given = block.register_forward_pre_hook(partial(_note_given, each, seen), with_kwargs=True)
+                        left = block.register_forward_hook(partial(_record, each, calls, device))
                         inside.callback(given.remove)
                         inside.callback(left.remove)
                     else:
-                        inside.enter_context(_replaying(name, block, seen, replayed))
+                        inside.enter_context(_replaying(each, block, seen, replayed))
                 returned = own(*args, **kwargs)
             seen.append(("what it returns", _copies(returned)))
             return seen, random_state(device)
@@ -163,6 +164,8 @@ class SplitAround:
                     traces.put_back()
         except Exception:
             return None  # the real run raises what is wrong by itself
+        if drawn != drawn_whole:
+            tell_of_draws(owner, name)
         if drawn != drawn_whole or [where for where, _ in split] != [where for where, _ in whole]:
             return None
         for (where, ours), (_, theirs) in zip(split, whole):
@@ -229,8 +232,10 @@ def _whole(layer: nn.Module, forward: Callable[..., Any] | None, *, keeps: bool)
 @contextmanager
 def _exchanged(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
     """Inside, a module has no hooks, and another forward; ``None`` for its class' own."""
-    own = vars(module)
-    before = {name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own}
+    own: dict[str, Any] = vars(module)
+    before: dict[str, Any] = {
+        name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
+    }
     own.update(_forward_hooks=type(own["_forward_hooks"])(), _forward_pre_hooks=type(own["_forward_pre_hooks"])())
     own.pop("forward", None)
     if forward is not None:

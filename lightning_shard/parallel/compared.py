@@ -8,15 +8,16 @@ for blocks that hold modules of a user's.
 
 What modules with blocks hold beside them is compared by :mod:`lightning_shard.parallel.around_blocks`.
 
-Not seen: what is hidden by parameters that begin as zeros, blocks with a user's hooks inside, compiled ones, blocks that
-are given objects, parts that are given or return a part of the features, what draws random numbers for a part of them,
-and plans that deal sequences.
+Not seen: what is hidden by parameters that begin as zeros, blocks with a user's hooks inside, compiled ones, blocks
+that are given objects, parts that are given or return a part of the features, what draws random numbers for a part of
+them, of which is told, and plans that deal sequences.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
@@ -191,6 +193,14 @@ def _check(
         return functional_call(whole, tensors, again, named)
 
     with looking_at(block) as traces:
+        for own_part, part in zip(block.modules(), whole.modules()):
+            part.training = own_part.training
+        with suppress(Exception):  # a part may be given a part of the features
+            _, drawn = _outcome(lambda: own(*copied(args), **copied(kwargs)), traces, device)
+            _, drawn_whole = _outcome(lambda: functional_call(whole, tensors, *copied((args, kwargs))), traces, device)
+            if drawn != drawn_whole:
+                tell_of_draws(block, name)
+        whole.eval()
         block.eval()
         split, drawn = _outcome(lambda: own(*args, **kwargs), traces, device)
         try:
@@ -213,6 +223,21 @@ def _check(
                 " 'rowwise_split_input' for the layer behind it, or a layer for each. What follows a 'colwise' layer,"
                 " up to a 'rowwise' one, must work on a part of its features or heads."
             )
+
+
+def tell_of_draws(module: nn.Module, name: str) -> None:
+    """Warn, on one tensor rank, of a module that draws random numbers for features that are split."""
+    meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
+    coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
+    if coordinate and not any(coordinate):
+        warnings.warn(
+            f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
+            " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
+            " one process, but features of different ranks are dropped together. Where that matters, drop features"
+            " where they are whole (behind the 'rowwise' layer), or give the layers around it the styles"
+            " 'colwise_gather_output' and 'rowwise_split_input'.",
+            stacklevel=2,
+        )
 
 
 def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tuple[list[Tensor], bytes]:

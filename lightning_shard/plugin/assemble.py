@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.around_blocks import SplitAround
-from lightning_shard.parallel.between import gather_for_calls
+from lightning_shard.parallel.between import gather_for_calls, refuse_calls
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compared import SplitBlocks, beside_blocks, holds_others
@@ -239,6 +239,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     if part.stages is None:
         gather_for_calls(module, [module.get_submodule(name) for name in units])
     else:
+        refuse_calls(module, [module.get_submodule(name) for name in units])
         _join(module, part.stages, layout.pipeline_rank, part.ties)
     refuse_copies(module, is_cut=part.stages is not None)
 

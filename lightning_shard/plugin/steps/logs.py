@@ -131,9 +131,9 @@ class HeldLogs:
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
             if getattr(self._users(), "__func__", None) is not pl.LightningModule.log:
                 raise StepError(
-                    f"self.log({name!r}, …) of a {type(value).__name__} by a log of the user's own: with"
-                    " several pipeline stages it is called once for each batch, with what the microbatches log, which must be numbers or torchmetrics. Make a number of it before, or use"
-                    " pipeline_parallel_size=1."
+                    f"self.log({name!r}, …) of a {type(value).__name__} by a log of the user's own: with several"
+                    " pipeline stages it is called once for each batch, with what the microbatches log, which must be"
+                    " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1."
                 )
             type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, and says what can be logged
             return
