@@ -3,7 +3,7 @@
 So a backbone with a projection of its own before its blocks, or a LightningModule that holds all itself. To run such a
 module on whole parameters would take all of them. So it is run twice more before its first call in training: split,
 and then with the layers beside the blocks whole, where each block returns what it returned in the first of these. What
-layers give whole, what blocks are given, and what the module returns must be the same.
+layers give whole, what the first block is given, and what the module returns must be the same.
 
 A layer that is given whole features and gives whole ones is right by itself: where there are no others, nothing is run.
 
@@ -31,7 +31,7 @@ from lightning_shard.sharding import full_tensor
 
 _WHOLE = STYLES["embedding_rowwise"].produced  # type: ignore[attr-defined]
 Outcomes = list[tuple[str, list[Tensor]]]
-"""What was given to blocks, came from layers, and was returned: where, and its tensors."""
+"""What was given to the first block, came from layers, and was returned: where, and its tensors."""
 
 
 class SplitAround:
@@ -193,7 +193,12 @@ class _Call:
 
 
 def _note_given(name: str, seen: Outcomes, _: nn.Module, args: Any, kwargs: Any) -> None:
-    seen.append((f"what {name} is given", _copies((args, kwargs))))
+    """Of the first block: the others are given what blocks return, all of which would take much memory."""
+    if not any(where.endswith(_GIVEN) for where, _ in seen):
+        seen.append((f"what {name}{_GIVEN}", _copies((args, kwargs))))
+
+
+_GIVEN = " is given"
 
 
 def _record(name: str, calls: list[_Call], device: torch.device, _: nn.Module, __: Any, returned: Any) -> None:

@@ -159,7 +159,7 @@ class HybridShardStrategy(PreparedStrategy):
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
         self._samples: bool | None = None
-        self._checks_parameters = True
+        self._checks_parameters = False
         self._ahead: BatchesAhead | None = None
 
     # What users look at
@@ -269,7 +269,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
-        self.keep_loaded()
+        self._keep_loaded()
         self._checks_parameters = True
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)

@@ -173,7 +173,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             loaded["state_dict"] = carried(loaded["state_dict"])
         return loaded
 
-    def keep_loaded(self) -> None:
+    def _keep_loaded(self) -> None:
         """After all hooks of loading: what they have kept of a checkpoint is read now, while it is there."""
         if self._gave_carried:
             self._gave_carried = False
