@@ -61,9 +61,11 @@ class SplitAround:
         crossing = [name for name in around if not _is_whole_outside(styles[name])]
         owners = {_owner(root, name) for name in crossing}
         owners.update("" for part in parts if _hands_on(part, styles))
+        if step is None:
+            owners.discard("")
         if any(isinstance(style, ScatterSequence) for style in styles.values()):
-            owners = set()
-        self._owners = [name for name in owners if not any(_is_in(name, other) for other in owners) and (name or step)]
+            owners.clear()
+        self._owners = [name for name in owners if not any(_is_in(name, other) for other in owners)]
         self._blocks = [name for name in blocks if not any(_is_in(name, other) for other in blocks)]
         within = tuple(f"{name}." for name in blocks)
         self._layers = {name: style for name, style in styles.items() if not f"{name}.".startswith(within)}
