@@ -193,21 +193,24 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
         may_be_last: Whether it may be an epoch's last batch, of fewer samples.
 
     Raises:
-        BatchError: There is one of as many entries alike, of another first size; or one of as many nestings, as that
-            first size says, that are dicts or are all that the batch has.
+        BatchError: There is one of as many entries alike, of another first size; or of that first size, where they are
+            tensors; or one of as many nestings, as that first size says, that are dicts or are all that the batch has.
     """
     found: list[Any] = []
     _holds_tensors(batch, found)
-    counted = [node for node in found if len(node) == drawn and len({_outline(entry) for entry in node}) == 1]
-    nested = [
-        node for node in found if node is not batch and all(map(is_node, node)) and len(node) == _first_size(node)
-    ]
-    if not counted and not nested:
+    counted = [node for node in found if len(node) == drawn and _are_alike(node)]
+    as_long = [node for node in found if len(node) == _first_size(node)]
+    nested = [node for node in as_long if node is not batch and all(map(is_node, node))]
+    stacks = [node for node in as_long if drawn is None and len(node) > _PARTS and _are_tensors(node)]
+    if not counted and not nested and not stacks:
         return
     size = batch_size(batch)
+    for node in stacks:
+        if _are_alike(node):
+            raise _list_of_samples(node, f"{size} too")
     for node in counted:
         assert drawn is not None
-        if size > drawn or (size < drawn and not may_be_last):
+        if size > drawn or (size < drawn and not may_be_last) or (size == drawn and _are_tensors(node)):
             raise _list_of_samples(node, f"{size}, and a batch is made of {drawn} samples")
     inside = {id(tensor) for tensor in tensors(nested)}
     is_said_outside = any(tensor.ndim and id(tensor) not in inside for tensor in tensors(batch))
@@ -215,6 +218,18 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
         # as many layers as samples, each with tensors of all samples, come as tuples; samples' targets as dicts
         if not (is_said_outside and all(isinstance(entry, (list, tuple)) for entry in node)):
             raise _list_of_samples(node, f"{size}, as a batch of {size} samples has them")
+
+
+_PARTS = 3
+"""A batch that a loader doesn't count, of so many tensors and samples, is taken for inputs and targets."""
+
+
+def _are_alike(node: Any) -> bool:
+    return len({_outline(entry) for entry in node}) == 1
+
+
+def _are_tensors(node: Any) -> bool:
+    return all(isinstance(entry, Tensor) for entry in node)
 
 
 def _list_of_samples(node: Any, alike: str) -> BatchError:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.units import groups_of, is_set_up, look_before_gathering
@@ -26,6 +27,14 @@ def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
     for part in set(_called(root, blocks)):
         part.register_forward_pre_hook(calls.enter, prepend=True)
         part.register_forward_hook(calls.leave, always_call=True)
+
+
+def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
+    """Have calls between steps of what is below a stage's ``root`` fail by name: other stages hold the rest."""
+    calls = _Calls(root)
+    for part in set(_called(root, blocks)):
+        if not isinstance(part, FSDPModule):  # which gathers itself
+            part.register_forward_pre_hook(calls.refuse, prepend=True)
 
 
 def _called(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -48,6 +57,15 @@ class _Calls:
             self._depth += 1
             if self._depth == 1:
                 self._gather()
+
+    def refuse(self, part: nn.Module, _: Any) -> None:
+        if not self._is_gathered() and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+            raise StepError(
+                f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
+                " stages only some ranks hold it, and a part of it each: call it in training_step, validation_step,"
+                " test_step or predict_step, load a checkpoint into a new module on one process"
+                " (load_from_checkpoint), or use pipeline_parallel_size=1."
+            )
 
     def leave(self, *_: Any) -> None:
         if self._depth:

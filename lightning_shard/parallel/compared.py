@@ -6,15 +6,18 @@ first training step one block of each kind is run once more, on whole parameters
 is each module beside the blocks that holds split layers, such as a head of several. A model's own plan is believed, but
 for blocks that hold modules of a user's.
 
-Not seen: what is hidden by parameters that begin as zeros, split layers that no module but one with blocks holds,
-blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or return a part
-of the features, what draws random numbers for a part of them, and plans that deal sequences.
+What modules with blocks hold beside them is compared by :mod:`lightning_shard.parallel.around_blocks`.
+
+Not seen: what is hidden by parameters that begin as zeros, blocks with a user's hooks inside, compiled ones, blocks
+that are given objects, parts that are given or return a part of the features, what draws random numbers for a part of
+them, of which is told, and plans that deal sequences.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.func import functional_call
 
@@ -86,12 +90,16 @@ def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collect
     module = root.get_submodule(name)
     if name in blocks or not any(style.startswith(f"{name}.") for style in styles):
         return
-    is_called = type(module).forward is not nn.Module.forward
-    if is_called and not any(block.startswith(f"{name}.") for block in blocks):
+    if is_called(module) and not any(block.startswith(f"{name}.") for block in blocks):
         yield name
         return
     for key, _ in module.named_children():
         yield from _beside(root, f"{name}.{key}", blocks, styles)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether it has code of its own, as containers haven't."""
+    return type(module).forward is not nn.Module.forward
 
 
 def holds_others(block: nn.Module) -> bool:
@@ -123,47 +131,47 @@ def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, looking_a
 
     @wraps(own)
     def compared(*args: Any, **kwargs: Any) -> Any:
-        if not block.training or not torch.is_grad_enabled() or _is_watched(block):
+        if not block.training or not torch.is_grad_enabled() or is_watched(block):
             return own(*args, **kwargs)
         if had:
             block.__dict__["forward"] = own
         else:
             del block.__dict__["forward"]
-        with suppress(_Opaque):
+        with suppress(OpaqueError):
             _check(block, name, own, whole, looking_at, (args, kwargs), is_part)
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
 
 
-def _is_watched(block: nn.Module) -> bool:
+def is_watched(block: nn.Module) -> bool:
     """Whether a user's hooks inside would see one run more."""
     return any(
-        has_other_hooks(module, ("torch.", "lightning_shard.")) for module in block.modules() if module is not block
+        has_other_hooks(module, ("torch.", "lightning_shard.", "lightning."))
+        for module in block.modules()
+        if module is not block
     )
 
 
-class _Opaque(Exception):
+class OpaqueError(Exception):
     """Arguments that a run could change, and that can't be copied."""
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Arguments for one run more, which may write to them; transformers' caches, to which it would add, are left out.
 
     Raises:
-        _Opaque: It isn't known what a run would do to them.
+        OpaqueError: It isn't known what a run would do to them.
     """
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, (tuple, list)):
-        return tree.rebuild(value, [_copied(each) for each in value])
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
     if is_cache(value):
         return None
+    if tree.is_node(value):
+        return tree.rebuild(value, [copied(each) for _, each in tree.children(value)])
     if isinstance(value, PLAIN):
         return value
-    raise _Opaque
+    raise OpaqueError
 
 
 @torch.no_grad()
@@ -176,7 +184,7 @@ def _check(
     arguments: tuple[Any, Any],
     is_part: bool,
 ) -> None:
-    (args, kwargs), (again, named) = _copied(arguments), _copied(arguments)
+    (args, kwargs), (again, named) = copied(arguments), copied(arguments)
     tensors = {key: full_tensor(value) for key, value in block.named_parameters()}
     tensors |= {key: full_tensor(value).clone() for key, value in block.named_buffers()}  # a run may write to them
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
@@ -185,6 +193,14 @@ def _check(
         return functional_call(whole, tensors, again, named)
 
     with looking_at(block) as traces:
+        for own_part, part in zip(block.modules(), whole.modules()):
+            part.training = own_part.training
+        with suppress(Exception):  # a part may be given a part of the features
+            _, drawn = _outcome(lambda: own(*copied(args), **copied(kwargs)), traces, device)
+            _, drawn_whole = _outcome(lambda: functional_call(whole, tensors, *copied((args, kwargs))), traces, device)
+            if drawn != drawn_whole:
+                tell_of_draws(block, name)
+        whole.eval()
         block.eval()
         split, drawn = _outcome(lambda: own(*args, **kwargs), traces, device)
         try:
@@ -199,7 +215,7 @@ def _check(
         return  # what follows takes a part of the features
     drew_alike = drawn == drawn_whole  # else it draws for its part of the features, so other numbers
     for ours, theirs in pairs:
-        if ours.shape != theirs.shape or (drew_alike and not _are_alike(ours, theirs, given)):
+        if ours.shape != theirs.shape or (drew_alike and not are_alike(ours, theirs, given)):
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole. A layer whose"
                 " output holds several things one after the other, such as queries, keys and values, can't be"
@@ -207,6 +223,21 @@ def _check(
                 " 'rowwise_split_input' for the layer behind it, or a layer for each. What follows a 'colwise' layer,"
                 " up to a 'rowwise' one, must work on a part of its features or heads."
             )
+
+
+def tell_of_draws(module: nn.Module, name: str) -> None:
+    """Warn, on one tensor rank, of a module that draws random numbers for features that are split."""
+    meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
+    coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
+    if coordinate and not any(coordinate):
+        warnings.warn(
+            f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
+            " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
+            " one process, but features of different ranks are dropped together. Where that matters, drop features"
+            " where they are whole (behind the 'rowwise' layer), or give the layers around it the styles"
+            " 'colwise_gather_output' and 'rowwise_split_input'.",
+            stacklevel=2,
+        )
 
 
 def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tuple[list[Tensor], bytes]:
@@ -218,7 +249,7 @@ def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tu
         traces.put_back()
 
 
-def _are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
+def are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
     if not theirs.is_floating_point() or not theirs.numel():
         return True
     largest = theirs.abs().max()

@@ -13,6 +13,7 @@ Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,6 +83,7 @@ class WholeParameters:
         self._mesh = mesh
         self._running: dict[nn.Parameter, nn.Parameter] = {}
         self._slots: list[_Slot] = []
+        self._watched: set[nn.Parameter] = set()
         self.is_gathered = False
         self.refuses_changes = False
         """Where a step's code runs several times, for parts of a batch, and would change a parameter each time."""
@@ -101,6 +103,9 @@ class WholeParameters:
                 running.data = _local(held)
             if running.requires_grad != held.requires_grad:
                 running.requires_grad_(held.requires_grad)
+            if held.requires_grad and held not in self._watched:
+                self._watched.add(held)
+                running.register_post_accumulate_grad_hook(partial(self._arrived, held))
             _put(module, name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True
@@ -140,14 +145,24 @@ class WholeParameters:
     def hand_over_gradients(self) -> None:
         """Give the module's own the gradients that backwards left on those that ran."""
         for held, running in self._running.items():
-            if running.grad is None:
-                continue
-            gradient = self._laid_out(running.grad, held)
-            running.grad = None
-            held.grad = gradient if held.grad is None else held.grad + gradient
-            hooks: Any = getattr(held, "_post_accumulate_grad_hooks", None) or {}
-            for hook in hooks.values():
-                hook(held)
+            if running.grad is not None:
+                self._hand_over(held, running)
+
+    def _hand_over(self, held: nn.Parameter, running: nn.Parameter) -> None:
+        assert running.grad is not None
+        gradient = self._laid_out(running.grad, held)
+        running.grad = None
+        held.grad = gradient if held.grad is None else held.grad + gradient
+        hooks: Any = getattr(held, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            hook(held)
+
+    @torch.no_grad()
+    def _arrived(self, held: nn.Parameter, running: Tensor) -> None:
+        """The gradient of a part that was called between steps: nobody else would hand it over."""
+        if not self.is_gathered:
+            assert isinstance(running, nn.Parameter)
+            self._hand_over(held, running)
 
     def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
         """As the parameter is; split ones may have got it whole, or in summands, on each tensor rank."""

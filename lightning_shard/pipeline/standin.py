@@ -50,7 +50,8 @@ class StandIn:
         if not passage.active:
             raise StepError(
                 "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
-                " it in training_step, validation_step, test_step or predict_step, or use pipeline_parallel_size=1."
+                " it in training_step, validation_step, test_step or predict_step, load a checkpoint into a new module"
+                " on one process (load_from_checkpoint), or use pipeline_parallel_size=1."
             )
         if index is None:
             raise StepError(

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
-from lightning_shard.parallel.between import gather_for_calls
+from lightning_shard.parallel.around_blocks import SplitAround
+from lightning_shard.parallel.between import gather_for_calls, refuse_calls
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compared import SplitBlocks, beside_blocks, holds_others
@@ -40,7 +41,7 @@ from lightning_shard.pipeline.ties import Tie
 from lightning_shard.plugin.cutting import OwnPart, cut_to_rank
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.laid_out import LaidOutParameters, refuse_copies
-from lightning_shard.plugin.looking import looking_at, to_run_again
+from lightning_shard.plugin.looking import looking_at, looking_at_step, to_run_again
 from lightning_shard.plugin.placing import blocks_of, place_blocks
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
@@ -209,8 +210,8 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    if compared is not None:
-        compared.compare(module)
+    for each in compared:
+        each.compare(module)
     _watch(module, layout, part, units)
     return Assembly(
         layout,
@@ -238,6 +239,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     if part.stages is None:
         gather_for_calls(module, [module.get_submodule(name) for name in units])
     else:
+        refuse_calls(module, [module.get_submodule(name) for name in units])
         _join(module, part.stages, layout.pipeline_rank, part.ties)
     refuse_copies(module, is_cut=part.stages is not None)
 
@@ -334,29 +336,32 @@ def _sequences(
 
 
 def _to_compare(
-    module: nn.Module,
+    module: pl.LightningModule,
     names: Collection[str],
     listed: Collection[str] | None,
     settings: Settings,
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
-) -> SplitBlocks | None:
-    """The blocks, and modules beside them, that a plan of the user's own splits, before they are wrapped.
+) -> list[SplitBlocks | SplitAround]:
+    """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
 
     Args:
         names: This stage's blocks.
         listed: Those of all lists; with one stage, where there is something beside them.
     """
     if not styles or settings.compile_blocks:
-        return None
+        return []
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
     if settings.tensor_parallel_plan is None:
         blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
-    parts: dict[str, nn.Module] = {}
-    if listed is not None:
-        split = {name for name in names if any(style.startswith(f"{name}.") for style in styles)}
-        parts = {name: module.get_submodule(name) for name in beside_blocks(module, {*split, *listed}, styles)}
-    return SplitBlocks(blocks, parts, styles, partial(looking_at, device))
+    looks = partial(looking_at, device)
+    if listed is None:
+        return [SplitBlocks(blocks, {}, styles, looks)]
+    whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
+    parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
+    step = "training_step" if module.automatic_optimization else None
+    around = SplitAround(module, whole, parts, styles, step, looks, partial(looking_at_step, device))
+    return [SplitBlocks(blocks, parts, styles, looks), around]
 
 
 def _wrap_blocks(

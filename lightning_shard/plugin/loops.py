@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.data.loader import drop_repeated
@@ -140,6 +141,12 @@ def samples_drawn(trainer: pl.Trainer) -> int | None:
     sizes = {getattr(sampler, "batch_size", None) for sampler in samplers}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if isinstance(size, int) else None
+
+
+def stacks_samples(trainer: pl.Trainer) -> bool:
+    """Whether torch's own collate function makes what the loaders give: then no list in it holds samples."""
+    loop = trainer.fit_loop if trainer.training else evaluating(trainer)
+    return all(getattr(loader, "collate_fn", None) is default_collate for loader in dataloaders(loop))
 
 
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:

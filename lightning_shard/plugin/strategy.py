@@ -159,6 +159,7 @@ class HybridShardStrategy(PreparedStrategy):
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
         self._samples: bool | None = None
+        self._checks_parameters = False
         self._ahead: BatchesAhead | None = None
 
     # What users look at
@@ -268,6 +269,8 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
+        self._keep_loaded()
+        self._checks_parameters = True
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
@@ -284,7 +287,8 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         assert self._assembly is not None
-        if batch_idx == 0:  # after the hooks of the epoch's start
+        if batch_idx == 0 or self._checks_parameters:  # after the hooks of the run's and the epoch's start
+            self._checks_parameters = False
             self._assembly.check_parameters(self.lightning_module, self.groups)
         if not isinstance(self._steps, PipelinedSteps):
             return

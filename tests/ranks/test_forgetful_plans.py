@@ -119,17 +119,17 @@ class Kept(Watched):
         self.kept.append(float(features.detach().square().mean()))
 
 
-def fit(module: L.LightningModule) -> None:
-    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+def fit(module: L.LightningModule, plan: dict[str, str] = SPLIT) -> None:
+    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
     L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(
         module, DataLoader(torch.randn(8, WIDTH), batch_size=8)
     )
 
 
-def warned_of(module: L.LightningModule, word: str) -> list[str]:
+def warned_of(module: L.LightningModule, word: str, plan: dict[str, str] = SPLIT) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(module)
+        fit(module, plan)
     return [str(warning.message) for warning in caught if word in str(warning.message)]
 
 
@@ -143,6 +143,35 @@ def test_a_hook_that_is_given_split_features_is_told_of() -> None:
     assert said.startswith(
         "A hook on layers.0.between is given the part of the features that this tensor rank computes"
     )
+
+
+class Drops(Model):
+    """Drops features where they are split, or behind that."""
+
+    def __init__(self, splits: bool, always: bool) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.between = Noise() if always else nn.Dropout(0.5 if splits else 0.0)
+            if not splits:
+                layer.down = nn.Sequential(layer.down, nn.Dropout(0.5))
+
+
+class Noise(nn.Module):
+    def forward(self, features: Tensor) -> Tensor:
+        return F.dropout(features, 0.5, training=True)
+
+
+def draws_warned_of() -> list[int]:
+    """How often, for each."""
+    found = []
+    for splits, always in ((True, False), (True, True), (False, False)):
+        plan = SPLIT if splits else {"layers.*.up": "colwise", "layers.*.down.0": "rowwise"}
+        found.append(len(warned_of(Drops(splits, always), "draws random numbers", plan)))
+    return found
+
+
+def test_random_numbers_for_split_features_are_told_of() -> None:
+    assert run_ranks(draws_warned_of, 2, elastic=True) == [[1, 1, 0], [0, 0, 0]]
 
 
 class Keeps(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
 
@@ -115,6 +116,58 @@ def test_hooks_compute_with_what_is_loaded(sizes: dict[str, int], tmp_path: Path
     path = str(tmp_path / "file.ckpt")
     save(path)
     check_goes_on_alike(edited, sizes, path)
+
+
+class Keeps(Model):
+    """Keeps a checkpoint's tensors beside its own, as an average's; so does a callback."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        keep(self, checkpoint)
+
+
+class KeepsToo(L.Callback):
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        keep(self, checkpoint)
+
+
+def keep(holder: Any, checkpoint: dict[str, Any]) -> None:
+    holder.average = dict(checkpoint["state_dict"])
+    holder.pairs = [(name, value) for name, value in checkpoint["state_dict"].items()]
+
+
+def kept(sizes: dict[str, int] | None, path: str) -> list[dict[str, torch.Tensor]]:
+    module, callback = Keeps(), KeepsToo()
+    train("gpt", sizes, module=lambda: module, callbacks=[callback], steps=2, resume=path)
+    return [dict(held) for each in (module, callback) for held in (each.average, each.pairs)]
+
+
+class Replaces(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.model.head.weight = nn.Parameter(checkpoint["state_dict"]["model.head.weight"].clone())
+
+
+def replaced(path: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"'model\.head\.weight' came to the module, or was replaced, after it"
+    ):
+        train("gpt", layout(pipeline=2), module=Replaces, steps=2, resume=path)
+
+
+def test_what_hooks_keep_of_a_checkpoint_is_read_and_a_parameter_that_they_replace_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "file.ckpt")
+    save(path)  # in the middle of an epoch
+    stored = torch.load(path, weights_only=False)["state_dict"]
+    for held in (each for rank in run_ranks(kept, 2, layout(pipeline=2), path, elastic=True) for each in rank):
+        assert held.keys() == stored.keys()
+        assert {type(value) for value in held.values()} == {torch.Tensor}
+        assert all(torch.equal(value, stored[name]) for name, value in held.items())
+    run_ranks(replaced, 2, path, elastic=True)
 
 
 class Halved(Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -61,6 +62,23 @@ def test_gradients_reach_what_was_made_of_it() -> None:
     keep_plain(module)
     assert type(module.made) is nn.Parameter
     assert not module.made.requires_grad
+
+
+class Keeps:
+    def __init__(self) -> None:
+        self.values = {"a": [Carried.of(Stored(2))], "b": (1, Carried.of(Stored(3)))}
+        self.last = Carried.of(Stored(1))
+
+
+def test_what_is_kept_in_containers_and_by_others_is_plain_too() -> None:
+    module, callback = nn.Linear(2, 2), Keeps()
+    module.kept, module.queue = Keeps(), deque([Carried.of(Stored(4))])
+    keep_plain(module, callback)
+    for holder in (module.kept, callback):
+        held = [holder.values["a"][0], holder.values["b"][1], holder.last]
+        assert [type(value) for value in held] == [Tensor] * 3
+        assert holder.values["b"][0] == 1
+    assert [type(value) for value in module.queue] == [Tensor]
 
 
 def test_each_rank_tells_of_what_it_converts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,28 @@ def test_a_metrics_value_for_the_step_is_of_the_batch(metric: str, of_batch: flo
     assert logged.of_step == of_batch
 
 
+class OwnLog(Module):
+    def log(self, name: str, value: Any, split: str = "train", **options: Any) -> None:  # type: ignore[override]
+        self.said = (f"{split}/{name}", value, options)
+
+
+@pytest.mark.parametrize("on_object", [False, True])
+def test_a_log_of_the_users_own_is_told_once_of_the_batch(on_object: bool) -> None:
+    module = OwnLog()
+    if on_object:
+        of_class, module = module.log, Module()
+        module.log = of_class  # type: ignore[method-assign]
+    own, logs = module.log, HeldLogs(module)
+    with logs.holding(2):
+        module.log("x", 1.0, "val")  # type: ignore[arg-type]
+        module.log("x", 2.0, "val")  # type: ignore[arg-type]
+        with pytest.raises(StepError, match=r"self\.log\('y', …\) of a Tensor by a log of the user's own"):
+            module.log("y", torch.zeros(3))
+    logs.say(logs.combined())
+    assert own.__self__.said == ("val/x", 1.5, {})  # type: ignore[attr-defined]
+    assert module.log == own
+
+
 def test_what_cant_be_logged_is_lightnings_to_say() -> None:
     module = Module()
     with HeldLogs(module).holding(2), pytest.raises(ValueError, match="`str` values cannot be logged"):

@@ -80,7 +80,9 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
     x, key, value = torch.zeros(3, 4, 2)
     for batch, drawn in (
         ([x, x], 4),  # an input and a target
-        ({"x": x, "scales": [x, x, x, x]}, 4),
+        ({"x": x, "scales": [x, x, x]}, 4),
+        ([x[:2], x[:2]], None),  # an input and a target, of two samples
+        ([x, x, x, x.long()], 4),
         ([torch.zeros(6, 3), torch.zeros(6)], 2),  # samples that are several each
         ({"x": x, "views": [{"x": x}, {"x": x}]}, None),
         ({"x": x, "targets": [{"id": torch.tensor(i)} for i in range(4)]}, 4),
@@ -100,6 +102,8 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         ({"targets": [(x, x) for _ in range(4)]}, None, "as a batch of 4 samples"),
         ((tuple(sequences), tuple(torch.tensor(i) for i in range(4))), 4, "tuple of 4 entries.*first size of 12"),
         ([torch.zeros(4, 5 + i, 7) for i in range(3)], 3, "list of 3 entries.*first size of 4"),
+        ({"x": x, "boxes": [x, x, x, x]}, 4, "list of 4 entries.*first size of 4, and a batch is made of 4 samples"),
+        ([torch.zeros(4, 3)] * 4, None, "list of 4 entries.*first size of 4 too: it isn't clear"),
     ):
         with pytest.raises(BatchError, match=says):
             tree.refuse_list_of_samples(batch, drawn)

@@ -62,6 +62,8 @@ class CheckpointedStrategy(ConnectedStrategy):
         """Of this rank, loaded and not yet put to use."""
         self._loaded_from = ""
         """The path of the checkpoint that was loaded last."""
+        self._gave_carried = False
+        """Whether hooks were given a checkpoint's tensors that are read when they are used."""
         self._left_out: Frozen | None = None
 
     @property
@@ -166,9 +168,17 @@ class CheckpointedStrategy(ConnectedStrategy):
 
         load_together(pairs)
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
-        if edits_checkpoints(module):
+        self._gave_carried = edits_checkpoints(module)
+        if self._gave_carried:
             loaded["state_dict"] = carried(loaded["state_dict"])
         return loaded
+
+    def _keep_loaded(self) -> None:
+        """After all hooks of loading: what they have kept of a checkpoint is read now, while it is there."""
+        if self._gave_carried:
+            self._gave_carried = False
+            assert self.lightning_module is not None
+            keep_plain(self.lightning_module, *self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

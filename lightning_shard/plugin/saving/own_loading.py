@@ -7,8 +7,9 @@ are used, and is copied into a sharded parameter by this rank's part. So is ``on
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard import checkpoint as ckpt
+from lightning_shard import tree
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.errors import StateMismatchError
+from lightning_shard.plugin.steps.python_state import attributes, below, is_object, reachable
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
@@ -60,14 +63,35 @@ def left_by_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v.content if isinstance(v, Carried) else v for name, v in state.items()}
 
 
-def keep_plain(module: nn.Module) -> None:
-    """Put plain tensors where loading code has put a checkpoint's tensors into a module itself."""
-    for part in module.modules():
-        held: Any
-        for held in (part._parameters, part._buffers, vars(part)):
-            for name, value in held.items():
-                if isinstance(value, Carried):
-                    held[name] = value.plain()
+def keep_plain(module: nn.Module, *others: object) -> None:
+    """Put plain tensors where loading code has put a checkpoint's tensors: into a module, and what it or others hold.
+
+    Else they would be read when they are used, from files that may be gone then, or be another checkpoint's.
+    """
+    holders: list[Any] = [part._parameters for part in module.modules()]
+    holders += (value for _, value in reachable(module))
+    holders += (value for other in others for _, value in below("", other))
+    for holder in holders:
+        if isinstance(holder, (list, deque)):
+            entries: Any = list(enumerate(holder))
+            put: Any = holder.__setitem__
+        elif isinstance(holder, dict):
+            entries, put = list(dict.items(holder)), partial(dict.__setitem__, holder)
+        elif isinstance(holder, nn.Module) or is_object(holder):
+            entries, put = list(attributes(holder).items()), partial(object.__setattr__, holder)
+        else:
+            continue
+        for key, entry in entries:
+            if (own := _plain(entry)) is not entry:
+                put(key, own)
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, Carried):
+        return entry.plain()
+    if isinstance(entry, tuple) and any(isinstance(leaf, Carried) for leaf in tree.leaves(entry)):
+        return tree.map_leaves(_plain, entry)
+    return entry
 
 
 class Carried(torch.Tensor):

@@ -13,10 +13,12 @@ on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Number
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,12 +97,21 @@ class HeldLogs:
         return said
 
     def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
-        """Log what the last stage combined."""
+        """Log what the last stage combined, by a ``log`` of the user's where there is one."""
         for name, value, options in said:
             metric = isinstance(value, LoggedMetric)
             if not metric and self._microbatches > 1 and _reduction(options) == "sum":
                 self._tell_of_sum(name)
-            type(self._module).log(self._module, name, self._own(value) if metric else value, **options)
+            self._users()(name, self._own(value) if metric else value, **options)
+
+    def _users(self) -> Callable[..., Any]:
+        """The module's ``log``: a method of its class, or what was put on the object."""
+        on_object = self._module.__dict__.get("log")
+        if on_object == self._hold:
+            on_object = self._notes
+        if isinstance(on_object, NotesLogs):
+            on_object = on_object.log
+        return on_object or MethodType(type(self._module).log, self._module)
 
     def _tell_of_sum(self, name: str) -> None:
         if name not in self._said_to_be_sums:
@@ -111,13 +122,19 @@ class HeldLogs:
             )
 
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        options = {**dict(zip(_POSITIONAL, args)), **kwargs}
+        options = {**(dict(zip(_further_arguments(self._users()), args)) if args else {}), **kwargs}
         refuse(value, f"self.log({name!r}, …)")
         if isinstance(self._notes, NotesLogs):
             self._notes.note(name, value)
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
+            if getattr(self._users(), "__func__", None) is not pl.LightningModule.log:
+                raise StepError(
+                    f"self.log({name!r}, …) of a {type(value).__name__} by a log of the user's own: with several"
+                    " pipeline stages it is called once for each batch, with what the microbatches log, which must be"
+                    " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1."
+                )
             type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, and says what can be logged
             return
         size = options.pop("batch_size", None)
@@ -156,6 +173,14 @@ class HeldLogs:
             if module is metric:
                 return path
         raise StepError(f"self.log({name!r}, …) of a Metric that is no attribute of the LightningModule: make it one.")
+
+
+def _further_arguments(log: Callable[..., Any]) -> Sequence[str]:
+    """The names of those that may come behind a name and a value."""
+    further = list(inspect.signature(log).parameters.values())[2:]
+    if any(each.kind is each.VAR_POSITIONAL for each in further):
+        return _POSITIONAL
+    return [each.name for each in further]
 
 
 _OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}

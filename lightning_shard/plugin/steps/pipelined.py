@@ -270,7 +270,7 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
-        tree.refuse_list_of_samples(batch, loops.samples_drawn(self._module.trainer))
+        self._refuse_list_of_samples(batch, may_be_last=True)
         parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
 
         def run(stage: Stage, i: int) -> Any:
@@ -298,9 +298,13 @@ class PipelinedSteps:
         """
         size = tree.batch_size(batch)
         self._whole_batch = self._whole_batch or size
-        drawn = loops.samples_drawn(self._module.trainer)
-        tree.refuse_list_of_samples(batch, drawn, may_be_last=size < self._whole_batch)
+        self._refuse_list_of_samples(batch, may_be_last=size < self._whole_batch)
         return tree.split(batch, self._microbatches if size >= self._whole_batch else self._most_parts(batch))
+
+    def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
+        trainer = self._module.trainer
+        if not loops.stacks_samples(trainer):
+            tree.refuse_list_of_samples(batch, loops.samples_drawn(trainer), may_be_last=may_be_last)
 
     def _most_parts(self, batch: Any) -> int:
         size = tree.batch_size(batch)

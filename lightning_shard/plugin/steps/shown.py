@@ -53,12 +53,12 @@ class NotesLogs:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._log = module.log
+        self.log = module.log
         self.found: dict[str, Outline] = {}
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self.note(name, value)
-        self._log(name, value, *args, **kwargs)
+        self.log(name, value, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return MethodType(type(self._module).log, copy.deepcopy(self._module, memo))

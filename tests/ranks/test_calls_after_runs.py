@@ -1,0 +1,101 @@
+"""A module, and parts of it, that are called when its run is over: as on one process, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import StepError
+from lightning_shard.sharding import full_tensor
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET
+
+WIDTH = 16
+DATA = {"data_parallel_size": 2}
+PLAN = {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch), torch.ones_like(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples() -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def fitted(sizes: dict[str, Any] | None) -> Model:
+    module = Model()
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=2, **QUIET)
+    trainer.fit(module, DataLoader(samples(), batch_size=4 if sizes == DATA else 8))
+    return module
+
+
+def called(sizes: dict[str, Any] | None) -> dict[str, Tensor]:
+    """What the module and its parts return, and gradients of parts: all since the run."""
+    module, x = fitted(sizes), samples()[:4]
+    module.zero_grad()
+    found = {"whole": module(x), "head": module.head(x), "layer": module.layers[0](x)}
+    (module.head(x).square().mean() + module.layers[0](x).square().mean()).backward()
+    for name in ("head.weight", "layers.0.2.weight"):
+        gradient = module.get_parameter(name).grad
+        assert gradient is not None
+        found[f"{name}.grad"] = full_tensor(gradient)
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, DATA], ids=["tp2", "dp2"])
+def test_it_returns_what_it_does_on_one_process_and_gradients_of_parts_arrive(sizes: dict[str, Any]) -> None:
+    expected = called(None)
+    for ours in run_ranks(called, 2, sizes, elastic=True):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def refused() -> list[str]:
+    """What each says; one whose weights are on another stage is unknown, until it is asked for."""
+    module, x = fitted({"pipeline_parallel_size": 2}), samples()[:4]
+    found = []
+    for part in (module.enter, module.layers[0], module.layers[1], module.head, module):
+        with pytest.raises(StepError) as error:
+            float(part(x).sum())
+        found.append(str(error.value))
+    return found
+
+
+def test_on_stages_all_that_is_called_is_refused_by_name() -> None:
+    last, first = run_ranks(refused, 2, elastic=True)
+    for held, others in ((first, last), (last[::-1][1:], first[::-1][1:])):  # a part, and a block
+        assert held[0].startswith("A part of the network, a Linear, was called outside a step.")
+        assert held[1].startswith("A part of the network, a Sequential, was called outside a step.")
+        assert "weight, which stage" in others[0]
+        assert others[1].startswith("The network was called outside a step")
+    for whole in (first[-1], last[-1]):
+        assert whole.startswith("The network was called outside a step")
+        assert "load_from_checkpoint" in whole

@@ -1,0 +1,140 @@
+"""A plan that splits layers which a module holds beside its blocks: right, or refused by the first step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import PlanError
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import QUIET
+
+WIDTH = 16
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "enter": "colwise", "leave": "rowwise"}
+BETWEEN = {"each": F.gelu, "all": partial(F.normalize, dim=-1), "softmax": partial(F.softmax, dim=-1)}
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(self.up(x).relu(), 0.0))
+
+
+class Backbone(nn.Module):
+    """Has a projection of its own before its blocks."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between = between
+        self.enter, self.leave = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Feed() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.leave(BETWEEN[self.between](self.enter(x)))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OfBackbone(L.LightningModule):
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.net = Backbone(between)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(self.net(batch["x"])), batch["y"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfItself(OfBackbone):
+    """The same, held by the LightningModule itself; its step logs, counts, and keeps a statistic."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__(between)
+        self.enter, self.leave, self.layers = self.net.enter, self.net.leave, self.net.layers
+        self.between = between
+        del self.net
+        self.mean = MeanMetric()
+        self.losses: list[float] = []
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        x = self.leave(BETWEEN[self.between](self.enter(batch["x"])))
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.mse_loss(self.head(x), batch["y"])
+        self.losses.append(float(loss))
+        self.seen += 1
+        self.mean(loss)
+        self.log("mean", self.mean)
+        self.log("count", float(len(self.losses)) + float(self.seen))
+        return {"loss": loss}
+
+
+class Halves(OfBackbone):
+    """Two parts beside the blocks, of which one is given what the other has split."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__("each")
+        self.enter, self.leave = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH)), nn.Sequential(nn.Linear(2 * WIDTH, WIDTH))
+        self.between = between
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.leave(BETWEEN[self.between](self.enter(batch["x"])))
+        return super().training_step({**batch, "x": x}, batch_idx)
+
+
+OF_HALVES = PLAN | {"enter.0": "colwise", "leave.0": "rowwise"}
+del OF_HALVES["enter"], OF_HALVES["leave"]
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", [OfBackbone, OfItself])
+def test_layers_beside_blocks_with_code_for_each_feature_between_them_train_alike(kind: type[OfBackbone]) -> None:
+    assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+
+
+@pytest.mark.long
+def test_so_they_do_on_data_ranks_and_where_parts_hand_on_split_features() -> None:
+    assert_trains_alike(partial(OfItself, "each"), batches, ["dp2 x tp2"], tensor_parallel_plan=PLAN)
+    assert_trains_alike(partial(Halves, "each"), batches, ["tp2"], tensor_parallel_plan=OF_HALVES)
+
+
+def refusals() -> list[str]:
+    found = []
+    for kind, between in [(OfBackbone, "all"), (OfBackbone, "softmax"), (OfItself, "all"), (Halves, "softmax")]:
+        plan = OF_HALVES if kind is Halves else PLAN
+        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(PlanError) as error:
+            trainer.fit(kind(between), DataLoader([{"x": torch.ones(WIDTH), "y": torch.ones(WIDTH)}] * 8, batch_size=8))
+        found.append(str(error.value))
+    return found
+
+
+def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_what_holds_them() -> None:
+    for found in run_ranks(refusals, 2, elastic=True):
+        for said, who, where in zip(
+            found, ["net"] * 2 + ["training_step"] * 2, ["net.leave"] * 2 + ["leave", "leave.0"]
+        ):
+            assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
+            assert f"first in what {where} returns" in said
