@@ -30,6 +30,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.adapters import layers_in_place
 from lightning_shard.parallel.blocks import tied_parameters
@@ -170,6 +171,20 @@ class SummedGradients(ParallelStyle):
         return module
 
 
+class SharedOutput(ParallelStyle):
+    """A module computed alike on all ranks, of whose output each has use for features or heads of its own.
+
+    So a single head's keys and values beside queries that are split, or a gate: gradients are summands there.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_: nn.Module, __: Any, output: Any) -> Any:
+            return tree.map_leaves(partial(_to_shares, mesh=device_mesh), output)
+
+        module.register_forward_hook(share)
+        return module
+
+
 class SharedByHeads(ParallelStyle):
     """A module computed alike on all ranks, of whose output the last features go to each rank's own heads.
 
@@ -206,6 +221,7 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_split_input": Split("in", _REPLICATED, _LAST, _REPLICATED),
     "embedding_rowwise": Split("rows", _REPLICATED, _REPLICATED, _REPLICATED),
     "replicated_with_grad_allreduce": SummedGradients(),
+    "shared_output": SharedOutput(),
     # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is split by sequence. It begins
     # with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
     "scatter_sequence": ScatterSequence(),
@@ -340,9 +356,23 @@ def _styles(
                 f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, has {setting}, which torch can't do"
                 " on a part of a table: build it without, or leave it out of the plan."
             )
+        if isinstance(layer, nn.Embedding) and style.given == _LAST:
+            raise PlanError(
+                f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, is given indices, and not a part of"
+                ' features: choose "embedding_rowwise" (by rows of the table) or "colwise_gather_output".'
+            )
+        if isinstance(layer, _OF_OTHER_INPUTS) and style.features is not None:
+            raise PlanError(
+                f"tensor_parallel_plan: {part}, a {type(layer).__name__} of style {chosen!r}: linear layers and"
+                " embeddings can be split: leave it, and layers that it works with, out of the plan."
+            )
         for key, parameter in layer.named_parameters(recurse=False):
             style.placement(layer, f"{part}.{key}", parameter, parts)
         yield part, style
+
+
+_OF_OTHER_INPUTS = (nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase)
+"""Layers of torch that have features elsewhere than in the last dim of one input, or compute more than a product."""
 
 
 def _of_whole_tables(embedding: nn.Embedding) -> str:
