@@ -10,6 +10,7 @@ so colwise followed by rowwise costs one all-reduce forward and one backward (Me
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -40,6 +42,10 @@ from lightning_shard.parallel.plans import check_heads, declared_plan, matches, 
 Plan = Mapping[str, str | ParallelStyle]
 
 _REPLICATED, _LAST, _SEQUENCE = Replicate(), Shard(-1), Shard(1)
+
+
+class IndivisibleError(PlanError):
+    """A parameter's size isn't a multiple of the tensor axis."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Split(ParallelStyle):
         """Where one of a module's parameters goes.
 
         Raises:
-            PlanError: Its size doesn't divide.
+            IndivisibleError: Its size doesn't divide.
         """
         if self.features is None:
             return _REPLICATED
@@ -89,7 +95,7 @@ class Split(ParallelStyle):
             else:
                 dim = out_dim if self.features == "out" else 1 - out_dim
         if parameter.size(dim) % parts:
-            raise PlanError(
+            raise IndivisibleError(
                 f"{name} of a {type(module).__name__} has {parameter.size(dim)} {self.features} features, which"
                 f" tensor_parallel_size ({parts}) must divide: choose another size, or leave it out of the plan."
             )
@@ -297,7 +303,8 @@ def resolve_plan(
             else:
                 if declared and chosen == "colwise":
                     check_heads(modules, name, parts)
-                resolved.update(_styles(modules, name, pattern, chosen, parts))
+                if not (declared and _stays_whole(modules, name, chosen, parts)):
+                    resolved.update(_styles(modules, name, pattern, chosen, parts))
     for name in experts:
         of_module = {key.rpartition(".")[2]: cuts.pop(key) for key in list(cuts) if key.rpartition(".")[0] == name}
         resolved[name] = _experts_style(name, modules[name], of_module, parts)
@@ -314,6 +321,23 @@ def resolve_plan(
 
 def _is_in(name: str, outer: Collection[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in outer)
+
+
+def _stays_whole(modules: Mapping[str, nn.Module], name: str, chosen: Any, parts: int) -> bool:
+    """Whether a declared plan's layer can't be split, and needn't be, since it is given and hands on what is whole.
+
+    So a head and an embedding, of a vocabulary to which a token was added. Told of: they take memory on each rank.
+    """
+    style = STYLES.get(chosen)
+    if not isinstance(style, Split) or (style.given, style.produced) != (_REPLICATED, _REPLICATED):
+        return False
+    try:
+        [*_styles(modules, name, name, chosen, parts)]
+    except IndivisibleError as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(f"{name} stays whole on every tensor rank. {error}", stacklevel=2)
+        return True
+    return False
 
 
 def _styles(
