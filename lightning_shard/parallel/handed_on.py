@@ -80,6 +80,6 @@ class OutputGradients:
 
 def norm_and_sum(values: Tensor) -> Tensor:
     """``[2]``, given in 64 bits. Taken in 32 where values have fewer, and never of a copy: they may be all logits'."""
-    values = values.detach()
+    values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
     wide = torch.float32 if values.dtype.itemsize < 4 else None
     return torch.stack([torch.linalg.vector_norm(values, dtype=wide), values.sum(dtype=wide)]).double()
