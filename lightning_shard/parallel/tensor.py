@@ -10,6 +10,7 @@ so colwise followed by rowwise costs one all-reduce forward and one backward (Me
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -30,6 +32,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.adapters import layers_in_place
 from lightning_shard.parallel.blocks import tied_parameters
@@ -39,6 +42,10 @@ from lightning_shard.parallel.plans import check_heads, declared_plan, matches, 
 Plan = Mapping[str, str | ParallelStyle]
 
 _REPLICATED, _LAST, _SEQUENCE = Replicate(), Shard(-1), Shard(1)
+
+
+class IndivisibleError(PlanError):
+    """A parameter's size isn't a multiple of the tensor axis."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Split(ParallelStyle):
         """Where one of a module's parameters goes.
 
         Raises:
-            PlanError: Its size doesn't divide.
+            IndivisibleError: Its size doesn't divide.
         """
         if self.features is None:
             return _REPLICATED
@@ -88,7 +95,7 @@ class Split(ParallelStyle):
             else:
                 dim = out_dim if self.features == "out" else 1 - out_dim
         if parameter.size(dim) % parts:
-            raise PlanError(
+            raise IndivisibleError(
                 f"{name} of a {type(module).__name__} has {parameter.size(dim)} {self.features} features, which"
                 f" tensor_parallel_size ({parts}) must divide: choose another size, or leave it out of the plan."
             )
@@ -170,6 +177,20 @@ class SummedGradients(ParallelStyle):
         return module
 
 
+class SharedOutput(ParallelStyle):
+    """A module computed alike on all ranks, of whose output each has use for features or heads of its own.
+
+    So a single head's keys and values beside queries that are split, or a gate: gradients are summands there.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_: nn.Module, __: Any, output: Any) -> Any:
+            return tree.map_leaves(partial(_to_shares, mesh=device_mesh), output)
+
+        module.register_forward_hook(share)
+        return module
+
+
 class SharedByHeads(ParallelStyle):
     """A module computed alike on all ranks, of whose output the last features go to each rank's own heads.
 
@@ -206,6 +227,7 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_split_input": Split("in", _REPLICATED, _LAST, _REPLICATED),
     "embedding_rowwise": Split("rows", _REPLICATED, _REPLICATED, _REPLICATED),
     "replicated_with_grad_allreduce": SummedGradients(),
+    "shared_output": SharedOutput(),
     # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is split by sequence. It begins
     # with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
     "scatter_sequence": ScatterSequence(),
@@ -281,7 +303,8 @@ def resolve_plan(
             else:
                 if declared and chosen == "colwise":
                     check_heads(modules, name, parts)
-                resolved.update(_styles(modules, name, pattern, chosen, parts))
+                if not (declared and _stays_whole(modules, name, chosen, parts)):
+                    resolved.update(_styles(modules, name, pattern, chosen, parts))
     for name in experts:
         of_module = {key.rpartition(".")[2]: cuts.pop(key) for key in list(cuts) if key.rpartition(".")[0] == name}
         resolved[name] = _experts_style(name, modules[name], of_module, parts)
@@ -298,6 +321,23 @@ def resolve_plan(
 
 def _is_in(name: str, outer: Collection[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in outer)
+
+
+def _stays_whole(modules: Mapping[str, nn.Module], name: str, chosen: Any, parts: int) -> bool:
+    """Whether a declared plan's layer can't be split, and needn't be, since it is given and hands on what is whole.
+
+    So a head and an embedding, of a vocabulary to which a token was added. Told of: they take memory on each rank.
+    """
+    style = STYLES.get(chosen)
+    if not isinstance(style, Split) or (style.given, style.produced) != (_REPLICATED, _REPLICATED):
+        return False
+    try:
+        [*_styles(modules, name, name, chosen, parts)]
+    except IndivisibleError as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(f"{name} stays whole on every tensor rank. {error}", stacklevel=2)
+        return True
+    return False
 
 
 def _styles(
@@ -340,9 +380,23 @@ def _styles(
                 f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, has {setting}, which torch can't do"
                 " on a part of a table: build it without, or leave it out of the plan."
             )
+        if isinstance(layer, nn.Embedding) and style.given == _LAST:
+            raise PlanError(
+                f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, is given indices, and not a part of"
+                ' features: choose "embedding_rowwise" (by rows of the table) or "colwise_gather_output".'
+            )
+        if isinstance(layer, _OF_OTHER_INPUTS) and style.features is not None:
+            raise PlanError(
+                f"tensor_parallel_plan: {part}, a {type(layer).__name__} of style {chosen!r}: linear layers and"
+                " embeddings can be split: leave it, and layers that it works with, out of the plan."
+            )
         for key, parameter in layer.named_parameters(recurse=False):
             style.placement(layer, f"{part}.{key}", parameter, parts)
         yield part, style
+
+
+_OF_OTHER_INPUTS = (nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase)
+"""Layers of torch that have features elsewhere than in the last dim of one input, or compute more than a product."""
 
 
 def _of_whole_tables(embedding: nn.Embedding) -> str:

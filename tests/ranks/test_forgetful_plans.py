@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,19 +26,19 @@ SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 class Feed(nn.Module):
     """Between its layers: a trained slope for all features, or a norm over all of them."""
 
-    def __init__(self, normed: bool) -> None:
+    def __init__(self, between: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.between = nn.LayerNorm(2 * WIDTH) if normed else nn.PReLU()
+        self.between = between()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.between(self.up(x)))
 
 
 class Model(L.LightningModule):
-    def __init__(self, normed: bool = False) -> None:
+    def __init__(self, between: Callable[[], nn.Module] = nn.PReLU) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Feed(normed) for _ in range(2))
+        self.layers = nn.ModuleList(Feed(between) for _ in range(2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
@@ -64,7 +64,54 @@ def test_what_runs_on_split_features_is_summed_where_the_plan_says_so_and_refuse
 
 def test_a_norm_over_features_that_are_split_is_refused_in_the_plans_name() -> None:
     with pytest.raises(PlanError, match=r"The first step fails with tensor_parallel_plan: Given normalized_shape"):
-        assert_trains_alike(partial(Model, normed=True), batches, "tp2", tensor_parallel_plan=SPLIT)
+        assert_trains_alike(
+            partial(Model, partial(nn.LayerNorm, 2 * WIDTH)), batches, "tp2", tensor_parallel_plan=SPLIT
+        )
+
+
+@pytest.mark.parametrize("wrong", [{"layers.*.up": "colwise"}, {"layers.*.down": "rowwise"}], ids=["up", "down"])
+def test_layers_that_dont_meet_are_refused_in_the_plans_name(wrong: dict[str, str]) -> None:
+    said = r"The first step fails with tensor_parallel_plan: .*(cannot be multiplied|same reduction dim)"
+    with pytest.raises(PlanError, match=said):
+        assert_trains_alike(partial(Model, nn.Tanh), batches, "tp2", tensor_parallel_plan=wrong)
+
+
+class Gated(nn.Module):
+    """What is computed from whole features meets split ones. No parameter is computed alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh() * self.gate(x).sum(-1, keepdim=True))
+
+
+def gated() -> Model:
+    model = Model()
+    model.layers = nn.ModuleList(Gated() for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("gate", "first"),
+    [
+        ("colwise_gather_output", "layers.0.gate and 1 more"),
+        ("rowwise_split_input", "layers.0.gate and 1 more"),
+        ("replicated_with_grad_allreduce", "layers.0.down"),  # sums the gate's own gradients, not its input's
+    ],
+)
+def test_whole_outputs_that_meet_split_features_are_refused(gate: str, first: str) -> None:
+    plan = SPLIT | {"layers.*.gate": gate}
+    with pytest.raises(PlanError, match=f"^{first}: what this layer hands on is whole, but the tensor ranks have"):
+        assert_trains_alike(gated, batches, "tp2", tensor_parallel_plan=plan)
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2 x tp2", marks=pytest.mark.long)])
+def test_shared_outputs_that_meet_split_features_train_alike(layout: str) -> None:
+    plan = SPLIT | {"layers.*.gate": "shared_output"}
+    assert_trains_alike(gated, batches, layout, tensor_parallel_plan=plan)
 
 
 class Watched(Model):

@@ -231,3 +231,34 @@ def test_a_weight_that_is_computed_from_others_is_refused(compute: Any, name: st
     for style in ("colwise", "rowwise"):
         with pytest.raises(PlanError, match=rf"has its weight computed anew by {name}, which can't be done in parts"):
             resolve_plan(net, {"0": style}, 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "style", "told"),
+    [
+        (nn.Embedding(8, 4), "rowwise", 'is given indices, and not a part of features: choose "embedding_rowwise"'),
+        (nn.Conv1d(4, 4, 3), "colwise", "a Conv1d of style 'colwise': linear layers and embeddings can be split"),
+        (
+            nn.ConvTranspose1d(4, 4, 3),
+            "rowwise_split_input",
+            "a ConvTranspose1d of style 'rowwise_split_input': linear",
+        ),
+        (nn.MultiheadAttention(4, 2), "colwise", "a MultiheadAttention of style 'colwise': linear"),
+        (nn.LSTM(4, 4), "colwise", "a LSTM of style 'colwise': linear"),
+    ],
+)
+def test_layers_that_a_style_doesnt_fit_are_refused(layer: nn.Module, style: str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        resolve_plan(nn.Sequential(layer), {"0": style}, 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_of_an_odd_vocabulary_stays_whole_in_a_models_own_plan(tied: bool) -> None:
+    model = transformers_model("Llama", vocab_size=65, tie_word_embeddings=tied)
+    root = nn.ModuleDict({"net": model})
+    with pytest.warns(UserWarning, match=r"net\.lm_head stays whole on every tensor rank\. .*has 65 out features"):
+        styles = resolve_plan(root, None, 2)
+    assert not {"net.lm_head", "net.model.embed_tokens"} & styles.keys()
+    assert styles["net.model.layers.0.self_attn.q_proj"] is STYLES["colwise"]
+    with pytest.raises(PlanError, match=r"net\.lm_head\.weight of a Linear has 65 out features"):
+        resolve_plan(root, {"lm_head": "colwise_gather_output"}, 2)

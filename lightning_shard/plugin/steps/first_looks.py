@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.parallel.handed_on import OutputGradients
 from lightning_shard.plugin.limits import warning_of_buffers_changed, warning_of_numbers_kept
 from lightning_shard.plugin.optimizers import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
@@ -54,6 +55,7 @@ class FirstLooks:
         self._steps = self._compared = 0
         self._kinds: set[str] = set()
         self._updates = 0
+        self._outputs = OutputGradients(module)
         self._buffers = tensor_ranks.Buffers(module) if layout.tensor_parallel_size > 1 else None
 
     @contextmanager
@@ -82,6 +84,8 @@ class FirstLooks:
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
+            if method == "training_step" and self._updates < tensor_ranks.STEPS:
+                looks.enter_context(self._outputs.watched())
             yield shown
 
     def check_losses(self, output: object) -> None:
@@ -107,6 +111,8 @@ class FirstLooks:
         if not self._updates:
             self._check_ties()
         if self._updates < tensor_ranks.STEPS and self._buffers is not None:
-            tensor_ranks.check_whole_gradients(self._module.named_parameters(), self._mesh[TENSOR_AXIS])
-            self._buffers.check(self._mesh[TENSOR_AXIS])
+            axis = self._mesh[TENSOR_AXIS]
+            tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)
+            tensor_ranks.check_outputs(self._outputs.take(), axis)
+            self._buffers.check(axis)
         self._updates += 1

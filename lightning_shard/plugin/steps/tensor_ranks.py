@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import PlanError, ShardError, StepError
+from lightning_shard.parallel.handed_on import norm_and_sum
 from lightning_shard.sharding import local_tensor
 
 STEPS = 3
@@ -29,7 +30,10 @@ _NOISE = 1e-6
 """A gradient that is zero but for rounding may be anything this small, relative to the largest one's norm."""
 _LOSS_ROUNDING = {True: 1e-5, False: 1e-3}
 """By how much losses that are computed alike may differ, of their size, in 32 bits or more and in fewer."""
-_STYLE = "replicated_with_grad_allreduce"
+_STYLES = (
+    'Give a module that runs on such features the style "replicated_with_grad_allreduce", and one that runs on whole'
+    ' ones, and whose output meets them (a gate, or keys of a single head), "shared_output": these add gradients up.'
+)
 
 
 def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis: DeviceMesh) -> None:
@@ -45,17 +49,45 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
     whole = {name: parameter for name, parameter in parameters if not _is_split(parameter, tensor_axis)}
     if not whole:
         return
-    everyone = _everyones(torch.stack([_norm_and_sum(parameter) for parameter in whole.values()]), tensor_axis)
+    wrong = _apart({name: _norm_and_sum(parameter) for name, parameter in whole.items()}, tensor_axis)
+    if wrong:
+        raise PlanError(
+            f"{_first_of(wrong)}: the tensor ranks have different gradients of it, so it, or what is computed with it,"
+            f" is used on features that tensor_parallel_plan splits. {_STYLES} Or leave the layers around it out of"
+            " the plan."
+        )
+
+
+def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
+    """Compare gradients of what split modules hand on whole; a collective call over the tensor axis.
+
+    Args:
+        gradients: Norms and sums by module, ``[2]``; of the same modules on all ranks.
+
+    Raises:
+        PlanError: On every rank of the axis, where one differs.
+    """
+    wrong = _apart(gradients, tensor_axis) if gradients else []
+    if wrong:
+        raise PlanError(
+            f"{_first_of(wrong)}: what this layer hands on is whole, but the tensor ranks have different gradients of"
+            " it, so what follows uses it, or what is computed from it, for a part of the features or heads that"
+            " tensor_parallel_plan splits, and the weights' gradients would be wrong. Split it as what it is used"
+            f" with. {_STYLES} Or leave the layers around it out of the plan."
+        )
+
+
+def _apart(values: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
+    """The names of those norms and sums that differ; a collective call over the axis."""
+    everyone = _everyones(torch.stack(list(values.values())), axis)
     norms = everyone[..., 0].amax(0)
     apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
     is_wrong = apart > _ROUNDING * norms + _NOISE * norms.max()
-    wrong = [name for name, is_apart in zip(whole, is_wrong.tolist()) if is_apart]
-    if wrong:
-        raise PlanError(
-            f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}: the tensor ranks have different"
-            " gradients of it, so it is used on features that tensor_parallel_plan splits. Give its module the style"
-            f' "{_STYLE}", which adds them up, or leave the layers around it out of the plan.'
-        )
+    return [name for name, is_apart in zip(values, is_wrong.tolist()) if is_apart]
+
+
+def _first_of(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> None:
@@ -151,6 +183,9 @@ def _same(one: _Mark, other: _Mark) -> bool:
     return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
+_ABOUT_SIZES = ("size", "shape", "reduction dim", "out of bounds", "out of range", "mixed torch.Tensor and DTensor")
+
+
 @contextmanager
 def refusing_parts() -> Iterator[None]:
     """The first step runs inside, on layers that a plan splits.
@@ -160,9 +195,9 @@ def refusing_parts() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         text = str(error).partition("\n")[0]
-        is_about_it = any(word in text for word in ("size", "shape", "mixed torch.Tensor and DTensor"))
+        is_about_it = any(word in text for word in _ABOUT_SIZES)
         if isinstance(error, ShardError) or not is_about_it:
             raise
         raise PlanError(
@@ -203,5 +238,4 @@ def _norm_and_sum(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None or not gradient.numel():
         return torch.zeros(2, dtype=torch.float64, device=parameter.device)
-    local = local_tensor(gradient).double()
-    return torch.stack([torch.linalg.vector_norm(local), local.sum()])
+    return norm_and_sum(local_tensor(gradient))
