@@ -69,7 +69,9 @@ def fit(how: str, strategy: Any, **options: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2), ("accumulated late", 1)])
+@pytest.mark.parametrize(
+    ("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2), ("accumulated late", 1)]
+)
 def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: int) -> None:
     """Each was lost silently: the freezing, the values, ``zero_grad``, and an accumulation that ends with ``None``."""
     plain = fit(how, "auto", accumulate_grad_batches=batches)

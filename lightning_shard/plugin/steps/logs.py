@@ -65,9 +65,7 @@ class HeldLogs:
 
     """
 
-    def __init__(
-        self, module: pl.LightningModule, block: Callable[[], tuple[str, bool] | None] = lambda: None
-    ) -> None:
+    def __init__(self, module: pl.LightningModule, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
         self._module = module
         self._block = block
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
@@ -111,7 +109,7 @@ class HeldLogs:
         return said
 
     def in_blocks(self, *, of_last: bool) -> set[InBlock]:
-        """What was logged in blocks, also in those that are stood in for; by the last stage, or by earlier ones here."""
+        """What was logged in calls of blocks, also of those stood in for: by the last stage, or by earlier ones."""
         return self._in_blocks[of_last]
 
     def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:

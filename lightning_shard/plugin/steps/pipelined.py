@@ -196,10 +196,8 @@ class PipelinedSteps:
                 self._is_to_tell = False
             self._has_trained = True
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
-            if "training_step" in self._unheard:  # but for the loss
-                results = losses
-            else:
-                results = with_losses(results, losses)
+            # where nobody hears the rest, the losses alone
+            results = losses if "training_step" in self._unheard else with_losses(results, losses)
             result = self._share(results, tree.batch_size(parts[0]), self._logs.in_blocks(of_last=False))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
@@ -219,7 +217,7 @@ class PipelinedSteps:
         arguments = (batch, *args)
         with self._apart.batch():
             begun = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
-            parts, results = begun.parts, begun.results
+            parts, results, logged = begun.parts, begun.results, begun.logged
             if results is None:
                 parts, seed = [batch], draw(arguments)
                 for stage in self._stages:
@@ -230,11 +228,12 @@ class PipelinedSteps:
                 with self._logs.holding(1), self._drawing():
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once
+                logged = self._logs.in_blocks(of_last=False)
             elif not self._late_changes and len(self._stages) == 1:  # versions of several are of one batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unheard:
                 results = [None] * len(results)
-            result = self._share(results, tree.batch_size(parts[0]), begun.logged)
+            result = self._share(results, tree.batch_size(parts[0]), logged)
         self._of_known_ends.add(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has had all of this batch
         return result
