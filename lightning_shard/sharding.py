@@ -48,12 +48,6 @@ def part_on(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     return full
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory, ``[bytes]``: a view."""
-    # not view(-1), which leaves a single element its odd stride
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
     """``torch.chunk(tensor, parts, dim)[index]``, with an empty part where the tensor has fewer rows than parts."""
     size = -(-tensor.size(dim) // parts)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.store import Buffer
 from lightning_shard.errors import CheckpointError
-from lightning_shard.sharding import as_bytes
+from lightning_shard.tree import as_bytes
 
 _FOR_ALL_DEVICES = 1
 """cudaHostRegisterPortable."""

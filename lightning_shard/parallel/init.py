@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.sharding import as_bytes, local_part
+from lightning_shard.sharding import local_part
+from lightning_shard.tree import as_bytes
 
 _FILLED = 1
 """The version of a new tensor after its one fill."""

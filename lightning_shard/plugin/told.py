@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.sharding import as_bytes
+from lightning_shard.tree import as_bytes
 
 _WITHIN_BYTES = 512
 """Tensors of the host up to so many bytes go with the first message."""

@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.checkpoint.sharing import Shared, deal
 from lightning_shard.checkpoint.tensors import Spread
-from lightning_shard.sharding import as_bytes
+from lightning_shard.tree import as_bytes
 
 MIN_BYTES = 2**20
 """What is less than this in all, each replica reads by itself."""

@@ -16,7 +16,8 @@ from lightning_shard import tree
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
-from lightning_shard.sharding import as_bytes, local_tensor
+from lightning_shard.sharding import local_tensor
+from lightning_shard.tree import as_bytes
 
 
 def check_same_batch(batch: Any, layout: Layout) -> None:

@@ -400,7 +400,7 @@ class PipelinedSteps:
     def _block(self) -> tuple[str, bool] | None:
         """The block that is being called, and whether by the last stage."""
         stage = self._stages.current
-        if stage is None or stage.place is None:
+        if stage is None or stage.place is None or not stage.passage.active:  # or the network was left inside of it
             return None
         return stage.blocks[stage.place], stage.is_last
 
