@@ -293,3 +293,9 @@ def _is_a_column(tree: Any, size: int) -> bool:
     if not isinstance(tree, (list, tuple)) or len(tree) != size or any(tensor.ndim for tensor in tensors(tree)):
         return False
     return isinstance(tree, list) or (type(tree) is tuple and all(isinstance(entry, str) for entry in tree))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, ``[bytes]``: a view."""
+    # not view(-1), which leaves a single element its odd stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

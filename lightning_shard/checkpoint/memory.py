@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.store import Buffer
 from lightning_shard.errors import CheckpointError
+from lightning_shard.tree import as_bytes
 
 _FOR_ALL_DEVICES = 1
 """cudaHostRegisterPortable."""
@@ -24,8 +25,7 @@ def byte_view(tensor: Tensor) -> Buffer:
     """A contiguous CPU tensor's memory."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    # not reshape(-1), which leaves a single element its odd stride
-    array: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    array: Any = as_bytes(tensor).numpy()
     return memoryview(array)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.sharding import local_part
+from lightning_shard.tree import as_bytes
 
 _FILLED = 1
 """The version of a new tensor after its one fill."""
@@ -36,7 +37,7 @@ def agree_on_weights(root: nn.Module) -> bool:
     state = [t.detach() for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
     digest = xxhash.xxh3_128()
     for tensor in state:
-        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+        digest.update(as_bytes(tensor.cpu().contiguous()).numpy().data if tensor.numel() else b"")
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     if len(set(digests)) == 1:
@@ -50,7 +51,7 @@ def _broadcast_from_first(tensor: Tensor) -> None:
     """Rank 0's values, over a device that the process group's backend serves."""
     device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
     values = tensor.to(device).contiguous()
-    raw = values.view(-1).view(torch.uint8)
+    raw = as_bytes(values)
     dist.broadcast(raw, src=0)
     tensor.copy_(values)
 

@@ -24,6 +24,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -394,12 +395,22 @@ def _roots(value: Value) -> Iterator[Value]:
 
 @contextmanager
 def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
-    """Inside a step: parameters that are asked for are sent, and received ones stand in for hollow ones."""
+    """Inside a step: parameters that are asked for are sent, and received ones stand in for hollow ones.
+
+    Raises:
+        StepError: Ranks of this stage hold one in parts, as one of a block that isn't gathered before its call.
+    """
     for key in passage.wanted:
         if key[0] == "parameter" and key not in passage.received:
             parameter = root.get_parameter(key[1])
             if type(parameter) is nn.Parameter:
                 passage.sent[key] = parameter.clone()
+            elif isinstance(parameter, DTensor):
+                raise StepError(
+                    f"{key[1]}, of stage {passage.stage}, is used on a later pipeline stage, and several ranks hold it"
+                    " in parts when a step begins: have its block return (or keep as an attribute) what is needed of"
+                    " it there; or use data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1."
+                )
     for key, tensor in passage.received.items():
         if key[0] == "parameter" and key in passage.wanted:
             passage.sent[key] = tensor.clone()

@@ -63,6 +63,7 @@ class Built:
     @classmethod
     def of(cls, module: nn.Module) -> Built:
         refuse_parameter_hooks(module)
+        _refuse_accumulation_hooks(module)
         # torch swaps the contents of DTensors that it moves, and refuses where a weak reference is
         named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         return cls({id(p): (weakref.ref(p), name) for name, p in named})
@@ -114,6 +115,21 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name} has a hook on its gradient (register_hook), which wouldn't be called: parameters are gathered"
                 " anew in each step. Change gradients in on_before_optimizer_step, or on_after_backward."
+            )
+
+
+def _refuse_accumulation_hooks(module: nn.Module) -> None:
+    """Before a module is sharded; those that are set later are called.
+
+    Raises:
+        ConfigurationError: A parameter has hooks that are called when its gradient was added up.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"{name} has a hook that is called when its gradient was added up (register_post_accumulate_grad_hook),"
+                " and another tensor takes its place when the module is laid out on ranks: register it in on_fit_start"
+                " or on_train_start."
             )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard import tree
+from lightning_shard.tree import as_bytes
 
 _WITHIN_BYTES = 512
 """Tensors of the host up to so many bytes go with the first message."""
@@ -129,7 +130,7 @@ def _travels(tensor: Tensor, device: torch.device) -> bool:
 
 def _together(tensors: list[Tensor]) -> Tensor | None:
     """Their bytes."""
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    parts = [as_bytes(tensor.contiguous()) for tensor in tensors if tensor.numel()]
     return torch.cat(parts) if parts else None
 
 

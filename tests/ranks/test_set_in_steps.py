@@ -16,6 +16,11 @@ from lightning_shard.plugin.steps.tensor_ranks import _norm_and_sum
 from tests.parity import QUIET
 
 
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
 class Setting(L.LightningModule):
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -26,6 +31,12 @@ class Setting(L.LightningModule):
         self.known = list(self.net.parameters()) if how == "list" else []
         if how == "hook":
             self.head.weight.register_hook(lambda gradient: gradient * 0)
+        if how == "accumulated":
+            self.head.weight.register_post_accumulate_grad_hook(_halve)
+
+    def on_train_start(self) -> None:
+        if self.how == "accumulated late":
+            self.head.weight.register_post_accumulate_grad_hook(_halve)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if self.how == "freeze" and batch_idx == 1:
@@ -58,7 +69,9 @@ def fit(how: str, strategy: Any, **options: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2)])
+@pytest.mark.parametrize(
+    ("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2), ("accumulated late", 1)]
+)
 def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: int) -> None:
     """Each was lost silently: the freezing, the values, ``zero_grad``, and an accumulation that ends with ``None``."""
     plain = fit(how, "auto", accumulate_grad_batches=batches)
@@ -74,6 +87,7 @@ def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: 
         ("replace", StepError, "was replaced or removed"),
         ("list", StepError, "computes with net.weight as it was before"),
         ("hook", ConfigurationError, "head.weight has a hook on its gradient"),
+        ("accumulated", ConfigurationError, "head.weight has a hook that is called when its gradient was added up"),
     ],
 )
 def test_what_would_be_lost_is_refused(how: str, error: type[Exception], says: str) -> None:

@@ -29,6 +29,7 @@ def value() -> Any:
         "long": long * 2,
         ("a", 1): [torch.ones(3, dtype=torch.bool), Pair("text", torch.zeros(0, 4))],
         "strided": torch.arange(12).reshape(3, 4).T[::2],
+        "of one sample": torch.arange(6.0).view(2, 3)[:1, 0],
         "complex": torch.ones(2, dtype=torch.complex64).conj(),
         "sparse": torch.eye(2).to_sparse(),
         "ordered": OrderedDict(n=None, m=3),
@@ -64,7 +65,7 @@ def test_all_ranks_are_told_the_same() -> None:
         flags, pair = large["a", 1]
         assert torch.equal(flags, torch.ones(3, dtype=torch.bool))
         assert (type(pair), pair.one, pair.other.shape) == (Pair, "text", (0, 4))
-        for name in ("loss", "long", "strided", "complex", "half"):
+        for name in ("loss", "long", "strided", "of one sample", "complex", "half"):
             assert large[name].dtype == expected[name].dtype
             assert torch.equal(large[name], expected[name]), name
         assert torch.equal(large["sparse"].to_dense(), torch.eye(2))

@@ -25,6 +25,7 @@ from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.checkpoint.sharing import Shared, deal
 from lightning_shard.checkpoint.tensors import Spread
+from lightning_shard.tree import as_bytes
 
 MIN_BYTES = 2**20
 """What is less than this in all, each replica reads by itself."""
@@ -220,19 +221,15 @@ def _broadcast(tensors: Sequence[Tensor], owner: int, group: Any) -> None:
     """As bytes, since backends don't know all dtypes."""
     first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
-        dist.broadcast(_as_bytes(first), src=owner, group=group)
+        dist.broadcast(as_bytes(first), src=owner, group=group)
         return
     begins = list(itertools.accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))
     packed = torch.empty(begins[-1], dtype=torch.uint8, device=first.device)
     places = [packed[begin : begin + tensor.nbytes] for begin, tensor in zip(begins, tensors)]
     if dist.get_rank() == owner:
         for place, tensor in zip(places, tensors):
-            place.copy_(_as_bytes(tensor.resolve_conj().resolve_neg().contiguous()))
+            place.copy_(as_bytes(tensor.resolve_conj().resolve_neg().contiguous()))
     dist.broadcast(packed, src=owner, group=group)
     if dist.get_rank() != owner:
         for place, tensor in zip(places, tensors):
             tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

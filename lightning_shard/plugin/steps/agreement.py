@@ -17,6 +17,7 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.sharding import local_tensor
+from lightning_shard.tree import as_bytes
 
 
 def check_same_batch(batch: Any, layout: Layout) -> None:
@@ -225,7 +226,7 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
             value = plain[name]
             agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
             # as bytes: not every backend knows every dtype
-            dist.broadcast(agreed[name].view(-1).view(torch.uint8), group=group, group_src=0)
+            dist.broadcast(as_bytes(agreed[name]), group=group, group_src=0)
     return agreed
 
 
@@ -260,7 +261,7 @@ def _digest(batch: Any) -> str:
         if isinstance(leaf, Tensor):
             for part in _strided(leaf.detach()):
                 plain = part.resolve_conj().resolve_neg().cpu().contiguous()
-                digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+                digest.update(as_bytes(plain).numpy().data)
         elif isinstance(leaf, (str, int, float)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()

@@ -81,6 +81,7 @@ class KeptState:
         parts: Names of what runs around them with parameters: a part's own state is where the part is.
         is_last: Whether this is the last stage.
         elsewhere: The modules whose parameters other stages hold.
+        hollow: Names of parameters that are stood in for while a stage runs: by what it received, if it did.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class KeptState:
         *,
         is_last: bool,
         elsewhere: Collection[nn.Module],
+        hollow: Collection[str] = (),
     ) -> None:
         within = tuple(f"{name}." for name in (*blocks, *parts))
         self._modules = {
@@ -99,6 +101,7 @@ class KeptState:
             if not f"{path}.".startswith(within) and not isinstance(module, Metric)
         }
         self._elsewhere = {path: module for path, module in root.named_modules() if module in elsewhere}
+        self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
         self._is_last = is_last
         self._in_step = self._searching = False
         self._before: _Look | None = None  # of the step; on the last stage, of what follows the first block's call
@@ -214,7 +217,12 @@ class KeptState:
     def _look(self) -> _Look:
         followed = self._followed
         if self._searching:
-            own = {(path, name): value for path, module in self._modules.items() for name, value in _own(module)}
+            own = {
+                (path, name): value
+                for path, module in self._modules.items()
+                for name, value in _own(module)
+                if (path, name) not in self._hollow
+            }
             self._marked = [(key, value) for key, value in own.items() if isinstance(value, (Tensor, *CONTAINERS))]
             followed = set(own)
         modules = (
@@ -268,8 +276,12 @@ class KeptStates:
     """
 
     def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
+        hollow = {name for stage in stages for name in stage.hollow}
+
         def kept(stage: Stage) -> KeptState:
-            return KeptState(root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+            return KeptState(
+                root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere, hollow=hollow
+            )
 
         self._stages = stages
         self._apart = apart

@@ -9,6 +9,8 @@ on all ranks.
 - An integer whose ``reduce_fx`` is ``"sum"`` counts samples, tokens or the like: added up, and said so once.
 - Anything else may be one number per batch or an amount of its samples, and can't be told apart: it is refused, unless
   the batch is one microbatch.
+- What a block logs runs on the block's stage only, and would be lost on an earlier one: it is refused there. What hooks
+  inside of a block log isn't, where the last stage shows them the same.
 """
 
 from __future__ import annotations
@@ -53,11 +55,22 @@ class LoggedMetric:
     of_step: Tensor | None
 
 
-class HeldLogs:
-    """Stands in for a module's ``log`` during a step."""
+InBlock = tuple[str, str]
+"""A block, and what is logged in a call of it."""
 
-    def __init__(self, module: pl.LightningModule) -> None:
+
+class HeldLogs:
+    """Stands in for a module's ``log`` during a step.
+
+    Args:
+        block: Gives the block that is being called, and whether by the last stage.
+
+    """
+
+    def __init__(self, module: pl.LightningModule, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
         self._module = module
+        self._block = block
+        self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[str, Record] = {}
         self._microbatches = 1
         self._said_to_be_sums: set[str] = set()
@@ -67,6 +80,7 @@ class HeldLogs:
     def holding(self, microbatches: int) -> Iterator[None]:
         """Hold back every ``log`` and ``log_dict`` inside, which come from so many calls of the step."""
         self._records = {}
+        self._in_blocks = {False: set(), True: set()}
         self._microbatches = microbatches
         self._notes = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._hold
@@ -96,6 +110,10 @@ class HeldLogs:
             said.append((record.name, self._combine(record), options))
         return said
 
+    def in_blocks(self, *, of_last: bool) -> set[InBlock]:
+        """What was logged in calls of blocks, also of those stood in for: by the last stage, or by earlier ones."""
+        return self._in_blocks[of_last]
+
     def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
         """Log what the last stage combined, by a ``log`` of the user's where there is one."""
         for name, value, options in said:
@@ -123,6 +141,9 @@ class HeldLogs:
 
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**(dict(zip(_further_arguments(self._users()), args)) if args else {}), **kwargs}
+        if (in_block := self._block()) is not None:
+            block, of_last = in_block
+            self._in_blocks[of_last].add((block, name))
         refuse(value, f"self.log({name!r}, …)")
         if isinstance(self._notes, NotesLogs):
             self._notes.note(name, value)
@@ -181,6 +202,20 @@ def _further_arguments(log: Callable[..., Any]) -> Sequence[str]:
     if any(each.kind is each.VAR_POSITIONAL for each in further):
         return _POSITIONAL
     return [each.name for each in further]
+
+
+def check_told(in_blocks: set[InBlock], told: set[InBlock]) -> None:
+    """Of earlier stages' blocks, what the last stage has logged too.
+
+    Raises:
+        StepError: It hasn't: names the block.
+    """
+    for block, name in sorted(in_blocks - told):
+        raise StepError(
+            f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage than the last one, which alone"
+            " tells what is logged. Keep the value as an attribute of the block (or return it), and log it in the step,"
+            " after the network; or use pipeline_parallel_size=1."
+        )
 
 
 _OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}

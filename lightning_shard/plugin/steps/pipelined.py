@@ -44,7 +44,7 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.ahead import Arguments
 from lightning_shard.plugin.steps.apart import StatesApart
 from lightning_shard.plugin.steps.kept import KeptStates
-from lightning_shard.plugin.steps.logs import HeldLogs
+from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.overridden import is_told
@@ -69,11 +69,13 @@ class _Begun:
         parts: Its microbatches.
         results: Theirs, where the last stage is; ``None`` if the batch goes call by call.
         sent: How many tensors each stage of this rank had sent when it was done.
+        logged: In blocks, by stages before the last.
     """
 
     parts: list[Any]
     results: list[Any] | None
     sent: list[int]
+    logged: set[InBlock]
 
 
 class PipelinedSteps:
@@ -117,7 +119,7 @@ class PipelinedSteps:
         self._kept = KeptStates(module, stages, self._apart)
         self.begin_anew()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
-        self._logs = HeldLogs(module)
+        self._logs = HeldLogs(module, self._block)
         self._weights = weights
 
     def begin_anew(self) -> None:
@@ -194,10 +196,9 @@ class PipelinedSteps:
                 self._is_to_tell = False
             self._has_trained = True
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
-            if "training_step" in self._unheard:  # but for the loss
-                result = self._share(losses, tree.batch_size(parts[0]))
-            else:
-                result = self._share(with_losses(results, losses), tree.batch_size(parts[0]))
+            # where nobody hears the rest, the losses alone
+            results = losses if "training_step" in self._unheard else with_losses(results, losses)
+            result = self._share(results, tree.batch_size(parts[0]), self._logs.in_blocks(of_last=False))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -216,7 +217,7 @@ class PipelinedSteps:
         arguments = (batch, *args)
         with self._apart.batch():
             begun = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
-            parts, results = begun.parts, begun.results
+            parts, results, logged = begun.parts, begun.results, begun.logged
             if results is None:
                 parts, seed = [batch], draw(arguments)
                 for stage in self._stages:
@@ -227,11 +228,12 @@ class PipelinedSteps:
                 with self._logs.holding(1), self._drawing():
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once
+                logged = self._logs.in_blocks(of_last=False)
             elif not self._late_changes and len(self._stages) == 1:  # versions of several are of one batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unheard:
                 results = [None] * len(results)
-            result = self._share(results, tree.batch_size(parts[0]))
+            result = self._share(results, tree.batch_size(parts[0]), logged)
         self._of_known_ends.add(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has had all of this batch
         return result
@@ -280,7 +282,7 @@ class PipelinedSteps:
         step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
         with self._logs.holding(len(parts)), self._drawing():
             results = call_through(self._module, step)
-        return _Begun(parts, results, self._step.sent)
+        return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
     def _order(self, microbatches: int) -> Row:
         """This rank's, for so many microbatches."""
@@ -399,15 +401,28 @@ class PipelinedSteps:
 
         return MemoryBeside(Memory(self._module, len(self._stages)), put_all_back)
 
-    def _share(self, results: list[Any], size: int) -> Any:
-        """The last stage's merged result and logs, on every stage; no device is waited for."""
+    def _block(self) -> tuple[str, bool] | None:
+        """The block that is being called, and whether by the last stage."""
+        stage = self._stages.current
+        if stage is None or stage.place is None or not stage.passage.active:  # or the network was left inside of it
+            return None
+        return stage.blocks[stage.place], stage.is_last
+
+    def _share(self, results: list[Any], size: int, logged: set[InBlock]) -> Any:
+        """The last stage's merged result and logs, on every stage; no device is waited for.
+
+        Args:
+            logged: In blocks, by this rank's stages before the last.
+        """
         said = None
         if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
-            said = (merged, self._logs.combined(), self._kept.changes(), len(results))
-        result, logs, changes, microbatches = self._groups.broadcast_from_last_stage(said, self._device)
+            in_blocks = self._logs.in_blocks(of_last=True)
+            said = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks)
+        result, logs, changes, microbatches, told = self._groups.broadcast_from_last_stage(said, self._device)
         self._late_changes |= bool(changes)
         self._kept.take(changes, microbatches + len(self._under_way), self._device)
+        check_told(logged, told)
         self._logs.say(logs)
         return result
 
