@@ -194,7 +194,8 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
 
     Raises:
         BatchError: There is one of as many entries alike, of another first size; or of that first size, where they are
-            tensors; or one of as many nestings, as that first size says, that are dicts or are all that the batch has.
+            tensors, and not a tuple of at most three that is the batch; or one of as many nestings, as that first size
+            says, that are dicts or are all that the batch has.
     """
     found: list[Any] = []
     _holds_tensors(batch, found)
@@ -210,7 +211,9 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
             raise _list_of_samples(node, f"{size} too")
     for node in counted:
         assert drawn is not None
-        if size > drawn or (size < drawn and not may_be_last) or (size == drawn and _are_tensors(node)):
+        are_parts = node is batch and isinstance(node, tuple) and len(node) <= _PARTS
+        as_many = size == drawn and _are_tensors(node) and not are_parts
+        if size > drawn or (size < drawn and not may_be_last) or as_many:
             raise _list_of_samples(node, f"{size}, and a batch is made of {drawn} samples")
     inside = {id(tensor) for tensor in tensors(nested)}
     is_said_outside = any(tensor.ndim and id(tensor) not in inside for tensor in tensors(batch))
@@ -221,7 +224,7 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
 
 
 _PARTS = 3
-"""A batch that a loader doesn't count, of so many tensors and samples, is taken for inputs and targets."""
+"""A tuple of so many tensors of as many samples, that is the whole batch, is taken for inputs and targets."""
 
 
 def _are_alike(node: Any) -> bool:

@@ -154,18 +154,19 @@ class SplitAround:
             seen.append(("what it returns", _copies(returned)))
             return seen, random_state(device)
 
-        try:
-            with looking_at(owner) as traces:
-                try:
-                    owner.eval()
-                    split, drawn = outcomes(None)
-                    traces.put_back()
-                    owner.eval()
-                    whole, drawn_whole = outcomes(iter(calls))
-                finally:
-                    traces.put_back()
-        except Exception:
-            return None  # the real run raises what is wrong by itself
+        with looking_at(owner) as traces:
+            try:
+                owner.eval()
+                split, drawn = outcomes(None)
+                traces.put_back()
+                owner.eval()
+                whole, drawn_whole = outcomes(iter(calls))
+            except torch.OutOfMemoryError:
+                raise  # not of each rank: others would wait in what this one leaves out
+            except Exception:
+                return None  # the real run raises what is wrong by itself
+            finally:
+                traces.put_back()
         if drawn != drawn_whole:
             tell_of_draws(owner, name)
         if drawn != drawn_whole or [where for where, _ in split] != [where for where, _ in whole]:

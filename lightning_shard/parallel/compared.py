@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -184,25 +185,30 @@ def _check(
     arguments: tuple[Any, Any],
     is_part: bool,
 ) -> None:
-    (args, kwargs), (again, named) = copied(arguments), copied(arguments)
-    tensors = {key: full_tensor(value) for key, value in block.named_parameters()}
-    tensors |= {key: full_tensor(value).clone() for key, value in block.named_buffers()}  # a run may write to them
+    tensors = {key: full_tensor(value) for key, value in chain(block.named_parameters(), block.named_buffers())}
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
+    # a run may write to what it is given, and to buffers
+
+    def split_run() -> Any:
+        args, kwargs = copied(arguments)
+        return own(*args, **kwargs)
+
     def whole_run() -> Any:
-        return functional_call(whole, tensors, again, named)
+        buffers = {key: tensors[key].clone() for key, _ in block.named_buffers()}
+        return functional_call(whole, tensors | buffers, *copied(arguments))
 
     with looking_at(block) as traces:
         for own_part, part in zip(block.modules(), whole.modules()):
             part.training = own_part.training
         with suppress(Exception):  # a part may be given a part of the features
-            _, drawn = _outcome(lambda: own(*copied(args), **copied(kwargs)), traces, device)
-            _, drawn_whole = _outcome(lambda: functional_call(whole, tensors, *copied((args, kwargs))), traces, device)
+            _, drawn = _outcome(split_run, traces, device)
+            _, drawn_whole = _outcome(whole_run, traces, device)
             if drawn != drawn_whole:
                 tell_of_draws(block, name)
         whole.eval()
         block.eval()
-        split, drawn = _outcome(lambda: own(*args, **kwargs), traces, device)
+        split, drawn = _outcome(split_run, traces, device)
         try:
             expected, drawn_whole = _outcome(whole_run, traces, device)
         except Exception:

@@ -32,8 +32,8 @@ def remember_whole_outputs(root: nn.Module, styles: Mapping[str, ParallelStyle])
 def _hands_on_whole(style: ParallelStyle) -> bool:
     if isinstance(style, Split):
         return isinstance(style.produced, Replicate)
-    # torch's own have layouts of their outputs
-    layouts = getattr(style, "output_layouts", ())
+    # torch's own have layouts of their outputs, and some of what they make of these
+    layouts = getattr(style, "desired_output_layouts", getattr(style, "output_layouts", ()))
     of_torch = isinstance(layouts, tuple) and layouts and all(isinstance(each, Replicate) for each in layouts)
     return isinstance(style, OwnShare) or bool(of_torch)
 

@@ -408,7 +408,7 @@ def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
             elif isinstance(parameter, DTensor):
                 raise StepError(
                     f"{key[1]}, of stage {passage.stage}, is used on a later pipeline stage, and several ranks hold it"
-                    " in parts when a step begins: have its block return (or keep as an attribute) what is needed of"
+                    " in parts when a step begins: have its module return (or keep as an attribute) what is needed of"
                     " it there; or use data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1."
                 )
     for key, tensor in passage.received.items():

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from lightning_shard.parallel.expert_lists import RunsAgain
+from lightning_shard.plugin.loops import logging_nothing
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import Memory
 
@@ -27,8 +29,10 @@ def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
     def put_back() -> None:
-        memory.put_back()
-        put_generators_back()
+        try:
+            memory.put_back()
+        finally:
+            put_generators_back()
 
     try:
         yield Traces(memory.changed, put_back)
@@ -37,13 +41,13 @@ def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
 
 
 @contextmanager
-def looking_at_step(device: torch.device, module: nn.Module) -> Iterator[Traces]:
+def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterator[Traces]:
     """The same of a LightningModule's step, which logs nothing meanwhile."""
     own = vars(module)
     before = own.get("log")
     own["log"] = _say_nothing
     try:
-        with looking_at(device, module) as traces:
+        with logging_nothing(module.trainer), looking_at(device, module) as traces:
             yield traces
     finally:
         del own["log"]

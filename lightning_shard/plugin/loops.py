@@ -12,6 +12,7 @@
 * ``predict_loop._on_predict_epoch_end``: hands ``_predictions`` and ``epoch_batch_indices``, by loader, to writers, and
   returns the former.
 * ``_combined_loader``: the loaders of a loop that evaluates.
+* ``_results.log``: what ``self.log`` comes to, also where a step has it by another name.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
 * ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
 * ``PyTorchProfiler._register``: its hooks on all modules, ``_record_module_names`` whether it is to make them.
@@ -19,8 +20,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -147,6 +148,17 @@ def stacks_samples(trainer: pl.Trainer) -> bool:
     """Whether torch's own collate function makes what the loaders give: then no list in it holds samples."""
     loop = trainer.fit_loop if trainer.training else evaluating(trainer)
     return all(getattr(loader, "collate_fn", None) is default_collate for loader in dataloaders(loop))
+
+
+@contextmanager
+def logging_nothing(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, ``self.log`` adds nothing to what is logged, however it is called."""
+    results = vars(trainer._results)
+    results["log"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del results["log"]
 
 
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:

@@ -71,6 +71,7 @@ class OfItself(OfBackbone):
         del self.net
         self.mean = MeanMetric()
         self.losses: list[float] = []
+        self.say = self.log
         self.register_buffer("seen", torch.zeros(()))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -82,7 +83,7 @@ class OfItself(OfBackbone):
         self.seen += 1
         self.mean(loss)
         self.log("mean", self.mean)
-        self.log("count", float(len(self.losses)) + float(self.seen))
+        self.say("count", float(len(self.losses)) + float(self.seen), on_epoch=True)
         return {"loss": loss}
 
 

@@ -91,11 +91,14 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         ([x[:2], x[:2], x[:2]], 3),
         ({"x": x, "layers": [(key, value) for _ in range(4)]}, None),  # as many as samples
         ((x, tuple((key, value) for _ in range(4))), 4),
+        ((x[:2], x[:2]), 2),
+        ((x[:3], x[:3], x[:3]), 3),
         ({"x": x, "packed": nn.utils.rnn.PackedSequence(x, torch.ones(4))}, 2),
     ):
         tree.refuse_list_of_samples(batch, drawn)
     sequences = [torch.zeros(12, 3) for _ in range(4)]
     for batch, drawn, says in (
+        ([torch.zeros(3, 8, 8)] * 3, 3, "list of 3 entries.*first size of 3, and a batch is made of 3 samples"),
         (sequences, 4, "list of 4 entries, whose tensors have a first size of 12, and a batch is made of 4 samples"),
         ({"sequences": [{"x": x} for x in sequences]}, 4, "first size of 12"),
         ({"x": x, "targets": [{"boxes": torch.zeros(4, 4)} for _ in range(4)]}, None, "as a batch of 4 samples"),

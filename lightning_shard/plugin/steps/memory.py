@@ -64,12 +64,18 @@ class Memory:
         """Undo what a run changed.
 
         Raises:
-            StepError: It changed something that can't be put back.
+            StepError: It changed something that can't be put back; all else is.
         """
+        failed: list[StepError] = []
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for note in self._notes:
-                note.put_back()
+                try:
+                    note.put_back()
+                except StepError as error:
+                    failed.append(error)
         self._iterators.begin_again()
+        if failed:
+            raise failed[0]
 
     def changed(self) -> list[str]:
         """Paths to what isn't as it was noted."""

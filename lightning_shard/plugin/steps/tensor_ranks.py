@@ -197,14 +197,14 @@ def refusing_parts() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
         text = str(error).partition("\n")[0]
-        is_about_it = any(word in text for word in _ABOUT_SIZES)
+        is_about_it = any(word in text for word in _ABOUT_SIZES) and not text.startswith("list ")
         if isinstance(error, ShardError) or not is_about_it:
             raise
         raise PlanError(
-            f"The first step fails with tensor_parallel_plan: {text}. What runs between a colwise and a rowwise layer"
-            " gets this rank's features only, and an embedding or layer of a class of its own may not know split"
+            f"The first step fails with tensor_parallel_plan: {text.rstrip('.')}. What runs between a colwise and a rowwise"
+            " layer gets this rank's features only, and an embedding or layer of a class of its own may not know split"
             " weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or use"
-            " tensor_parallel_size=1."
+            " tensor_parallel_size=1. Where the step fails without the plan too, the plan isn't the reason."
         ) from error
 
 
