@@ -201,10 +201,10 @@ def refusing_parts() -> Iterator[None]:
         if isinstance(error, ShardError) or not is_about_it:
             raise
         raise PlanError(
-            f"The first step fails with tensor_parallel_plan: {text.rstrip('.')}. What runs between a colwise and a rowwise"
-            " layer gets this rank's features only, and an embedding or layer of a class of its own may not know split"
-            " weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or use"
-            " tensor_parallel_size=1. Where the step fails without the plan too, the plan isn't the reason."
+            f"The first step fails with tensor_parallel_plan: {text.rstrip('.')}. What runs between a colwise and a"
+            " rowwise layer gets this rank's features only, and an embedding or layer of a class of its own may not"
+            " know split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or"
+            " use tensor_parallel_size=1. Where the step fails without the plan too, the plan isn't the reason."
         ) from error
 
 
