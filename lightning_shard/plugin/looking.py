@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_shard.parallel.expert_lists import RunsAgain
-from lightning_shard.plugin.loops import logging_nothing
+from lightning_shard.plugin.loops import logging_by
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.memory import Memory
 
@@ -47,7 +47,7 @@ def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterato
     before = own.get("log")
     own["log"] = _say_nothing
     try:
-        with logging_nothing(module.trainer), looking_at(device, module) as traces:
+        with logging_by(module, _say_nothing), looking_at(device, module) as traces:
             yield traces
     finally:
         del own["log"]

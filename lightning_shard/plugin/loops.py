@@ -12,7 +12,7 @@
 * ``predict_loop._on_predict_epoch_end``: hands ``_predictions`` and ``epoch_batch_indices``, by loader, to writers, and
   returns the former.
 * ``_combined_loader``: the loaders of a loop that evaluates.
-* ``_results.log``: what ``self.log`` comes to, also where a step has it by another name.
+* ``_results.log`` (``_trainer``: of a module that has one): what ``self.log`` comes to, by whatever name it is called.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
 * ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
 * ``PyTorchProfiler._register``: its hooks on all modules, ``_record_module_names`` whether it is to make them.
@@ -151,14 +151,17 @@ def stacks_samples(trainer: pl.Trainer) -> bool:
 
 
 @contextmanager
-def logging_nothing(trainer: pl.Trainer) -> Iterator[None]:
-    """Inside, ``self.log`` adds nothing to what is logged, however it is called."""
-    results = vars(trainer._results)
-    results["log"] = lambda *_, **__: None
+def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Inside, what Lightning's ``self.log`` would log is given to ``log``: a hook's name, a name, a value, options."""
+    results = None if module._trainer is None else module._trainer._results
+    if results is None:  # nothing may be logged
+        yield
+        return
+    vars(results)["log"] = log
     try:
         yield
     finally:
-        del results["log"]
+        del vars(results)["log"]
 
 
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:

@@ -55,6 +55,17 @@ class LogsInHooks(Module):
             self.log(f"size of {place}", output.detach().square().mean(), sync_dist=True)
 
 
+class LogsByAnotherName(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.say = self.log
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        self.say("own", loss.detach(), sync_dist=True)
+        return loss
+
+
 class LogsAfterwards(Module):
     def __init__(self) -> None:
         super().__init__(block=Logs)
@@ -76,6 +87,11 @@ def test_what_earlier_stages_blocks_log_is_refused_by_the_blocks_name(layout: di
 def test_what_the_last_stages_blocks_log_is_told_and_what_blocks_keep_can_be_logged() -> None:
     assert_trains_alike(partial(LogsInBlocks, (3,)), batches, SEVERAL, steps=1)
     assert_trains_alike(LogsAfterwards, batches, SEVERAL, steps=1)
+
+
+def test_a_log_that_was_taken_from_the_module_before_is_refused_on_stages() -> None:
+    with pytest.raises(StepError, match=r"'own' is logged by a method that was taken from the module before"):
+        assert_trains_alike(LogsByAnotherName, batches, STAGES, steps=1)
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.taint import refuse
+from lightning_shard.plugin.loops import logging_by
 from lightning_shard.plugin.steps.shown import NotesLogs
 
 
@@ -78,14 +79,19 @@ class HeldLogs:
 
     @contextmanager
     def holding(self, microbatches: int) -> Iterator[None]:
-        """Hold back every ``log`` and ``log_dict`` inside, which come from so many calls of the step."""
+        """Hold back every ``log`` and ``log_dict`` inside, which come from so many calls of the step.
+
+        Raises:
+            StepError: Code inside logs in another way.
+        """
         self._records = {}
         self._in_blocks = {False: set(), True: set()}
         self._microbatches = microbatches
         self._notes = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._hold
         try:
-            yield
+            with logging_by(self._module, _refuse_other_ways):
+                yield
         finally:
             del self._module.__dict__["log"]
             if self._notes is not None:
@@ -194,6 +200,14 @@ class HeldLogs:
             if module is metric:
                 return path
         raise StepError(f"self.log({name!r}, …) of a Metric that is no attribute of the LightningModule: make it one.")
+
+
+def _refuse_other_ways(_: str, name: str, *__: Any, **___: Any) -> None:
+    raise StepError(
+        f"{name!r} is logged by a method that was taken from the module before (self.say = self.log, or log = self.log"
+        " handed to a helper): with several pipeline stages each microbatch would be logged by itself. Call"
+        " self.log(…) where it is logged (hand on the module instead), or use pipeline_parallel_size=1."
+    )
 
 
 def _further_arguments(log: Callable[..., Any]) -> Sequence[str]:
