@@ -19,8 +19,8 @@ _GIVEN = "a list, dict or dataclass that it is given"
 _LISTS = (list, dict, set, deque)
 _SIMPLE = (Tensor, bool, int, float, str, tuple)
 """What code of a user's keeps under names of its own; libraries keep other things under such."""
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module, such as its hooks."""
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
+"""Attributes of every module, such as its hooks, and what stands in for its method."""
 _RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
 
 
