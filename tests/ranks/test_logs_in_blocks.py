@@ -95,5 +95,6 @@ def test_a_log_that_was_taken_from_the_module_before_is_refused_on_stages() -> N
 
 
 @pytest.mark.long
-def test_what_hooks_inside_of_blocks_log_is_told() -> None:
-    assert_trains_alike(LogsInHooks, batches, [STAGES, SEVERAL], steps=1)
+def test_what_hooks_compute_inside_of_other_stages_blocks_is_refused_in_logs() -> None:
+    with pytest.raises(StepError, match=r"self\.log\('size of 0', …\) takes what network\.blocks\.0\.down computes"):
+        assert_trains_alike(LogsInHooks, batches, STAGES, steps=1)
