@@ -42,11 +42,11 @@ ARGUMENTS = {
 
 
 def outcomes(report: Path) -> dict[str, dict[str, Any]]:
-    """By file and by test: what came of it, in how many seconds."""
+    """By file and by test: what came of it, in how many seconds; paths in names are relative to the repository."""
     by_file: dict[str, dict[str, Any]] = defaultdict(dict)
     for case in ElementTree.parse(report).iter("testcase"):
         found = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None] or ["passed"]
-        by_file[str(case.get("classname"))][str(case.get("name"))] = {
+        by_file[str(case.get("classname"))][str(case.get("name")).replace(f"{ROOT}/", "")] = {
             "outcome": found[0],
             "seconds": round(float(case.get("time", 0)), 1),
         }

@@ -26,10 +26,9 @@ from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.compared import OpaqueError, are_alike, copied, is_called, is_watched, tell_of_draws
 from lightning_shard.parallel.positions import Looking, random_state
-from lightning_shard.parallel.tensor import STYLES, ScatterSequence, Split
+from lightning_shard.parallel.styles import REPLICATED, ScatterSequence, Split
 from lightning_shard.sharding import full_tensor
 
-_WHOLE = STYLES["embedding_rowwise"].produced  # type: ignore[attr-defined]
 Outcomes = list[tuple[str, list[Tensor]]]
 """What was given to the first block, came from layers, and was returned: where, and its tensors."""
 
@@ -277,14 +276,14 @@ def _is_in(name: str, outer: str) -> bool:
 
 
 def _is_whole_outside(style: ParallelStyle) -> bool:
-    return isinstance(style, Split) and style.given == _WHOLE and style.produced == _WHOLE
+    return isinstance(style, Split) and style.given == REPLICATED and style.produced == REPLICATED
 
 
 def _gives_whole(style: ParallelStyle) -> bool:
-    return isinstance(style, Split) and style.produced == _WHOLE
+    return isinstance(style, Split) and style.produced == REPLICATED
 
 
 def _hands_on(part: str, styles: Mapping[str, ParallelStyle]) -> bool:
     """Whether a part takes split features that none of it gives, or the other way round."""
     own = [style for name, style in styles.items() if _is_in(name, part) and isinstance(style, Split)]
-    return any(style.given != _WHOLE for style in own) != any(style.produced != _WHOLE for style in own)
+    return any(style.given != REPLICATED for style in own) != any(style.produced != REPLICATED for style in own)

@@ -35,7 +35,7 @@ from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.positions import Looking, Traces, random_state
-from lightning_shard.parallel.tensor import ScatterSequence
+from lightning_shard.parallel.styles import ScatterSequence
 from lightning_shard.sharding import full_tensor
 
 _APART = {torch.float64: 0.02, torch.float32: 0.02}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_shard.parallel.tensor import OwnShare, Split
+from lightning_shard.parallel.styles import OwnShare, Split
 
 _WHOLE: WeakSet[nn.Module] = WeakSet()
 

@@ -17,7 +17,8 @@ from lightning_shard.parallel.compiled import check_backend
 from lightning_shard.parallel.expert import EXPERT_STYLE, ExpertPlan
 from lightning_shard.parallel.plans import check_plan
 from lightning_shard.parallel.recompute import Recomputing, check_recomputing
-from lightning_shard.parallel.tensor import STYLE_NAMES, Plan
+from lightning_shard.parallel.styles import STYLE_NAMES
+from lightning_shard.parallel.tensor import Plan
 from lightning_shard.pipeline.placement import check_policy
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel
 
 from lightning_shard.parallel.handed_on import OutputGradients, remember_whole_outputs
-from lightning_shard.parallel.tensor import STYLES
+from lightning_shard.parallel.styles import STYLES
 
 
 @pytest.mark.parametrize(
