@@ -9,8 +9,8 @@ on all ranks.
 - An integer whose ``reduce_fx`` is ``"sum"`` counts samples, tokens or the like: added up, and said so once.
 - Anything else may be one number per batch or an amount of its samples, and can't be told apart: it is refused, unless
   the batch is one microbatch.
-- What a block logs runs on the block's stage only, and would be lost on an earlier one: it is refused there. What hooks
-  inside of a block log isn't, where the last stage shows them the same.
+- What a block logs runs on the block's stage only, and would be lost on an earlier one: it is refused there. So is
+  what hooks inside of a block compute and log.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class HeldLogs:
 
     Args:
         block: Gives the block that is being called, and whether by the last stage.
-
     """
 
     def __init__(self, module: pl.LightningModule, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
