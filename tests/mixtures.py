@@ -260,6 +260,11 @@ class MixtureModel(Model):
 class Sloped(MixtureModel):
     """A penalty on slopes: gradients of gradients go to other ranks' experts and back."""
 
+    @property
+    def entrance(self) -> nn.Module:
+        """What is given the samples, since the step doesn't call the network itself."""
+        return self.model.get_submodule("embed")
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         model: Any = self.model
         x = y = model.embed(batch["x"])

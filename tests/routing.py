@@ -54,7 +54,7 @@ class Routing(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         _now.routed = self.routed
-        module.model.register_forward_pre_hook(_begin)
+        getattr(module, "entrance", module.model).register_forward_pre_hook(_begin)
         for name, inner in module.named_modules():
             if name.endswith("experts") and type(getattr(inner, "num_experts", None)) is int:
                 inner.register_forward_pre_hook(partial(_choose, name), with_kwargs=True)

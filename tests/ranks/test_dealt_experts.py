@@ -33,9 +33,6 @@ def test_lists_of_experts_however_they_are_called() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.xfail(
-    strict=True, reason="what counts the tokens waits for a call of the network, which this step leaves out"
-)
 def test_penalties_on_slopes() -> None:
     assert_alike(EP2, ["own: sloped", f"{SAFE}: sloped", "list, called where chosen: sloped", "list, dense: sloped"])
 
