@@ -76,7 +76,10 @@ class SplitBlocks:
         self._looking_at = looking_at
 
     def compare(self, root: nn.Module) -> None:
-        """Have the blocks compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
+        """Have the blocks compared in their first call in training, on all tensor ranks.
+
+        ``root`` isn't sharded or cut yet: what stands in for a block's calls is to call what compares it.
+        """
         for name, whole in self._copies.items():
             _compare_first_call(root.get_submodule(name), name, whole, self._looking_at, name in self._parts)
 
@@ -128,16 +131,19 @@ def _without_hooks(block: nn.Module) -> nn.Module:
 
 
 def _compare_first_call(block: nn.Module, name: str, whole: nn.Module, looking_at: Looking, is_part: bool) -> None:
-    own, had = block.forward, "forward" in block.__dict__
+    own, had, is_done = block.forward, "forward" in block.__dict__, False
 
     @wraps(own)
     def compared(*args: Any, **kwargs: Any) -> Any:
-        if not block.training or not torch.is_grad_enabled() or is_watched(block):
+        nonlocal is_done
+        if is_done or not block.training or not torch.is_grad_enabled() or is_watched(block):
             return own(*args, **kwargs)
-        if had:
-            block.__dict__["forward"] = own
-        else:
-            del block.__dict__["forward"]
+        is_done = True
+        if block.__dict__.get("forward") is compared:  # and not what stands in for it, and calls this
+            if had:
+                block.__dict__["forward"] = own
+            else:
+                del block.__dict__["forward"]
         with suppress(OpaqueError):
             _check(block, name, own, whole, looking_at, (args, kwargs), is_part)
         return own(*args, **kwargs)

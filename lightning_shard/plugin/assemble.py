@@ -174,9 +174,11 @@ def assemble(
         own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
         held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
     beside = None if layout.pipeline_parallel_size > 1 else listed
-    compared = _to_compare(module, held_blocks, beside, settings, styles, device)
+    split, around = _to_compare(module, held_blocks, beside, settings, styles, device)
     # before the cut, which stands in for some calls
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
+    if split is not None:
+        split.compare(module)
 
     named = names_of_parameters(module)
     units, part = listed, OwnPart()
@@ -213,8 +215,8 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    for each in compared:
-        each.compare(module)
+    if around is not None:
+        around.compare(module)
     _watch(module, layout, part, units)
     return Assembly(
         layout,
@@ -345,7 +347,7 @@ def _to_compare(
     settings: Settings,
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
-) -> list[SplitBlocks | SplitAround]:
+) -> tuple[SplitBlocks | None, SplitAround | None]:
     """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
 
     Args:
@@ -353,18 +355,18 @@ def _to_compare(
         listed: Those of all lists; with one stage, where there is something beside them.
     """
     if not styles or settings.compile_blocks:
-        return []
+        return None, None
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
     if settings.tensor_parallel_plan is None:
         blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
     looks = partial(looking_at, device)
     if listed is None:
-        return [SplitBlocks(blocks, {}, styles, looks)]
+        return SplitBlocks(blocks, {}, styles, looks), None
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
     step = "training_step" if module.automatic_optimization else None
     around = SplitAround(module, whole, parts, styles, step, looks, partial(looking_at_step, device))
-    return [SplitBlocks(blocks, parts, styles, looks), around]
+    return SplitBlocks(blocks, parts, styles, looks), around
 
 
 def _wrap_blocks(
