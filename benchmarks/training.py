@@ -264,8 +264,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="ROW", help="no result is written unless --renew is given")
     parser.add_argument("--renew", action="store_true", help="these rows in today's result, whose others stay")
     parser.add_argument("--rounds", type=int, default=Extent.rounds)
-    parser.add_argument("--quick", action="store_true", help="tiny; no result is written")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes (benchmarks/results)")
+    parser.add_argument("--quick", action="store_true", help="tiny; no result is written unless --results is given")
+    parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
     options = parser.parse_args()
     extent = Extent(1, 4, 1, is_quick=True) if options.quick else Extent(options.rounds)
     chosen = [run for run in RUNS if any(is_chosen(row, options.only) for row in rows_of(run, extent))]
@@ -275,14 +275,15 @@ def main() -> None:
         rows += summarized(found)
         print(f"{run} is measured", flush=True)
     show("a training step", rows)
-    if options.quick or (options.only and not options.renew):
+    results = options.results or (None if options.quick else RESULTS)
+    if results is None or (options.only and not options.renew):
         return
     if options.renew:
-        rows = renewed(rows, result_path("training", options.results))
+        rows = renewed(rows, result_path("training", results))
     path = write_result(
         "training",
         rows,
-        options.results,
+        results,
         steps_per_round=extent.steps,
         median_s=of_ways(rows, "seconds"),
         peak_mib=of_ways(rows, "mib"),

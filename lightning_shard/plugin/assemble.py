@@ -177,8 +177,7 @@ def assemble(
     split, around = _to_compare(module, held_blocks, beside, settings, styles, device)
     # before the cut, which stands in for some calls
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
-    if split is not None:
-        split.compare(module)
+    split.compare(module)
 
     named = names_of_parameters(module)
     units, part = listed, OwnPart()
@@ -215,8 +214,7 @@ def assemble(
     )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    if around is not None:
-        around.compare(module)
+    around.compare(module)
     _watch(module, layout, part, units)
     return Assembly(
         layout,
@@ -347,25 +345,25 @@ def _to_compare(
     settings: Settings,
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
-) -> tuple[SplitBlocks | None, SplitAround | None]:
+) -> tuple[SplitBlocks, SplitAround]:
     """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
 
     Args:
         names: This stage's blocks.
         listed: Those of all lists; with one stage, where there is something beside them.
     """
-    if not styles or settings.compile_blocks:
-        return None, None
+    if settings.compile_blocks:
+        styles = {}
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
     if settings.tensor_parallel_plan is None:
         blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
-    looks = partial(looking_at, device)
+    looks, looks_at_step = partial(looking_at, device), partial(looking_at_step, device)
     if listed is None:
-        return SplitBlocks(blocks, {}, styles, looks), None
+        return SplitBlocks(blocks, {}, styles, looks), SplitAround(module, (), (), {}, None, looks, looks_at_step)
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
     step = "training_step" if module.automatic_optimization else None
-    around = SplitAround(module, whole, parts, styles, step, looks, partial(looking_at_step, device))
+    around = SplitAround(module, whole, parts, styles, step, looks, looks_at_step)
     return SplitBlocks(blocks, parts, styles, looks), around
 
 
