@@ -85,8 +85,9 @@ class WholeParameters:
         self._slots: list[_Slot] = []
         self._watched: set[nn.Parameter] = set()
         self.is_gathered = False
-        self.refuses_changes = False
-        """Where a step's code runs several times, for parts of a batch, and would change a parameter each time."""
+        self.in_microbatches = False
+        """A step's code runs several times, for parts of a batch, and would change a parameter each time. Nothing is
+        called between steps."""
         self._versions: list[int] = []
 
     def gather(self, root: nn.Module) -> None:
@@ -103,7 +104,8 @@ class WholeParameters:
                 running.data = _local(held)
             if running.requires_grad != held.requires_grad:
                 running.requires_grad_(held.requires_grad)
-            if held.requires_grad and held not in self._watched:
+            # a hook keeps a weight's gradient from coming in a second part of the backward (pipeline/products.py)
+            if held.requires_grad and held not in self._watched and not self.in_microbatches:
                 self._watched.add(held)
                 running.register_post_accumulate_grad_hook(partial(self._arrived, held))
             _put(module, name, running)
@@ -139,7 +141,7 @@ class WholeParameters:
                     )
 
     def _seen_versions(self) -> list[int]:
-        return [running._version for _, _, _, running in self._slots] if self.refuses_changes else []
+        return [running._version for _, _, _, running in self._slots] if self.in_microbatches else []
 
     @torch.no_grad()
     def hand_over_gradients(self) -> None:

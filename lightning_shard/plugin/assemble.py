@@ -238,7 +238,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     gather_for_views(unit for unit in sharded_units(module) if unit is not module)
     whole = whole_of(module)
     if whole is not None:
-        whole.refuses_changes = part.stages is not None
+        whole.in_microbatches = part.stages is not None
     if part.stages is None:
         gather_for_calls(module, [module.get_submodule(name) for name in units])
     else:
