@@ -11,7 +11,7 @@ from lightning_shard.testing import run_ranks
 from tests.mixtures import assert_alike
 from tests.parity import LAYOUTS, Seen, combine, train, world
 from tests.ranks.test_memory_settings import HALF, assert_close
-from tests.ranks.test_several_stages import CLIPPED, check
+from tests.ranks.test_several_stages import CLIPPED, check, counting_second_parts
 
 ONE_EACH = {"schedule": "InterleavedZeroBubble", "placement": [2, 2]}
 WAYS: dict[str, dict[str, Any]] = {
@@ -28,6 +28,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16-mixed": ONE_EACH,
     "bf16-mixed, dual": {"schedule": "DualPipeV"},
 }
+WHOLE = ("recomputed", "resharded")
+"""Ways whose settings leave nothing for a second part."""
 ON_LAYOUTS = {
     "pp2×dp2": ("gpt", [*WAYS]),
     "pp2×tp2": ("llama", ["one stage each", "zero bubbles", "reduced each", "every second recomputed", "bf16-mixed"]),
@@ -38,7 +40,10 @@ ON_LAYOUTS = {
 def run(network: str, way: str, sizes: Mapping[str, int] | None = None) -> Seen:
     options = WAYS.get(way, {"schedule": "InterleavedZeroBubble", "placement": [1, 1, 1, 1]})
     precision = "bf16-mixed" if way.startswith("bf16") else "32-true"
-    return train(network, sizes, trainer={**CLIPPED, "precision": precision}, **(options if sizes else {}))
+    with counting_second_parts() as counted:
+        seen = train(network, sizes, trainer={**CLIPPED, "precision": precision}, **(options if sizes else {}))
+    assert bool(counted["products"]) == (sizes is not None and way not in WHOLE)
+    return seen
 
 
 def every_way(network: str, ways: list[str], sizes: Mapping[str, int]) -> dict[str, Seen]:
