@@ -74,7 +74,8 @@ class Seen:
 
 
 def storages(tensors: Iterator[Tensor]) -> dict[int, int]:
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not isinstance(t, DTensor)}
+    strided = (t for t in tensors if t.layout == torch.strided and not isinstance(t, DTensor))
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in strided}
 
 
 def alive() -> Iterator[Tensor]:
