@@ -218,13 +218,13 @@ class HybridShardStrategy(PreparedStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         # imported here: beside Lightning's class of its name, LightningCLI wouldn't know which is meant
-        from lightning_shard.plugin.saving.model_checkpoint import warn_of_stock_callbacks
+        from lightning_shard.plugin.saving.model_checkpoint import take_over_stock_callbacks
 
         trainer = self.lightning_module.trainer
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = loops.take_over_sampling(trainer)
-        warn_of_stock_callbacks(trainer)
+        take_over_stock_callbacks(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samples:

@@ -211,7 +211,7 @@ def stock_and_ours(local: str) -> dict[str, list[str]]:
     }
 
 
-def test_lightnings_own_callback_on_a_remote_store_is_warned_of_once(tmp_path: Path) -> None:
+def test_taking_over_lightnings_own_callback_on_a_remote_store_is_told_once(tmp_path: Path) -> None:
     (told,) = run_ranks(stock_and_ours, 1, str(tmp_path), elastic=True)
     assert {name: len(warnings) for name, warnings in told.items()} == {
         "local": 0,

@@ -24,6 +24,7 @@ __all__ = [
     "Store",
     "absolute",
     "as_path",
+    "forget_listings",
     "open_filesystem",
     "open_store",
 ]
@@ -71,6 +72,16 @@ def open_filesystem(path: str | os.PathLike[str], storage_options: dict[str, Any
     if isinstance(store, RemoteStore):
         return store.fs, store.base
     return fsspec.filesystem("file"), os.path.abspath(store.root)
+
+
+def forget_listings(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> None:
+    """Other filesystems of this kind in this process look anew: they may have cached what was in a folder before.
+
+    Private parts of fsspec 2026.9 used: ``_cache``, a class's instances.
+    """
+    filesystem, _ = open_filesystem(path, storage_options)
+    for one in list(type(filesystem)._cache.values()):
+        one.invalidate_cache()
 
 
 def as_path(path: str | os.PathLike[str]) -> str:

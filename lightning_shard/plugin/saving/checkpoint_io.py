@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
-from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, open_store
+from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, forget_listings, open_store
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
@@ -185,6 +185,8 @@ class ShardedCheckpointIO(CheckpointIO):
             ckpt.save(tensors, first, group=site.host if site else None, **arguments)
             if carry is not None:
                 carry(Ranks.of())
+            if site is None:
+                forget_listings(path, self._storage_options)  # Lightning's own callbacks ask which names are taken
 
     @contextlib.contextmanager
     def _taken(self, path: str) -> Iterator[None]:

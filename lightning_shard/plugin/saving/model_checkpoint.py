@@ -48,7 +48,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 
-__all__ = ["ModelCheckpoint", "warn_of_stock_callbacks"]
+__all__ = ["ModelCheckpoint", "take_over_stock_callbacks"]
 
 T = TypeVar("T")
 
@@ -295,8 +295,15 @@ class _Answers(fsspec.AbstractFileSystem):
 fsspec.register_implementation(_Answers.protocol, _Answers, clobber=True)
 
 
-def warn_of_stock_callbacks(trainer: pl.Trainer) -> None:
-    """Tell once, before the callbacks are set up, that one of Lightning's own saves to a remote store."""
+def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
+    """Before the callbacks are set up: Lightning's own that save to a remote store become this module's.
+
+    There Lightning's lose checkpoints: a name is free to them while a save to it is under way, or isn't in a listing
+    that they have cached, so the second save goes over the first; and what another run has saved they remove.
+
+    Raises:
+        ConfigurationError: One is of a user's class, which can't be made another.
+    """
     if trainer.state.fn != TrainerFn.FITTING:
         return
     logged = trainer.loggers[0].save_dir if trainer.loggers else None
@@ -304,15 +311,30 @@ def warn_of_stock_callbacks(trainer: pl.Trainer) -> None:
         if not isinstance(callback, callbacks.ModelCheckpoint) or isinstance(callback, ModelCheckpoint):
             continue
         dirpath = str(callback.dirpath or logged or trainer.default_root_dir)
-        if not _is_local(dirpath):
-            _warnings.warn(
-                f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves to"
-                f" {get_protocol(dirpath)}:// here, where it doesn't find ckpt_path='last', removes the checkpoint that"
-                " a run was resumed from, takes a save that was cut off for a checkpoint, may give the name of one that"
-                " another callback saves in the background to a second, and doesn't know the"
-                " storage_options of ShardedCheckpointIO. Use lightning_shard.ModelCheckpoint instead: it takes the"
-                " same arguments."
+        if _is_local(dirpath):
+            continue
+        store, kind = f"{get_protocol(dirpath)}://", type(callback)
+        if kind is not callbacks.ModelCheckpoint:
+            raise ConfigurationError(
+                f"{kind.__qualname__} is derived from lightning.pytorch's ModelCheckpoint and saves to {store}, where"
+                " that may save over the best checkpoint, and removes those of other runs: derive it from"
+                " lightning_shard.ModelCheckpoint, which takes the same arguments."
             )
+        _take_over(callback)
+        _warnings.warn(
+            f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves to {store} here, and is"
+            " made a lightning_shard.ModelCheckpoint. But it has looked for ckpt_path='last' before, and doesn't find"
+            " it there: use lightning_shard.ModelCheckpoint, which takes the same arguments."
+        )
+
+
+def _take_over(callback: callbacks.ModelCheckpoint) -> None:
+    made = ModelCheckpoint()
+    own = made.__dict__.keys() - callback.__dict__.keys()
+    callback.__class__ = ModelCheckpoint
+    callback.__dict__.update({name: made.__dict__[name] for name in own})
+    if callback.dirpath:
+        callback.dirpath = _normalised(callback.dirpath)
 
 
 def save_as_last(trainer: pl.Trainer) -> str | None:
