@@ -109,7 +109,7 @@ def in_memory() -> None:
     with_names_that_repeat("memory://background", True)
     with_another_run("memory://others")
     with_a_save_that_fails("memory://fails")
-    with pytest.raises(ConfigurationError, match="Derived is derived from .* derive it from lightning_shard"):
+    with pytest.raises(ConfigurationError, match=r"Derived is derived from .* derive it from lightning_shard"):
         fit([Derived("memory://derived")], 1, ShardedCheckpointIO())
 
 
@@ -122,7 +122,8 @@ def on_s3(root: str, options: dict[str, Any]) -> None:
     def io() -> ShardedCheckpointIO:
         return ShardedCheckpointIO(options, fsync=False)
 
-    fit([LightningsOwn(root, "before", every_n_train_steps=1)], 1, io())  # listings are cached of folders that are there
+    # listings are cached of folders that are there
+    fit([LightningsOwn(root, "before", every_n_train_steps=1)], 1, io())
     best, newest = LightningsOwn(root, "{step}", **AT_EACH), LightningsOwn(root, **EVERY)
     fit([best, newest], 6, io())
     assert list(listed(best, options).values()) == [4]
