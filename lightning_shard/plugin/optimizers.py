@@ -133,6 +133,21 @@ def _refuse_accumulation_hooks(module: nn.Module) -> None:
             )
 
 
+def refuse_hooks_on_sums(module: nn.Module) -> None:
+    """Before a step whose gradients are added to others: they come once an optimizer step, or once a microbatch.
+
+    Raises:
+        ConfigurationError: A parameter has hooks that are called when its gradient was added up.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"{name} has a hook that is called when its gradient was added up (register_post_accumulate_grad_hook):"
+                " on one process that is after each batch, and here it isn't. Leave accumulate_grad_batches at 1 and"
+                " reduce_each_microbatch at False, or the hook out."
+            )
+
+
 def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """Leave out of each group what another stage holds; refuse what isn't the module's.
 

@@ -96,6 +96,12 @@ def test_what_would_be_lost_is_refused(how: str, error: type[Exception], says: s
     assert says in str(refusal.value) or says.replace("weight", "bias") in str(refusal.value)
 
 
+def test_hooks_on_sums_of_gradients_are_refused_where_batches_are_accumulated() -> None:
+    """They were called once for all of these, and on one process after each."""
+    with pytest.raises(ConfigurationError, match=r"has a hook that .* on one process that is after each batch"):
+        fit("accumulated late", HybridShardStrategy(), accumulate_grad_batches=2)
+
+
 def test_a_parameter_without_gradient_counts_on_its_own_device() -> None:
     """On the host, numbers couldn't be stacked with those of a GPU's gradients."""
     assert _norm_and_sum(nn.Parameter(torch.ones(2, device="meta"))).device.type == "meta"

@@ -18,6 +18,7 @@ from lightning_shard.parallel.data import (
     scalar_parameters,
 )
 from lightning_shard.plugin import loops
+from lightning_shard.plugin.optimizers import refuse_hooks_on_sums
 
 
 class Gradients:
@@ -42,6 +43,7 @@ class Gradients:
         self._by_inputs = ByInputs(
             module, lambda: not self._is_held or self._reduces_each, frees=not module.automatic_optimization
         )
+        self._has_added_up = False
         self.is_accumulating = False
         """Whether the step that began last is followed by another one before the optimizer's."""
 
@@ -51,6 +53,10 @@ class Gradients:
         if self.is_accumulating and loops.begins_accumulation(trainer):
             forget_gradients(self._module)
         self.is_accumulating = loops.is_accumulating(trainer)
+        adds_up = self.is_accumulating or (self._is_pipelined and self._reduces_each)
+        if adds_up and not self._has_added_up:
+            self._has_added_up = True
+            refuse_hooks_on_sums(self._module)
 
     def begin_backward(self) -> None:
         """Before the backward of an automatic step: Lightning has called ``zero_grad`` after backwards in the step."""
