@@ -213,7 +213,7 @@ class Padded(Model):
 
 
 def train_padded(sizes: dict[str, int] | None) -> Seen:
-    settings = {"accumulate_grad_batches": 2}
+    settings = {"accumulate_grad_batches": 2, "precision": "64-true"}  # in which weights are too
     own: dict[str, Any] = {"loss_weight": tokens, "microbatches": 8 // sizes["data_parallel_size"]} if sizes else {}
     return train("gpt", sizes, module=Padded, trainer=settings, **own)
 
@@ -225,9 +225,9 @@ def train_padded(sizes: dict[str, int] | None) -> Seen:
 )
 def test_means_over_tokens_that_are_weighted_by_their_number(sizes: dict[str, int]) -> None:
     ours, plain = on(sizes, train_padded), train_padded(None)
-    assert ours.norm == pytest.approx(plain.norm, rel=1e-5)
-    assert largest_difference(ours.gradients, plain.gradients) < 1e-6
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-13)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-14
+    assert largest_difference(ours.parameters, plain.parameters) < 1e-10  # Adam divides by small ones
     if sizes["data_parallel_size"] == 1:  # else what is logged of a step is the mean of the data ranks
         check(ours, plain)
 

@@ -61,7 +61,7 @@ class LossWeights:
 
 def _number(value: Any, device: torch.device) -> Tensor:
     try:
-        weight = torch.as_tensor(value, dtype=torch.float32, device=device)
+        weight = torch.as_tensor(value, dtype=torch.float64, device=device)
     except (TypeError, ValueError, RuntimeError):
         weight = None
     # a tensor's sign isn't asked for, which would wait for the device
@@ -78,4 +78,5 @@ def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
     """``weight × loss``; 0 where nothing counts, of which the mean is NaN."""
     if weight is None:
         return loss
+    weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
     return torch.where(weight > 0, loss * weight, 0.0)
