@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.divisions import without_those_by_zero
 
 
 class Weight(NamedTuple):
@@ -72,6 +73,13 @@ def _number(value: Any, device: torch.device) -> Tensor:
             ' such as lambda batch: batch["mask"].sum().'
         )
     return weight.reshape(())
+
+
+def weighted_for_backward(loss: Tensor, weight: Tensor | None) -> Tensor:
+    """The same of a loss with its graph: where nothing counts, no gradient is NaN either."""
+    if weight is not None:
+        without_those_by_zero(loss)
+    return weighted(loss, weight)
 
 
 def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:

@@ -45,7 +45,7 @@ from lightning_shard.plugin.steps.ahead import Arguments
 from lightning_shard.plugin.steps.apart import StatesApart
 from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
-from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
+from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.overridden import is_told
 from lightning_shard.plugin.steps.python_state import own_generators
@@ -152,7 +152,7 @@ class PipelinedSteps:
 
         def scaled(i: int, result: Any) -> Tensor:
             self._means.note(_loss(result))
-            loss = weighted(_loss(result), weights[i].of_gradient) * scale
+            loss = weighted_for_backward(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
         def run(stage: Stage, i: int) -> Any:

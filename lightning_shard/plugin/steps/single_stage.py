@@ -17,7 +17,7 @@ from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.whole import whole_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.gradients import Gradients
-from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
+from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted_for_backward
 from lightning_shard.plugin.steps.overridden import has_hooks
 from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
 from lightning_shard.plugin.steps.unequal_means import UnequalMeans
@@ -94,7 +94,7 @@ class SingleStageSteps:
             if whole is not None and self._sees_parameters:
                 whole.gather(module)  # blocks may run again; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
-        return weighted(loss, self._weight.of_gradient)
+        return weighted_for_backward(loss, self._weight.of_gradient)
 
     def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
         with self._lockstep.step() if self._lockstep is not None else nullcontext():

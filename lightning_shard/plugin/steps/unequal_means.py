@@ -1,20 +1,13 @@
 """Tells of losses that are means over another number of targets in each part of a batch.
 
 The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` makes it that; without it
-nothing fails, so the first steps look at what their losses were divided by. That is in the graph which autograd keeps
-of them: the weights of torch's ``nll_loss`` (so of cross entropy with ignored targets, or with weights of classes), the
-number of elements of ``mean`` and of torch's other losses, the divisor of a division.
+nothing fails, so the first steps look at what their losses were divided by.
 
-Not seen: padding that begins after these steps, losses of custom or compiled functions and of checkpointed code, and
-means of evaluation steps, which have no graph.
-
-Private: ``_raw_saved_*`` of autograd's nodes (torch 2.11 to 2.13), which shows whether reading would run hooks, such as
-those of a checkpoint, that run once.
+Not seen: padding that begins after these steps, and means of evaluation steps, which have no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,33 +15,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_shard.plugin.steps.divisions import divisions
+
 _STEPS = 2
 """So many are looked at: later ones wait for no device."""
 _DIVISORS = 4
 """So many of a loss at most, in the order in which the graph has them."""
-_NODES = 64
-_MEAN = 1
-"""How autograd's nodes keep ``reduction="mean"``."""
-_LINEAR = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Neg",
-    "Where",
-    "ToCopy",
-    "Clone",
-    "Alias",
-    "View",
-    "UnsafeView",
-    "Squeeze",
-    "Unsqueeze",
-    "Select",
-    "Stack",
-    "Cat",
-    "Unbind",
-    "Expand",
-)
-"""What may stand between the loss that a step returns and those that it is made of."""
 
 
 class UnequalMeans:
@@ -72,7 +44,7 @@ class UnequalMeans:
     def note(self, loss: Any) -> None:
         """A part's, before its backward frees the graph."""
         if self._left:
-            self._seen.append([*_divisors(loss)] if isinstance(loss, Tensor) else [])
+            self._seen.append([number for _, number in divisions(loss)] if isinstance(loss, Tensor) else [])
 
     def tell(self) -> None:
         """Warn once, after a batch's parts; a collective call over the data ranks in the first steps."""
@@ -110,38 +82,3 @@ class UnequalMeans:
             " self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1 says that they are to"
             " count alike."
         )
-
-
-def _divisors(loss: Tensor) -> Iterator[Tensor | float]:
-    """What means were divided by, of which a loss is a sum."""
-    pending: list[Any] = [loss.grad_fn]
-    for _ in range(_NODES):
-        node = pending.pop() if pending else None
-        if node is None:
-            if not pending:
-                return
-            continue
-        kind = node.name().partition("Backward")[0]
-        following = [before for before, _ in node.next_functions]
-        if kind.startswith("NllLoss"):
-            if node._saved_reduction == _MEAN:
-                yield from _kept(node, "total_weight")
-        elif kind == "Mean":
-            yield float(node._saved_self_sym_numel)
-        elif getattr(node, "_saved_reduction", None) == _MEAN:
-            yield from (float(target.numel()) for target in _kept(node, "target"))
-        elif kind == "Div":
-            if following[1:] in ([], [None]):
-                yield from (other for other in _kept(node, "other") if other.numel() == 1)
-            pending.append(following[0])
-        elif kind in _LINEAR:
-            pending += reversed(following)
-
-
-def _kept(node: Any, name: str) -> Iterator[Tensor]:
-    """A tensor that a node keeps, where no hook packed it."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is not None and raw.unpack_hook is None:
-        value = getattr(node, f"_saved_{name}")
-        if isinstance(value, Tensor):
-            yield value.detach()

@@ -1,4 +1,4 @@
-"""What a loss was divided by, as its graph shows it."""
+"""What a loss was divided by, as its graph shows it, and what of it is a mean over nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.plugin.steps.unequal_means import _divisors
+from lightning_shard.plugin.steps.divisions import divisions
+from lightning_shard.plugin.steps.loss_weight import weighted_for_backward
 
 TARGETS = torch.tensor([1, 2, -100, 3, -100, 0])
 COUNTS = TARGETS != -100
@@ -44,6 +45,19 @@ def test_what_a_loss_was_divided_by_is_in_its_graph_and_can_be_read_before_its_b
     loss_of, expected = LOSSES[kind]
     logits = torch.randn(6, 5, requires_grad=True)
     loss = loss_of(logits)
-    assert [float(number) for number in _divisors(loss)] == expected
+    assert [float(number) for _, number in divisions(loss)] == expected
     if loss.requires_grad:
         loss.backward()
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_a_mean_over_nothing_that_counts_for_nothing_has_no_gradient(weight: float) -> None:
+    logits = torch.randn(6, 5, requires_grad=True)
+    counts = COUNTS * (weight > 0)
+    loss = (each(logits) * counts).sum() / counts.sum() / 2
+    weighted_for_backward(loss, torch.tensor(weight)).backward()
+    plain = torch.randn(6, 5).copy_(logits.detach()).requires_grad_()
+    F.cross_entropy(plain, TARGETS).backward()
+    assert logits.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(logits.grad, plain.grad * (weight / 2))
