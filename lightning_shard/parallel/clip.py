@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -66,14 +67,15 @@ def norm_over_ranks(
     tensors: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
     """The common norm of all ranks' tensors, each element counted once; a collective call over all ranks."""
-    norms = _own_norms(list(tensors), stage_mesh, device, norm_type)
+    own = list(tensors)
+    norms = _own_norms(own, stage_mesh, device, norm_type)
     largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
     if len(norms):
         total = norms.max() if largest else norms.pow(norm_type).sum()
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    return (total if largest else total.pow(1.0 / norm_type)).float()
+    return (total if largest else total.pow(1.0 / norm_type)).to(_type_of_norm(own))
 
 
 def norms_over_stage(
@@ -85,7 +87,12 @@ def norms_over_stage(
     total = norms if largest else norms.pow(norm_type)
     for axis in range(stage_mesh.ndim):
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stage_mesh.get_group(axis))
-    return (total if largest else total.pow(1.0 / norm_type)).float()
+    return (total if largest else total.pow(1.0 / norm_type)).to(_type_of_norm(tensors))
+
+
+def _type_of_norm(tensors: Iterable[Tensor]) -> torch.dtype:
+    """That of this rank's tensors, and at least 32 bits."""
+    return reduce(torch.promote_types, (tensor.dtype.to_real() for tensor in tensors), torch.float32)
 
 
 def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float) -> Tensor:

@@ -33,7 +33,7 @@ from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.local import computing_with, local_parameters, shared, split_parameter, summed
 
-REPLICATED, LAST, _SEQUENCE = Replicate(), Shard(-1), Shard(1)
+REPLICATED, LAST, _SEQUENCE, _HEADS = Replicate(), Shard(-1), Shard(1), Shard(-2)
 
 
 class IndivisibleError(PlanError):
@@ -228,6 +228,8 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_sequence": Split("in", LAST, LAST, _SEQUENCE),
     "gather_sequence": Split(None, _SEQUENCE, REPLICATED, REPLICATED),
 }
+BY_HEADS = Split("out", _HEADS, _HEADS, _HEADS)
+"""A module with ``[heads, head size]`` of parameters, on ``[…, heads, head size]``."""
 EXPERTS, MLA = "moe_tp_experts", "mla_kv_a_proj"
 """Styles of transformers' plans that depend on the module."""
 MODULE_STYLE_NAMES = {*STYLES, EXPERTS, MLA}

@@ -22,6 +22,7 @@ from lightning_shard.parallel.adapters import layers_in_place
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.plans import check_heads, declared_plan, matches, similar, weight_computed_by
 from lightning_shard.parallel.styles import (
+    BY_HEADS,
     CUTS,
     EXPERTS,
     LAST,
@@ -224,22 +225,35 @@ def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts:
     return OwnShare(placements)
 
 
+_SPLIT_BEFORE = {
+    "q_norm": "q_proj",
+    "k_norm": "k_proj",
+    "q_layernorm": "q_proj",
+    "k_layernorm": "k_proj",
+    "act_fn": "up_proj",
+}
+"""What plans of transformers forget, by its name, and the layer whose features it is given."""
+
+
 def _complete_sums(modules: Mapping[str, nn.Module], resolved: dict[str, ParallelStyle], parts: int) -> None:
     """Parameters that plans of transformers forget, between layers that they split by features.
 
     Each rank's gradient of them would be of its own features alone: norms over each head (of Qwen3-VL-MoE, say), and
-    activations with trained numbers (of Apertus).
+    activations with trained numbers (of Apertus). Norms with weights of their own for each head (of Cohere) are split
+    with the heads.
     """
     for name, module in modules.items():
         own = [*module.parameters(recurse=False)]
         parent, _, key = name.rpartition(".")
-        layer = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}.get(key)
+        layer = _SPLIT_BEFORE.get(key)
         before = resolved.get(f"{parent}.{layer}")
         if name in resolved or not own or not isinstance(before, Split) or before.produced != LAST:
             continue
         features = getattr(modules[f"{parent}.{layer}"], "out_features", 0)
         if all(parameter.numel() * parts <= features for parameter in own):
             resolved[name] = STYLES["replicated_with_grad_allreduce"]
+        elif all(parameter.ndim == 2 and parameter.numel() == features for parameter in own):
+            resolved[name] = BY_HEADS
 
 
 def _complete_ties(

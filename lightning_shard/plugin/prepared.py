@@ -44,6 +44,7 @@ from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.scaling import agree_on_overflows
 from lightning_shard.plugin.steps.schedules import that_evaluate, that_runs
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
+from lightning_shard.plugin.steps.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.throughput import share_throughput
@@ -139,6 +140,7 @@ class PreparedStrategy(CheckpointedStrategy):
         groups, layout, device = self.groups, self.layout, self.root_device
         is_pipelined = known.stages is not None
         weights = LossWeights(self._loss_weight, groups.data, device)
+        means = UnequalMeans(self._microbatches, groups.data, device, is_weighted=self._loss_weight is not None)
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
@@ -152,7 +154,7 @@ class PreparedStrategy(CheckpointedStrategy):
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
                 known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
-            self._steps = SingleStageSteps(module, device, layout.data_rank, gradients, weights, known.lockstep)
+            self._steps = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, known.lockstep)
             return
         reshard(module)
         refuse_synced_generation(module)
@@ -166,6 +168,7 @@ class PreparedStrategy(CheckpointedStrategy):
             that_runs(known.schedule, self._settings.of_blocks),
             known.ties,
             weights,
+            means,
             reduces_each=self._reduces_each,
             reshards_each=self._settings.reshard_after_forward is True,
         )

@@ -67,7 +67,8 @@ class HybridShardStrategy(PreparedStrategy):
             and modules in the order in which they run, and as often. Default: found.
         loss_weight: A function of a batch that says how much its loss counts, such as its number of tokens that aren't
             padding: then losses that are means over tokens are so over the whole global batch, however it was cut
-            into microbatches and dealt to data ranks. Default: all parts count alike.
+            into microbatches and dealt to data ranks. Default: all parts count alike, and a warning says where their
+            numbers differ in the first steps. What is logged takes the same number as ``batch_size``.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
         expert_parallel_plan: Patterns of the names of modules of experts, or lists of them, such as

@@ -40,8 +40,8 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
     if facts.padded and parts > 1 and kinds & {"output", "gradient"}:
         return (
             f"{facts.padded}: if the loss is a mean over what counts, each part's mean weighs the same, whatever it is"
-            " over. Give all samples equally many for this test, or divide a sum by a number that doesn't depend on"
-            " the part."
+            " over. Weigh them by their numbers (HybridShardStrategy(loss_weight=…)), give all samples equally many for"
+            " this test, or divide a sum by a number that doesn't depend on the part."
         )
     if parts > 1 and first.ratio is not None and first.kind in ("output", "gradient", "gradient norm"):
         return (

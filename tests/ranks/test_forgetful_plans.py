@@ -11,13 +11,14 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
-from tests.parity import QUIET
+from tests.parity import QUIET, like_llama
 
 WIDTH = 16
 SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -74,6 +75,42 @@ def test_layers_that_dont_meet_are_refused_in_the_plans_name(wrong: dict[str, st
     said = r"The first step fails with tensor_parallel_plan: .*(cannot be multiplied|same reduction dim)"
     with pytest.raises(PlanError, match=said):
         assert_trains_alike(partial(Model, nn.Tanh), batches, "tp2", tensor_parallel_plan=wrong)
+
+
+LIKE_PHI: dict[str, Any] = {**like_llama(), "num_hidden_layers": 2}
+NORMS_ON_HEADS: dict[str, Callable[[], nn.Module]] = {
+    "phi, a norm for all heads": lambda: hf.PhiForCausalLM(hf.PhiConfig(**LIKE_PHI, qk_layernorm=True)),
+    "cohere, weights for each head": lambda: hf.CohereForCausalLM(
+        hf.CohereConfig(**{**LIKE_PHI, "tie_word_embeddings": True}, use_qk_norm=True, pad_token_id=0)
+    ),
+}
+
+
+class OnHeads(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = NORMS_ON_HEADS[kind]()
+        for name, parameter in self.model.named_parameters():
+            if "norm" in name:  # which begin alike on all heads
+                nn.init.normal_(parameter, 1.0, 0.5)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def texts() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(2):
+        yield torch.randint(1, 64, (8, 12), generator=generator)
+
+
+@pytest.mark.parametrize("kind", NORMS_ON_HEADS)
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2 x tp2", marks=pytest.mark.long)])
+def test_norms_on_heads_that_a_models_own_plan_forgets_train_alike(kind: str, layout: str) -> None:
+    assert_trains_alike(partial(OnHeads, kind), texts, layout)
 
 
 class Gated(nn.Module):

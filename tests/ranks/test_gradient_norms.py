@@ -79,6 +79,37 @@ def test_norms_and_clipping_in_hooks_are_the_whole_models(sizes: dict[str, int])
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
+def clip_in_64_bits(sizes: dict[str, int] | None) -> Seen:
+    settings = {"precision": "64-true", "gradient_clip_val": 0.05}
+    return train("gpt", sizes, module=partial(Plain, "gpt"), steps=2, trainer=settings)
+
+
+class Plain(Model):
+    """SGD, whose steps are as long as gradients are."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = clip_grad_norm_(self.parameters(), math.inf)
+        self.of_each = grad_norm(self, norm_type=2)
+
+    def on_train_end(self) -> None:
+        assert self.norm.dtype == torch.float64
+        assert {norm.dtype for norm in self.of_each.values()} == {torch.float64}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [layout(pipeline=2), layout(data=2), pytest.param(layout(tensor=2), marks=pytest.mark.long)], ids=str
+)
+def test_clipping_in_64_bits_rounds_to_no_fewer(sizes: dict[str, int]) -> None:
+    """Clipped by a norm in 32 bits, parameters are 1e-10 apart after a step."""
+    ours = combine(run_ranks(clip_in_64_bits, world(sizes), sizes, elastic=True), sizes)
+    plain = clip_in_64_bits(None)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-13)
+    assert largest_difference(ours.parameters, plain.parameters) < 1e-14
+
+
 class Average(Model):
     """Keeps an average by hand, as many do."""
 

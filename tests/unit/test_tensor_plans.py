@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shard.checkpoint.shards import Split, shard, shard_strided_last, strided_factors_fit
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.plans import declared_plan
-from lightning_shard.parallel.styles import STYLES, OwnShare, SharedByHeads, SummedGradients
+from lightning_shard.parallel.styles import BY_HEADS, STYLES, OwnShare, SharedByHeads, SummedGradients
 from lightning_shard.parallel.tensor import resolve_plan
 from lightning_shard.sharding import part_on
 from tests.mixtures import NETWORKS, Mixtures, adapted, transformers_model
@@ -77,6 +77,10 @@ def of_transformers(name: str, **sizes: Any) -> nn.Module:
 def test_what_plans_of_transformers_forget_is_completed() -> None:
     apertus = resolve_plan(of_transformers("ApertusForCausalLM"), None, 2)
     assert isinstance(apertus["net.model.layers.0.mlp.act_fn"], SummedGradients)
+    phi = resolve_plan(of_transformers("PhiForCausalLM", qk_layernorm=True), None, 2)
+    assert isinstance(phi["net.model.layers.0.self_attn.q_layernorm"], SummedGradients)
+    cohere = resolve_plan(of_transformers("CohereForCausalLM", use_qk_norm=True), None, 2)
+    assert cohere["net.model.layers.0.self_attn.k_norm"] is BY_HEADS
     gemma = resolve_plan(of_transformers("Gemma2ForCausalLM"), None, 2)
     assert gemma["net.model.embed_tokens"] is STYLES["embedding_rowwise"]  # of a class of its own, which scales
     assert gemma["net.lm_head"] is STYLES["colwise_gather_output"]

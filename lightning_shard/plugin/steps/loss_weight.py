@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.divisions import without_those_by_zero
 
 
 class Weight(NamedTuple):
@@ -61,7 +62,7 @@ class LossWeights:
 
 def _number(value: Any, device: torch.device) -> Tensor:
     try:
-        weight = torch.as_tensor(value, dtype=torch.float32, device=device)
+        weight = torch.as_tensor(value, dtype=torch.float64, device=device)
     except (TypeError, ValueError, RuntimeError):
         weight = None
     # a tensor's sign isn't asked for, which would wait for the device
@@ -74,8 +75,16 @@ def _number(value: Any, device: torch.device) -> Tensor:
     return weight.reshape(())
 
 
+def weighted_for_backward(loss: Tensor, weight: Tensor | None) -> Tensor:
+    """The same of a loss with its graph: where nothing counts, no gradient is NaN either."""
+    if weight is not None:
+        without_those_by_zero(loss)
+    return weighted(loss, weight)
+
+
 def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
     """``weight × loss``; 0 where nothing counts, of which the mean is NaN."""
     if weight is None:
         return loss
+    weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
     return torch.where(weight > 0, loss * weight, 0.0)

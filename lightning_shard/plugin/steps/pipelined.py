@@ -45,12 +45,13 @@ from lightning_shard.plugin.steps.ahead import Arguments
 from lightning_shard.plugin.steps.apart import StatesApart
 from lightning_shard.plugin.steps.kept import KeptStates
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
-from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted
+from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.memory import Memory
 from lightning_shard.plugin.steps.overridden import is_told
 from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedules import tell_of_whole_backwards
+from lightning_shard.plugin.steps.unequal_means import UnequalMeans
 
 Draw = Callable[[Arguments], int]
 _HEARERS = {
@@ -91,6 +92,7 @@ class PipelinedSteps:
         schedule: Schedule,
         ties: Iterable[Tie],
         weights: LossWeights,
+        means: UnequalMeans,
         *,
         reduces_each: bool = False,
         reshards_each: bool = False,
@@ -121,6 +123,7 @@ class PipelinedSteps:
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
         self._weights = weights
+        self._means = means
 
     def begin_anew(self) -> None:
         """Learn anew what passes between stages, as where other parameters train; on all stages alike."""
@@ -148,7 +151,8 @@ class PipelinedSteps:
         units = list(sharded_units(module))
 
         def scaled(i: int, result: Any) -> Tensor:
-            loss = weighted(_loss(result), weights[i].of_gradient) * scale
+            self._means.note(_loss(result))
+            loss = weighted_for_backward(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
         def run(stage: Stage, i: int) -> Any:
@@ -195,6 +199,8 @@ class PipelinedSteps:
                 tell_of_whole_backwards(self._schedule, self._step)
                 self._is_to_tell = False
             self._has_trained = True
+            if self._stages.is_last:
+                self._means.tell()
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where nobody hears the rest, the losses alone
             results = losses if "training_step" in self._unheard else with_losses(results, losses)

@@ -17,9 +17,10 @@ from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.whole import whole_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.gradients import Gradients
-from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted
+from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted_for_backward
 from lightning_shard.plugin.steps.overridden import has_hooks
 from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
+from lightning_shard.plugin.steps.unequal_means import UnequalMeans
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 """Hooks between a step and its backward, for which parameters stay gathered unless these may work on them."""
@@ -34,6 +35,7 @@ class SingleStageSteps:
         data_rank: This rank's part of the data, by which random numbers differ.
         gradients: The module's.
         weights: How much the losses of batches count.
+        means: Tells of losses that should be weighted.
         lockstep: Of evaluation steps; ``None`` with one data rank.
     """
 
@@ -44,6 +46,7 @@ class SingleStageSteps:
         data_rank: int,
         gradients: Gradients,
         weights: LossWeights,
+        means: UnequalMeans,
         lockstep: Lockstep | None,
     ) -> None:
         self._module = module
@@ -51,6 +54,7 @@ class SingleStageSteps:
         self._data_rank = data_rank
         self._gradients = gradients
         self._weights = weights
+        self._means = means
         self._weight = Weight()
         self._lockstep = lockstep
         self._sees_parameters = False
@@ -70,6 +74,9 @@ class SingleStageSteps:
         [self._weight] = self._weights.of(args[:1] or [None])
         with precision.train_step_context(), self._gradients.of_inputs():
             result = self._run("training_step", draw, args, kwargs)
+        if automatic:
+            self._means.note(result.get("loss") if isinstance(result, dict) else result)
+            self._means.tell()
         if result is None and automatic:  # what its backward would have done
             if not self._gradients.is_accumulating:
                 self._gradients.synchronize()
@@ -87,7 +94,7 @@ class SingleStageSteps:
             if whole is not None and self._sees_parameters:
                 whole.gather(module)  # blocks may run again; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
-        return weighted(loss, self._weight.of_gradient)
+        return weighted_for_backward(loss, self._weight.of_gradient)
 
     def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
         with self._lockstep.step() if self._lockstep is not None else nullcontext():

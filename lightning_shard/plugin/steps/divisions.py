@@ -1,0 +1,88 @@
+"""What a loss was divided by, read from the graph which autograd keeps of it.
+
+The weights of torch's ``nll_loss`` (so of cross entropy with ignored targets, or with weights of classes), the number
+of elements of ``mean`` and of torch's other losses, the divisor of a division. Not seen: losses of custom or compiled
+functions, and of checkpointed code.
+
+Private: ``_raw_saved_*`` of autograd's nodes (torch 2.11 to 2.13), which shows whether reading would run hooks, such as
+those of a checkpoint, that run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NODES = 64
+_MEAN = 1
+"""How autograd's nodes keep ``reduction="mean"``."""
+_LINEAR = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Neg",
+    "Where",
+    "ToCopy",
+    "Clone",
+    "Alias",
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "Select",
+    "Stack",
+    "Cat",
+    "Unbind",
+    "Expand",
+)
+"""What may stand between the loss that a step returns and those that it is made of."""
+
+
+def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
+    """The nodes of means of which a loss is a sum, and what each divided by; before a backward frees them."""
+    pending: list[Any] = [loss.grad_fn]
+    for _ in range(_NODES):
+        node = pending.pop() if pending else None
+        if node is None:
+            if not pending:
+                return
+            continue
+        kind = node.name().partition("Backward")[0]
+        following = [before for before, _ in node.next_functions]
+        if kind.startswith("NllLoss"):
+            if node._saved_reduction == _MEAN:
+                yield from ((node, number) for number in _kept(node, "total_weight"))
+        elif kind == "Mean":
+            yield node, float(node._saved_self_sym_numel)
+        elif getattr(node, "_saved_reduction", None) == _MEAN:
+            yield from ((node, float(target.numel())) for target in _kept(node, "target"))
+        elif kind == "Div":
+            if following[1:] in ([], [None]):
+                yield from ((node, other) for other in _kept(node, "other") if other.numel() == 1)
+            pending.append(following[0])
+        elif kind in _LINEAR:
+            pending += reversed(following)
+
+
+def without_those_by_zero(loss: Tensor) -> None:
+    """Have a loss's backward pass nothing on from sums that were divided by zero, as means over nothing are."""
+    for node, number in divisions(loss):
+        if isinstance(number, Tensor) and node.name().startswith("Div"):
+            node.register_hook(partial(_none_by_zero, number))
+
+
+def _none_by_zero(number: Tensor, gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(each if each is None else torch.where(number == 0, 0.0, each) for each in gradients)
+
+
+def _kept(node: Any, name: str) -> Iterator[Tensor]:
+    """A tensor that a node keeps, where no hook packed it."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is not None and raw.unpack_hook is None:
+        value = getattr(node, f"_saved_{name}")
+        if isinstance(value, Tensor):
+            yield value.detach()
