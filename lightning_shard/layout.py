@@ -162,6 +162,11 @@ class Layout:
         """Every stage's ranks."""
         return [range(first, first + self.stage_size) for first in range(0, self.world_size, self.stage_size)][::-1]
 
+    def neighbours(self, size: int) -> range:
+        """The ranks among which this one is, in runs of ``size``: those of its stage, or of its tensor group."""
+        first = self.rank - self.rank % size
+        return range(first, first + size)
+
     def pipelines(self) -> list[list[int]]:
         """Every pipeline's ranks in stage order."""
         return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]

@@ -24,7 +24,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.compared import OpaqueError, are_alike, copied, is_called, is_watched, tell_of_draws
+from lightning_shard.parallel.compared import (
+    Alike,
+    OpaqueError,
+    are_alike,
+    copied,
+    is_called,
+    is_watched,
+    tell_of_draws,
+)
 from lightning_shard.parallel.positions import Looking, random_state
 from lightning_shard.parallel.styles import REPLICATED, ScatterSequence, Split
 from lightning_shard.sharding import full_tensor
@@ -43,6 +51,7 @@ class SplitAround:
         styles: Of modules, by name.
         step: The name of the method by which ``root`` is called; ``None`` where it can't be run again.
         looking_at: Gives what a run inside leaves behind, and puts it back; of ``root`` ``looking_at_step`` does.
+        alike: Over all ranks of a stage: blocks that run inside are gathered from the data ranks.
     """
 
     def __init__(
@@ -54,6 +63,7 @@ class SplitAround:
         step: str | None,
         looking_at: Looking,
         looking_at_step: Looking,
+        alike: Alike,
     ) -> None:
         inside = tuple(f"{name}." for name in (*blocks, *parts))
         around = [name for name in styles if not f"{name}.".startswith(inside)]
@@ -72,6 +82,7 @@ class SplitAround:
         self._step = step
         self._looking_at = looking_at
         self._looking_at_step = looking_at_step
+        self._alike = alike
 
     def compare(self, root: nn.Module) -> None:
         """Have them compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
@@ -154,18 +165,18 @@ class SplitAround:
             return seen, random_state(device)
 
         with looking_at(owner) as traces:
+            whole = None
             try:
-                owner.eval()
-                split, drawn = outcomes(None)
-                traces.put_back()
-                owner.eval()
-                whole, drawn_whole = outcomes(iter(calls))
-            except torch.OutOfMemoryError:
-                raise  # not of each rank: others would wait in what this one leaves out
-            except Exception:
-                return None  # the real run raises what is wrong by itself
+                with self._alike(name or "the step"):
+                    owner.eval()
+                    split, drawn = outcomes(None)
+                    traces.put_back()
+                    owner.eval()
+                    whole, drawn_whole = outcomes(iter(calls))
             finally:
                 traces.put_back()
+        if whole is None:
+            return None  # the real run raises what is wrong by itself
         if drawn != drawn_whole:
             tell_of_draws(owner, name)
         if drawn != drawn_whole or [where for where, _ in split] != [where for where, _ in whole]:

@@ -44,6 +44,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.laid_out import LaidOutParameters, refuse_copies
 from lightning_shard.plugin.looking import looking_at, looking_at_step, to_run_again
 from lightning_shard.plugin.placing import blocks_of, place_blocks
+from lightning_shard.plugin.running.alike import Attempts, Connect
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.schedules import agree, choose
@@ -135,6 +136,7 @@ def assemble(
     settings: Settings,
     schedules: Sequence[Schedule],
     groups: Groups,
+    connect: Connect,
 ) -> Assembly:
     """Cut ``module`` to this rank's stages and shard it, in place.
 
@@ -146,6 +148,7 @@ def assemble(
         seed: Seeds the weights of what is on meta.
         schedules: Among which the settings leave the choice.
         groups: This rank's.
+        connect: Makes a connection to a store that all ranks share.
 
     Raises:
         ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
@@ -174,7 +177,7 @@ def assemble(
         own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
         held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
     beside = None if layout.pipeline_parallel_size > 1 else listed
-    split, around = _to_compare(module, held_blocks, beside, settings, styles, device)
+    split, around = _to_compare(module, held_blocks, beside, settings, styles, device, layout, connect)
     # before the cut, which stands in for some calls
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
     split.compare(module)
@@ -345,6 +348,8 @@ def _to_compare(
     settings: Settings,
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
+    layout: Layout,
+    connect: Connect,
 ) -> tuple[SplitBlocks, SplitAround]:
     """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
 
@@ -358,13 +363,17 @@ def _to_compare(
     if settings.tensor_parallel_plan is None:
         blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
     looks, looks_at_step = partial(looking_at, device), partial(looking_at_step, device)
+    of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
+    of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
+    alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
     if listed is None:
-        return SplitBlocks(blocks, {}, styles, looks), SplitAround(module, (), (), {}, None, looks, looks_at_step)
+        around = SplitAround(module, (), (), {}, None, looks, looks_at_step, of_stage)
+        return SplitBlocks(blocks, {}, styles, looks, alike), around
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
     step = "training_step" if module.automatic_optimization else None
-    around = SplitAround(module, whole, parts, styles, step, looks, looks_at_step)
-    return SplitBlocks(blocks, parts, styles, looks), around
+    around = SplitAround(module, whole, parts, styles, step, looks, looks_at_step, of_stage)
+    return SplitBlocks(blocks, parts, styles, looks, alike), around
 
 
 def _wrap_blocks(

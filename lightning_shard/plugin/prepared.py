@@ -113,6 +113,7 @@ class PreparedStrategy(CheckpointedStrategy):
                 self._settings,
                 self._schedules_for(trainer),
                 self.groups,
+                self._meeting().connect,
             )
             module.__dict__[_ASSEMBLY] = known
             module._device = self.root_device  # Lightning's own: where it computes, though shards may lie on the host

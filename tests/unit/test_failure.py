@@ -90,14 +90,29 @@ def test_state_that_steps_keep_on_another_stage_is_explained_once(hook: Any, err
 
 
 def test_a_rank_without_a_sign_of_life_is_named(watches: list[FailureWatch]) -> None:
-    watches[2].stop()  # as its thread stops with its process
+    watches[2]._stopped.set()  # as its thread stops with its process
     watches[2]._thread.join()
     watches[0].report(lost := RuntimeError(LOST))
     assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
 
 
+def test_a_rank_whose_run_ended_well_isnt_taken_for_a_dead_one(watches: list[FailureWatch]) -> None:
+    watches[1].stop()
+    watches[2]._stopped.set()  # as its thread stops with its process
+    watches[2]._thread.join()
+    watches[0].report(lost := RuntimeError(LOST))
+    assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
+
+
+def test_where_only_ranks_that_ended_well_are_gone_they_are_named(watches: list[FailureWatch]) -> None:
+    watches[1].stop()
+    watches[2]._store.set(watches[2]._lost_key(2), "1")  # it has lost them too
+    watches[0].report(lost := RuntimeError(LOST))
+    assert "on rank 1: ended before the others" in str(watches[0].failure_elsewhere(lost))
+
+
 def test_all_that_lost_a_rank_tell_the_same(watches: list[FailureWatch]) -> None:
-    watches[2].stop()
+    watches[2]._stopped.set()
     watches[2]._thread.join()
     errors = [RuntimeError(LOST) for _ in watches[:2]]
     with ThreadPoolExecutor(2) as threads:

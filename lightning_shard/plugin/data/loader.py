@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin.data.lengths import check_lengths
 from lightning_shard.plugin.data.sampler import ShardedSampler, drawing_apart
 from lightning_shard.plugin.data.streams import end_together
 from lightning_shard.plugin.steps.randomness import derive
@@ -49,12 +50,13 @@ def shard_dataloader(
             numbers than one for evaluation.
         batches_trained: The training loop's count of this epoch's batches. With it, a training loader carries
             ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
-        ranks: All ranks, which then end an IterableDataset together; making the loader is a collective call.
+        ranks: All ranks, whose loaders must be as long, and which end an IterableDataset together; making the loader is
+            a collective call.
 
     Raises:
         ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks; or a
-            loader with a state of its own doesn't deal, so that every data rank would read all samples; or an
-            IterableDataset has another length on another rank.
+            loader with a state of its own doesn't deal, so that every data rank would read all samples; or a
+            loader has another length on another rank.
     """
     # a CombinedLoader of the user's holds what it was given here in an earlier run
     dataloader = getattr(dataloader, "_before_sharding", dataloader)
@@ -101,8 +103,10 @@ def shard_dataloader(
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)
     _seed_fetches(sharded, worker_generator, sampler, derive(seed, "fetch", train, data_rank))
-    if isinstance(dataloader.dataset, IterableDataset) and data_size > 1 and ranks is not None:
-        end_together(sharded, ranks)
+    if ranks is not None:
+        check_lengths(sharded, ranks)
+        if isinstance(dataloader.dataset, IterableDataset) and data_size > 1:
+            end_together(sharded, ranks)
     sharded._before_sharding = dataloader
     return sharded
 

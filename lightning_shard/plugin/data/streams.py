@@ -12,22 +12,10 @@ from itertools import islice
 from typing import Any
 
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.errors import ConfigurationError
 
 
 def end_together(dataloader: Any, ranks: Ranks) -> None:
-    """Have all ranks take equally many batches of their DataLoaders; a collective call, as is each batch after it.
-
-    Raises:
-        ConfigurationError: The datasets know their lengths, and these differ.
-    """
-    lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
-    if len(set(lengths)) > 1:
-        raise ConfigurationError(
-            f"The ranks' {type(dataloader.dataset).__name__}s give {lengths} batches, and all ranks have to take the"
-            " same number of steps: have the dataset give equally many samples on each data rank, or leave out its"
-            " __len__, and all end with the first."
-        )
+    """Have all ranks take equally many batches of their DataLoaders; each is a collective call."""
     alone = dataloader._get_iterator
     dataloader._get_iterator = lambda: _EndingTogether(alone(), ranks)
     dataloader._ends_together = True
@@ -36,13 +24,6 @@ def end_together(dataloader: Any, ranks: Ranks) -> None:
 def talks_to_other_ranks(dataloader: Any) -> bool:
     """Whether to take a batch is a collective call over all ranks, so that they have to do it at the same time."""
     return getattr(dataloader, "_ends_together", False)
-
-
-def _length(dataloader: Any) -> int | None:
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 class _EndingTogether:

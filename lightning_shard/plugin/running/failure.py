@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -84,6 +85,9 @@ class FailureWatch:
 
     def stop(self) -> None:
         """Watch no longer: the job ended well."""
+        if not self._stopped.is_set():
+            with suppress(RuntimeError, dist.DistError):
+                self._store.set(self._ended_key(self._rank), "1")  # its silence is no failure
         self._stopped.set()
         # at the interpreter's exit, a thread in a call of the store ends the process with SIGABRT
         self._thread.join(2 * _CONNECT_S)
@@ -159,12 +163,15 @@ class FailureWatch:
         if not looks:
             return None
         beats = self._beats()
-        others = [rank for rank in beats if not self._store.check([self._lost_key(rank)])]
+        ended = [rank for rank in beats if self._store.check([self._ended_key(rank)])]
+        others = [rank for rank in beats if rank not in ended and not self._store.check([self._lost_key(rank)])]
         if silent := [rank for rank in others if beats[rank] == before[rank]]:
             return f"{_ranks(silent)}: no sign of life; ended by force or stopped, or its machine is gone."
         if others:
             places = "; ".join(f"rank {rank} is {beats[rank].partition(' ')[2]}" for rank in others)
             return f"{_ranks(others)}: alive, but not in the collective that the others waited in: {places}."
+        if ended:
+            return f"{_ranks(ended)}: ended before the others, with fewer steps or collectives than they."
         return None
 
     def _beats(self) -> dict[int, str]:
@@ -177,6 +184,9 @@ class FailureWatch:
 
     def _beat_key(self, rank: int) -> str:
         return f"{self._prefix}/alive/{rank}"
+
+    def _ended_key(self, rank: int) -> str:
+        return f"{self._prefix}/ended/{rank}"
 
     def _lost_key(self, rank: int) -> str:
         return f"{self._prefix}/lost/{rank}"

@@ -1,0 +1,41 @@
+"""That all ranks' loaders are as long: a rank with more batches than the others would wait for them for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.errors import ConfigurationError
+
+_BY_DATASET = {
+    True: "have the dataset give equally many samples on each data rank, or leave out its __len__, and all end with the"
+    " first.",
+    False: "have all ranks read the same samples, which are dealt to data ranks for you; look for files that some"
+    " machines lack, and for a part that is taken by rank.",
+}
+
+
+def check_lengths(dataloader: Any, ranks: Ranks) -> None:
+    """A collective call over all ranks.
+
+    Args:
+        dataloader: What this rank reads, dealt.
+
+    Raises:
+        ConfigurationError: On all ranks, where loaders that know their lengths have different ones.
+    """
+    lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
+    if len(set(lengths)) > 1:
+        raise ConfigurationError(
+            f"The ranks' {type(dataloader.dataset).__name__}s give {lengths} batches, and all ranks have to take the"
+            f" same number of steps: {_BY_DATASET[isinstance(dataloader.dataset, IterableDataset)]}"
+        )
+
+
+def _length(dataloader: Any) -> int | None:
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,88 @@
+"""Whether a run of code that may fail has failed on all of some ranks, or on some of them only.
+
+What fails on all is left out on all. A rank that fails alone would leave out collectives that the others wait in, or
+would meet them in later ones. It can't ask them by a collective: they are in one of the run's own. So each says in the
+process group's store how its run went, and only one that failed waits for the others' answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.plugin.running.failure import lost_the_others
+
+_KEY = "lightning_shard/alike"
+_POLL_S = 0.05
+_WAIT_S = 5.0
+"""Ranks that fail at the same place come there about together: they have met in a collective just before."""
+_CONNECT_S = 10.0
+
+Connect = Callable[[timedelta], dist.Store]
+
+
+class Attempts:
+    """Runs of one module's code by some ranks, which all make the same ones.
+
+    Args:
+        connect: Makes a connection of its own to a store that these ranks share.
+        rank: This one.
+        ranks: All of them.
+    """
+
+    _series = 0
+
+    def __init__(self, connect: Connect, rank: int, ranks: Collection[int]) -> None:
+        self._connect = connect
+        # of an earlier module of this process, names may be the same; ranks lay out modules in the same order
+        Attempts._series += 1
+        self._prefix = f"{_KEY}/{Attempts._series}"
+        self._rank = rank
+        self._others = [other for other in ranks if other != rank]
+        self._made: Counter[str] = Counter()
+
+    @contextmanager
+    def at(self, name: str) -> Iterator[None]:
+        """Runs what is inside; an error is left out where all ranks have one.
+
+        Raises:
+            Exception: This rank's own, where others have none, or don't say so in time.
+        """
+        self._made[name] += 1
+        prefix = f"{self._prefix}/{name}/{self._made[name]}"
+        try:
+            yield
+        except Exception as error:
+            # what is known not to be of the code is told at once
+            if isinstance(error, torch.OutOfMemoryError) or lost_the_others(error):
+                raise
+            if not self._failed_everywhere(prefix):
+                error.add_note(
+                    f"Not on all ranks, where {name} is run once more in eval() and without gradients, to compare it"
+                    " with the same before a plan split it."
+                )
+                raise
+        else:
+            with suppress(RuntimeError, dist.DistError):  # nobody may need it
+                self._connect(timedelta(seconds=_CONNECT_S)).set(f"{prefix}/{self._rank}", "passed")
+
+    def _failed_everywhere(self, prefix: str) -> bool:
+        stop = time.monotonic() + _WAIT_S
+        missing = [f"{prefix}/{other}" for other in self._others]
+        try:
+            store = self._connect(timedelta(seconds=_CONNECT_S))
+            store.set(f"{prefix}/{self._rank}", "failed")
+            while missing and time.monotonic() < stop:
+                if not store.check([missing[-1]]):
+                    time.sleep(_POLL_S)
+                elif store.get(missing.pop()).decode() == "passed":
+                    return False
+        except (RuntimeError, dist.DistError):
+            return False
+        return not missing
