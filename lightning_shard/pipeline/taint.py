@@ -249,9 +249,11 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        _miss([unknown], f"{sentence[:-len(REMEDY)]}It gives: {error}. {REMEDY}")
+        _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
     given = {id(leaf) for leaf in leaves((args, kwargs))}
-    if any(isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)):
+    if any(
+        isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)
+    ):
         _miss([unknown], sentence)
     return result
 
