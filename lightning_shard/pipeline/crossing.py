@@ -173,6 +173,8 @@ class Passage:
         missing: What this stage needs and doesn't know.
         hollow: The parameters that other stages hold, by name.
         filler: What unknown values are.
+        asks_for_origins: Whether what is missing is to be computed here, from what blocks gave and parameters. So it is
+            with state: an earlier stage adds to its own, which is another.
         in_place_of: What the user's code holds of values that were received and need gradients.
     """
 
@@ -193,6 +195,7 @@ class Passage:
     active: bool = False
     differentiates: bool = False
     filler: float = torch.nan
+    asks_for_origins: bool = False
     in_place_of: list[Tensor] = field(default_factory=list)
     _kept: dict[int, dict[tuple[str, str], None]] | None = None
 
@@ -350,6 +353,8 @@ class Passage:
         kind, number = value.key[:2]
         if kind != "operation":
             return True
+        if self.asks_for_origins and value.parents:
+            return False
         return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
 
 

@@ -201,6 +201,7 @@ class Stage:
                 raise
             self.passage.check_hooks()
             if self.passage.searching and self.is_last:
+                self.passage.asks_for_origins = True
                 refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
 
     @contextmanager

@@ -26,13 +26,22 @@ from lightning_shard.errors import StepError
 _AS_NUMBERS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),
     *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("storage", "__dlpack__", "__reduce_ex__"),
 }
 """What gives Python a tensor's values."""
+_AS_TEXT = {"__repr__", "__format__"}
 _SHAPED_BY_VALUES = {
     *("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere"),
-    *("histc", "nonzero_static"),
+    *("histc", "nonzero_static", "_pack_padded_sequence", "_pad_packed_sequence"),
+    *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm"),
 }
 """What gives tensors whose sizes depend on values."""
+_SIZED_BY_NUMBERS = {
+    *("narrow", "view", "reshape", "unflatten", "expand", "repeat", "tile", "split", "tensor_split", "chunk"),
+    *("topk", "pad", "unfold", "diagonal", "diag_embed", "one_hot", "interpolate"),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
+}
+"""What gives tensors whose sizes depend on further arguments, which may be tensors of one integer."""
 _TO_INTEGERS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "floor_divide", "round", "bucketize"}
 """What makes integers of floating-point numbers."""
 _WITHOUT_VALUES = {
@@ -81,12 +90,14 @@ class Unknown(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        taken = args[1:] if name in _WITHOUT_VALUES else args[:1] if name in _LIKE_OTHERS else (args, kwargs)
+        taken = _taken(name, args, kwargs)
         unknown = first_unknown(taken)
         if unknown is not None and _met.found is not None:
             _met.found += all_unknown(taken)
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
+        if unknown is not None and name in _AS_TEXT:
+            return _as_text(unknown)
         if args and isinstance(args[0], Unknown) and writes(name) and has_no_memory(args[0]):
             return args[0]  # a module that another stage holds is initialised, or changed by the user's code
         if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
@@ -209,7 +220,49 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
         mark(base, origin)
 
 
+def _taken(name: str, args: Any, kwargs: Any) -> Any:
+    """The arguments of a torch function whose values matter."""
+    if name in _WITHOUT_VALUES:
+        return args[1:], kwargs
+    return args[:1] if name in _LIKE_OTHERS else (args, kwargs)
+
+
+def _as_text(unknown: Unknown) -> str:
+    """A text in place of a value to show; the value itself is asked for where it can be had."""
+    try:
+        _miss([unknown], f"The step shows {unknown.origin.text} as a text. {REMEDY}")
+    except StepError:
+        return f"<{unknown.origin.text.rstrip(',')}: not known on this pipeline stage>"
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What one of torch's functions gives, also of what isn't known.
+
+    Most take numbers from tensors where numbers are due (``torch.zeros(n)``, ``full(…, x)``, ``clamp(…, 0, x)``), and
+    ask no class of tensors about that: then the values are missing.
+    """
+    name = getattr(func, "__name__", "")
+    unknown = first_unknown(_taken(name, args, kwargs))
+    if unknown is None:
+        return func(*args, **kwargs)
+    sentence = f"{name} takes {unknown.origin.text} as a number. {REMEDY}"
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
+    given = {id(leaf) for leaf in leaves((args, kwargs))}
+    if any(
+        isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)
+    ):
+        _miss([unknown], sentence)
+    return result
+
+
 def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:
+    if name in _SIZED_BY_NUMBERS:
+        return first_unknown((args[1:], kwargs)) is not None
+    if first_unknown(kwargs.get("dim")) is not None:
+        return True
     if name == "repeat_interleave":  # of a number of times or a tensor of them; that may be all it's given
         return isinstance(kwargs["repeats"] if "repeats" in kwargs else args[:2][-1], Unknown)
     return name in _SHAPED_BY_VALUES

@@ -15,7 +15,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline import functions
 from lightning_shard.pipeline.crossing import Key, Passage, Value, keep, value_of
-from lightning_shard.pipeline.taint import Hollow, Unknown, base_of, leaves, mark, mark_all, memory_of, writes
+from lightning_shard.pipeline.taint import Hollow, Unknown, base_of, computed, leaves, mark, mark_all, memory_of, writes
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -46,7 +46,7 @@ class Trace(TorchFunctionMode):
             )
         self.see_written((args, kwargs))
         parents = self._unknown_in((args, kwargs))
-        result = func(*args, **kwargs)
+        result = computed(func, args, kwargs)
         name = getattr(func, "__name__", "")
         written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
         changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
