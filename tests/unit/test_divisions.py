@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,19 @@ def each(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits, TARGETS, reduction="none")
 
 
+class Mean(torch.autograd.Function):
+    """Of a user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.shape
+        return x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(ctx.size) / ctx.size.numel()
+
+
 LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "cross entropy": (lambda x: F.cross_entropy(x, TARGETS), [4]),
     "of images": (lambda x: F.cross_entropy(x.T[None], TARGETS[None]), [4]),
@@ -36,6 +50,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "by what is trained": (lambda x: x.sum() / x.abs().sum(), []),
     "half": (lambda x: F.cross_entropy(x.bfloat16(), TARGETS).float(), [4]),
     "recomputed": (lambda x: checkpoint(F.cross_entropy, x, TARGETS, use_reentrant=False), []),
+    "of a function of one's own": (lambda x: Mean.apply(x), []),
     "none": (lambda x: x.detach().sum(), []),
 }
 
@@ -61,3 +76,11 @@ def test_a_mean_over_nothing_that_counts_for_nothing_has_no_gradient(weight: flo
     assert logits.grad is not None
     assert plain.grad is not None
     torch.testing.assert_close(logits.grad, plain.grad * (weight / 2))
+
+
+def test_a_mean_over_nothing_that_counts_stays_nan() -> None:
+    logits = torch.randn(6, 5, requires_grad=True)
+    loss = (each(logits) * 0).sum() / torch.zeros(())
+    weighted_for_backward(loss, torch.tensor(2.0)).backward()
+    assert logits.grad is not None
+    assert logits.grad.isnan().any()

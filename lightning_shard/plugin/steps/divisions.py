@@ -51,7 +51,9 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
             if not pending:
                 return
             continue
-        kind = node.name().partition("Backward")[0]
+        kind, _, version = node.name().partition("Backward")
+        if not version:
+            continue  # of a user's own Function, whatever its name
         following = [before for before, _ in node.next_functions]
         if kind.startswith("NllLoss"):
             if node._saved_reduction == _MEAN:
@@ -68,15 +70,15 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
             pending += reversed(following)
 
 
-def without_those_by_zero(loss: Tensor) -> None:
-    """Have a loss's backward pass nothing on from sums that were divided by zero, as means over nothing are."""
+def without_those_by_zero(loss: Tensor, weight: Tensor) -> None:
+    """Have the backward of a loss that counts for nothing pass nothing on from sums that were divided by zero."""
     for node, number in divisions(loss):
         if isinstance(number, Tensor) and node.name().startswith("Div"):
-            node.register_hook(partial(_none_by_zero, number))
+            node.register_hook(partial(_masked, (number == 0) & (weight == 0)))
 
 
-def _none_by_zero(number: Tensor, gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
-    return tuple(each if each is None else torch.where(number == 0, 0.0, each) for each in gradients)
+def _masked(mask: Tensor, gradients: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(each if each is None else torch.where(mask, 0.0, each) for each in gradients)
 
 
 def _kept(node: Any, name: str) -> Iterator[Tensor]:

@@ -78,7 +78,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
 def weighted_for_backward(loss: Tensor, weight: Tensor | None) -> Tensor:
     """The same of a loss with its graph: where nothing counts, no gradient is NaN either."""
     if weight is not None:
-        without_those_by_zero(loss)
+        without_those_by_zero(loss, weight)
     return weighted(loss, weight)
 
 
