@@ -50,7 +50,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "by what is trained": (lambda x: x.sum() / x.abs().sum(), []),
     "half": (lambda x: F.cross_entropy(x.bfloat16(), TARGETS).float(), [4]),
     "recomputed": (lambda x: checkpoint(F.cross_entropy, x, TARGETS, use_reentrant=False), []),
-    "of a function of one's own": (lambda x: Mean.apply(x), []),
+    "of a function of one's own": (Mean.apply, []),
     "none": (lambda x: x.detach().sum(), []),
 }
 

@@ -78,7 +78,8 @@ class UnequalMeans:
             f"The training loss is a mean over another number in each part of a batch ({least:.6g} to {most:.6g}), as"
             f" where targets are padding, and the losses and gradients of all parts ({parts}) count alike: their mean"
             " isn't that over the whole batch, which one process takes. HybridShardStrategy(loss_weight=lambda batch:"
-            " (batch['labels'] != -100).sum()), or what that number is here, makes it the same (of batch['labels'][:, 1:]"
-            " where the model shifts them, as transformers' causal ones do), and so does self.log(…, batch_size=that"
-            " number) of what is logged. loss_weight=lambda batch: 1 says that they are to count alike."
+            " (batch['labels'] != -100).sum()), or what that number is here, makes it the same (of"
+            " batch['labels'][:, 1:] where the model shifts them, as transformers' causal ones do), and so does"
+            " self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1 says that they are to"
+            " count alike."
         )
