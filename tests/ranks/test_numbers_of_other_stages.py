@@ -12,31 +12,14 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_shard.testing import assert_trains_alike
-
-WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.mix(x))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 2)
+from tests.habits.harness import Block, Net
 
 
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
+        self.net.blocks = nn.ModuleList(Block() for _ in range(4))
         self.mean = MeanMetric()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -89,17 +89,17 @@ def test_state_that_steps_keep_on_another_stage_is_explained_once(hook: Any, err
     assert len(getattr(error, "__notes__", ())) == told
 
 
-def test_a_rank_without_a_sign_of_life_is_named(watches: list[FailureWatch]) -> None:
-    watches[2]._stopped.set()  # as its thread stops with its process
-    watches[2]._thread.join()
-    watches[0].report(lost := RuntimeError(LOST))
-    assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
+def die(watch: FailureWatch) -> None:
+    """As its thread stops with its process."""
+    watch._stopped.set()
+    watch._thread.join()
 
 
-def test_a_rank_whose_run_ended_well_isnt_taken_for_a_dead_one(watches: list[FailureWatch]) -> None:
-    watches[1].stop()
-    watches[2]._stopped.set()  # as its thread stops with its process
-    watches[2]._thread.join()
+@pytest.mark.parametrize("ended", [[], [1]], ids=["others run", "another one's run has ended well"])
+def test_a_rank_without_a_sign_of_life_is_named(ended: list[int], watches: list[FailureWatch]) -> None:
+    for rank in ended:
+        watches[rank].stop()
+    die(watches[2])
     watches[0].report(lost := RuntimeError(LOST))
     assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
 
@@ -112,8 +112,7 @@ def test_where_only_ranks_that_ended_well_are_gone_they_are_named(watches: list[
 
 
 def test_all_that_lost_a_rank_tell_the_same(watches: list[FailureWatch]) -> None:
-    watches[2]._stopped.set()
-    watches[2]._thread.join()
+    die(watches[2])
     errors = [RuntimeError(LOST) for _ in watches[:2]]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda watch, error: watch.report(error), watches, errors))
