@@ -223,6 +223,8 @@ def _note_tensor(path: str, tensor: Tensor) -> Note:
             tensor.data = copy.clone()
         elif tensor._version != version or not torch.equal(tensor, copy):  # `.data` doesn't count as a version
             tensor.copy_(copy)
+            # what a graph has saved of it is there again; else its backward would take it for changed
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     def has_changed() -> bool:
         if type(tensor) is not kind or tensor._version != version or tensor.requires_grad != needs_gradient:
