@@ -10,9 +10,8 @@ asked once for each kind of step, in whatever way state is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.crossing import Crossing, Passage
+from lightning_shard.pipeline.crossing import Counted, Crossing, Passage
 from lightning_shard.pipeline.search import Memory, RunStep, run_anew
 from lightning_shard.pipeline.stage import Stage
 
@@ -44,10 +43,15 @@ class Ran:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A microbatch, and the state that this rank's first stage began it with."""
+    """A microbatch that ran, and the state that this rank's first stage began it with.
+
+    Attributes:
+        counted: The operations of each stage.
+    """
 
     i: int
     memory: Memory
+    counted: dict[int, Counted] = field(default_factory=dict)
 
 
 class LeftState:
@@ -63,36 +67,55 @@ class LeftState:
         self._begun: _Begun | None = None
         self._checked = 0  # stages of this rank, in this batch
 
-    def began(self, kind: str, keys: Sequence[Hashable], i: int, memory: Memory) -> None:
-        """Microbatch ``i`` has; the memory is forgotten here, or when the batch ends.
+    def begins(self, kind: str, keys: Sequence[Hashable], i: int) -> None:
+        """Microbatch ``i`` is about to run on a stage; it is known what crosses.
 
         Args:
             keys: All microbatches' signatures.
         """
-        self.ends()
-        if self._asks(kind, keys, i):
-            self._begun = _Begun(i, memory)
-        else:
-            memory.forget()
-
-    @contextmanager
-    def watching(
-        self, kind: str, keys: Sequence[Hashable], i: int, stages: int, run: RunStep
-    ) -> Iterator[Callable[[Ran], None]]:
-        """Microbatch ``i`` runs inside, on one of this rank's stages; what is given is called when it has."""
         if self._begun is None and self._asks(kind, keys, i):
-            self.began(kind, keys, i, self._remember())
+            self._begun = _Begun(i, self._remember())
 
-        def look(ran: Ran) -> None:
-            if self._begun is None or i != self._begun.i + 1:
+    def searched(
+        self, kind: str, keys: Sequence[Hashable], i: int, memory: Memory, ran: Sequence[Ran], run: RunStep
+    ) -> None:
+        """Microbatch ``i`` has run on all of this rank's stages, to find out what crosses.
+
+        Args:
+            memory: The state that it began with; forgotten here, or later.
+        """
+        if self._begun is None or i != self._begun.i + 1 or not all(map(self._is_comparable, ran)):
+            self.ends()
+            if self._asks(kind, keys, i):
+                self._begun = _Begun(i, memory, {each.stage.index: each.passage.counted for each in ran})
                 return
-            self._check(self._begun.memory, ran, run, i, len(keys))
-            self._checked += 1
-            if self._checked == stages:
-                self._known.add(kind)
-                self.ends()
+        memory.forget()
+        for each in ran:
+            self.ran(kind, keys, i, each, len(ran), run)
 
-        yield look
+    def ran(self, kind: str, keys: Sequence[Hashable], i: int, ran: Ran, stages: int, run: RunStep) -> None:
+        """Microbatch ``i`` has, on one of this rank's stages.
+
+        Raises:
+            StepError: It would have gone another way from the state of the microbatch before.
+        """
+        if self._begun is None:
+            return
+        self._begun.counted.setdefault(ran.stage.index, ran.passage.counted)
+        if i != self._begun.i + 1 or not self._is_comparable(ran):
+            return
+        before = self._begun.memory
+        changed, now = before.changed(), self._remember()
+        before.put_back()
+        is_same = _same(ran, run_anew(ran.stage, ran.crossing, ran.passage, run, i))
+        now.put_back()
+        now.forget()
+        if not is_same:
+            raise _reads_what_is_left(changed, len(keys))
+        self._checked += 1
+        if self._checked == stages:
+            self._known.add(kind)
+            self.ends()
 
     def ends(self) -> None:
         """The batch does."""
@@ -100,22 +123,16 @@ class LeftState:
             self._begun.memory.forget()
         self._begun, self._checked = None, 0
 
+    def _is_comparable(self, ran: Ran) -> bool:
+        """Whether values have the names that they had for the microbatch before, where these are numbers.
+
+        A first microbatch may run more operations, to fill caches.
+        """
+        assert self._begun is not None
+        return not ran.crossing.is_traced() or self._begun.counted.get(ran.stage.index) == ran.passage.counted
+
     def _asks(self, kind: str, keys: Sequence[Hashable], i: int) -> bool:
         return kind not in self._known and keys[i : i + 1] == keys[i + 1 : i + 2]
-
-    def _check(self, before: Memory, ran: Ran, run: RunStep, i: int, microbatches: int) -> None:
-        """See that a microbatch would have gone the same way from the state of the one before.
-
-        Raises:
-            StepError: It wouldn't.
-        """
-        changed, now = before.changed(), self._remember()
-        before.put_back()
-        is_same = _same(ran, run_anew(ran.stage, ran.crossing, ran.passage, run, i))
-        now.put_back()
-        now.forget()
-        if not is_same:
-            raise _reads_what_is_left(changed, microbatches)
 
 
 def _reads_what_is_left(changed: Sequence[str], microbatches: int) -> StepError:

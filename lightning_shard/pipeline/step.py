@@ -287,9 +287,10 @@ class PipelinedStep:
                     break  # what comes next on this link is said first
             if action.kind == "F":
                 i, end = action.microbatch, self._ends[action.stage]
-                with _named(f"F{i}"), self._left.watching(kind, keys, i, len(self._ends), run) as look:
+                self._left.begins(kind, keys, i)
+                with _named(f"F{i}"):
                     ran = self._forward(end, run, i, keys[i], arriving.pop(action, None))
-                    look(ran)
+                    self._left.ran(kind, keys, i, ran, len(self._ends), run)
                 yield action, ran
             else:
                 yield action, None
@@ -312,10 +313,7 @@ class PipelinedStep:
             end.crossings[keys[i]] = crossing
             assert search.passage is not None
             ran[end.stage.index] = Ran(search.stage, crossing, search.passage, search.result)
-        if self._is_settled(keys[i]):
-            self._left.began(kind, keys, i, memory)
-        else:
-            memory.forget()
+        self._left.searched(kind, keys, i, memory, [*ran.values()], run)
         return ran
 
     def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> Ran:
