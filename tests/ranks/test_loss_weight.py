@@ -20,7 +20,10 @@ class Masked(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         errors = (self.net(batch["x"]).sum(1) - batch["y"]).square()
-        return (errors * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+        loss = (errors * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+        self.log("train_loss", loss, batch_size=int(count(batch)))
+        self.log("samples", float(len(errors)) / len(batch["x"]))
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -41,3 +44,8 @@ def count(batch: dict[str, Tensor]) -> Tensor:
 def test_a_batch_of_which_nothing_counts_has_gradients_of_zero(layout: str) -> None:
     """They were NaN."""
     assert_trains_alike(Masked, batches, layout, loss_weight=count)
+
+
+def test_data_ranks_are_compared_by_how_much_their_losses_count() -> None:
+    """The hint was to use ``loss_weight``."""
+    assert_trains_alike(Masked, batches, "dp2", loss_weight=count)
