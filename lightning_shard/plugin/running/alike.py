@@ -64,7 +64,7 @@ class Attempts:
                 raise
             if not self._failed_everywhere(prefix):
                 error.add_note(
-                    f"It failed not on all ranks, where {name} is run once more without gradients, to compare it with"
+                    f"Not all ranks failed where {name} was run once more without gradients, to compare it with"
                     " the same before a plan split it."
                 )
                 raise
