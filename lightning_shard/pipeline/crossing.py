@@ -173,7 +173,7 @@ class Passage:
         missing: What this stage needs and doesn't know.
         hollow: The parameters that other stages hold, by name.
         filler: What unknown values are.
-        asks_for_origins: Whether what is missing is to be computed here, from what blocks gave and parameters. So it is
+        asks_for_origins: Whether what is missing is to be computed here, from what blocks and parameters gave. So it is
             with state: an earlier stage adds to its own, which is another.
         in_place_of: What the user's code holds of values that were received and need gradients.
     """
@@ -353,7 +353,7 @@ class Passage:
         kind, number = value.key[:2]
         if kind != "operation":
             return True
-        if self.asks_for_origins and value.parents:
+        if self.asks_for_origins and value.parents and not any(parent.hollow is not None for parent in value.parents):
             return False
         return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
 

@@ -69,6 +69,11 @@ class Origin:
     text: str
     on_missing: Callable[[Sequence[Unknown], str], NoReturn]
 
+    @property
+    def at_end(self) -> str:
+        """The text where nothing follows."""
+        return self.text.rstrip(",")
+
 
 class _Met(threading.local):
     found: list[Unknown] | None = None
@@ -101,14 +106,14 @@ class Unknown(torch.Tensor):
         if args and isinstance(args[0], Unknown) and writes(name) and has_no_memory(args[0]):
             return args[0]  # a module that another stage holds is initialised, or changed by the user's code
         if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
-            _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.text}. {REMEDY}")
+            _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.at_end}. {REMEDY}")
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             if unknown is None:
                 raise
-            _miss([unknown], f"{name} can't be computed of {unknown.origin.text} ({error}). {REMEDY}")
+            _miss([unknown], f"{name} can't be computed of {unknown.origin.at_end} ({error}). {REMEDY}")
         if unknown is None:
             return result
         known = {id(leaf) for leaf in leaves((args, kwargs))}  # what is handed back as it came stays so
@@ -232,7 +237,7 @@ def _as_text(unknown: Unknown) -> str:
     try:
         _miss([unknown], f"The step shows {unknown.origin.text} as a text. {REMEDY}")
     except StepError:
-        return f"<{unknown.origin.text.rstrip(',')}: not known on this pipeline stage>"
+        return f"<{unknown.origin.at_end}: not known on this pipeline stage>"
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -248,6 +253,8 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     sentence = f"{name} takes {unknown.origin.text} as a number. {REMEDY}"
     try:
         result = func(*args, **kwargs)
+    except StepError:
+        raise  # it says so by itself
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
     given = {id(leaf) for leaf in leaves((args, kwargs))}

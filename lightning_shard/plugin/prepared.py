@@ -141,7 +141,8 @@ class PreparedStrategy(CheckpointedStrategy):
         groups, layout, device = self.groups, self.layout, self.root_device
         is_pipelined = known.stages is not None
         weights = LossWeights(self._loss_weight, groups.data, device)
-        means = UnequalMeans(self._microbatches, groups.data, device, is_weighted=self._loss_weight is not None)
+        parts = self._microbatches if is_pipelined else 1
+        means = UnequalMeans(parts, groups.data, device, is_weighted=self._loss_weight is not None)
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None

@@ -79,7 +79,7 @@ def assert_trains_alike(
     ``on_train_batch_end`` gets it), what was logged, every gradient, their norm, and parameters and buffers
     afterwards; what a validation returned and logged; and predictions. A module without ``validation_step`` or
     ``predict_step`` of its own goes without. On data ranks, each has its part of every batch, and their joined outputs
-    and averaged logs are compared.
+    and averaged logs are compared, of training also by how much each part counts (``loss_weight``).
 
     It starts its processes on the CPU of this machine; a script calls it below ``if __name__ == "__main__":``.
 

@@ -45,6 +45,7 @@ class Moment:
         gradients: Whole ones of the rank's stage, before the optimizer's step; where they are not zero.
         norm: Of all gradients.
         state: Parameters and buffers that a checkpoint would hold of the rank's stage, whole.
+        weight: How much the loss of the rank's part of the batch counts, by ``loss_weight``.
     """
 
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Moment:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     norm: float | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
+    weight: float = 1.0
 
 
 Record = dict[str, Moment]
@@ -144,10 +146,9 @@ def _all_apart(
     expected: Moment, found: Sequence[Moment], layout: NamedLayout, tolerance: float, steps: _Steps
 ) -> Iterator[Apart]:
     for ranks in _columns(layout):
-        parts = [found[rank].outputs for rank in ranks]
-        yield from _outputs_apart(expected.outputs, parts, ranks, tolerance)
+        yield from _outputs_apart(expected.outputs, [found[rank] for rank in ranks], ranks, tolerance)
     for ranks in _columns(layout):
-        yield from _logs_apart(expected.logs, [found[rank].logs for rank in ranks], ranks, tolerance)
+        yield from _logs_apart(expected.logs, [found[rank] for rank in ranks], ranks, tolerance)
 
     stages = [(rank, found[rank]) for rank in range(layout.world_size) if keeps(layout, rank)]
     largest = max((_scale(gradient) for gradient in expected.gradients.values()), default=0.0)
@@ -209,22 +210,28 @@ def _union(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> _Union:
 
 
 def _outputs_apart(
-    expected: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], tolerance: float
+    expected: Mapping[str, Any], parts: Sequence[Moment], ranks: tuple[int, ...], tolerance: float
 ) -> Iterator[Apart]:
     for name, value in expected.items():
-        own = [part[name] for part in parts if name in part]
+        own = [part.outputs[name] for part in parts if name in part.outputs]
         if len(own) < len(parts):
             if len(parts) == 1:  # lists of several data ranks have other entries
                 yield Apart("output", name, _shown(value), "nothing", ranks, math.inf)
             continue
-        ways = _joined(own)
-        found = [_apart("output", name, value, way, ranks, tolerance, _FLOOR) for way in ways]
-        if ways and all(found):
-            assert found[0] is not None
-            yield found[0]
+        ways = _joined(own, [part.weight for part in parts])
+        yield from _apart_in_all_ways("output", name, value, ways, ranks, tolerance)
 
 
-def _joined(parts: list[Any]) -> list[Any]:
+def _apart_in_all_ways(
+    kind: str, name: str, value: Any, ways: Sequence[Any], ranks: tuple[int, ...], tolerance: float
+) -> Iterator[Apart]:
+    found = [_apart(kind, name, value, way, ranks, tolerance, _FLOOR) for way in ways]
+    if found and all(found):
+        assert found[0] is not None
+        yield found[0]
+
+
+def _joined(parts: list[Any], weights: list[float]) -> list[Any]:
     """What data ranks returned, as one process may have returned it for all: the likeliest way first."""
     first = parts[0]
     if len(parts) == 1:
@@ -236,23 +243,29 @@ def _joined(parts: list[Any]) -> list[Any]:
     if isinstance(first, list):
         return [[entry for part in parts for entry in part]]
     if isinstance(first, float):
-        return [sum(parts) / len(parts)]
+        return [_mean(parts, weights), *([_mean(parts, [1.0] * len(parts))] if len(set(weights)) > 1 else [])]
     if isinstance(first, int) and not isinstance(first, bool):
         return [sum(parts), *([first] if parts.count(first) == len(parts) else [])]
     return [first] if all(part == first for part in parts) else []
 
 
 def _logs_apart(
-    expected: Mapping[str, float], parts: Sequence[Mapping[str, float]], ranks: tuple[int, ...], tolerance: float
+    expected: Mapping[str, float], parts: Sequence[Moment], ranks: tuple[int, ...], tolerance: float
 ) -> Iterator[Apart]:
     for name, value in expected.items():
-        own = [part[name] for part in parts if name in part]
-        if not own and 0 not in ranks:
+        told = [part for part in parts if name in part.logs]
+        if not told and 0 not in ranks:
             continue  # rank_zero_only
-        if apart := _apart("log", name, value, sum(own) / len(own) if own else None, ranks, tolerance, _FLOOR):
-            yield apart
-    for name in sorted({name for part in parts for name in part} - expected.keys()):
-        yield Apart("log", name, "nothing", _shown(parts[0].get(name)), ranks, math.inf)
+        ways = _joined([part.logs[name] for part in told], [part.weight for part in told]) if told else [None]
+        yield from _apart_in_all_ways("log", name, value, ways, ranks, tolerance)
+    for name in sorted({name for part in parts for name in part.logs} - expected.keys()):
+        yield Apart("log", name, "nothing", _shown(parts[0].logs.get(name)), ranks, math.inf)
+
+
+def _mean(parts: Sequence[float], weights: Sequence[float]) -> float:
+    """Of those that count, since a mean over nothing may be NaN; of all, where none does."""
+    counted = [(part, weight) for part, weight in zip(parts, weights) if weight] or [(part, 1.0) for part in parts]
+    return sum(part * weight for part, weight in counted) / sum(weight for _, weight in counted)
 
 
 def _tensors_apart(

@@ -37,7 +37,8 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
         )
     if kinds == {"log"}:
         return _of_logs(first.ratio, parts, stages, data)
-    if facts.padded and parts > 1 and kinds & {"output", "gradient"}:
+    is_weighted = layout.arguments.get("loss_weight") is not None
+    if facts.padded and parts > 1 and kinds & {"output", "gradient"} and not is_weighted:
         return (
             f"{facts.padded}: if the loss is a mean over what counts, each part's mean weighs the same, whatever it is"
             " over. Weigh them by their numbers (HybridShardStrategy(loss_weight=…)), give all samples equally many for"

@@ -156,7 +156,8 @@ class Recorder(L.Callback):
         self.record["before training"] = Moment(state=self._state(trainer))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._step = Moment()
+        weigh = self._layout.arguments.get("loss_weight") if self._layout else None
+        self._step = Moment(weight=float(weigh(batch)) if weigh else 1.0)
         if self._facts is not None:
             self._facts.padded = self._facts.padded or _padding(batch)
             _seed_all(self._seed + 1000 * (1 + self._other_numbers) + batch_idx)
@@ -190,7 +191,7 @@ class Recorder(L.Callback):
         self.record[f"validation batch {batch_idx}"] = Moment(outputs=_leaves(outputs))
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.record["the end of training"] = Moment(logs=_logs(trainer))
+        self.record["the end of training"] = Moment(logs=_logs(trainer), weight=self._step.weight)
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any

@@ -35,8 +35,13 @@ class Setting(L.LightningModule):
             self.head.weight.register_post_accumulate_grad_hook(_halve)
 
     def on_train_start(self) -> None:
+        if self.how == "called":
+            self(torch.ones(4))
         if self.how == "accumulated late":
             self.head.weight.register_post_accumulate_grad_hook(_halve)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x).tanh())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if self.how == "freeze" and batch_idx == 1:
@@ -47,7 +52,7 @@ class Setting(L.LightningModule):
             self.head.weight = nn.Parameter(torch.ones(1, 4))
         if self.how == "none" and batch_idx % 2:
             return None
-        loss: Tensor = self.head(self.net(batch).tanh()).square().mean()
+        loss: Tensor = self.forward(batch).square().mean()
         if self.how == "backward":
             loss.backward(retain_graph=True)
         return loss + sum(parameter.square().sum() for parameter in self.known)
@@ -70,10 +75,14 @@ def fit(how: str, strategy: Any, **options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("how", "batches"), [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2), ("accumulated late", 1)]
+    ("how", "batches"),
+    [("freeze", 1), ("data", 1), ("backward", 1), ("none", 2), ("accumulated late", 1), ("called", 2)],
 )
 def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: int) -> None:
-    """Each was lost silently: the freezing, the values, ``zero_grad``, and an accumulation that ends with ``None``."""
+    """The first were lost silently: the freezing, the values, ``zero_grad``, an accumulation that ends with ``None``.
+
+    After a call before the first step, hooks of ours were taken for the user's.
+    """
     plain = fit(how, "auto", accumulate_grad_batches=batches)
     ours = fit(how, HybridShardStrategy(), accumulate_grad_batches=batches)
     for name, value in plain.items():

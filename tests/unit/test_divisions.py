@@ -47,6 +47,11 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "a sum by a number": (lambda x: each(x).sum() / int(COUNTS.sum()), [4]),
     "a sum alone": (lambda x: F.cross_entropy(x, TARGETS, reduction="sum"), []),
     "several": (lambda x: 0.1 * each(x)[COUNTS].mean() - torch.stack([x.mean(), x.sum() / 3])[1], [4, 30, 3]),
+    "a mean of several": (lambda x: torch.stack([F.cross_entropy(x, TARGETS), x.mean()]).mean(), [2, 4, 30]),
+    "a sum of several": (lambda x: torch.cat([(x.sum() / 3)[None], x.mean(0)]).sum(), [3, 30]),
+    "a sum of one": (lambda x: F.cross_entropy(x, TARGETS)[None].sum(), [4]),
+    "of nested samples": (lambda x: torch.nested.as_nested_tensor([x, x[:2]], layout=torch.jagged).sum() / 7, [7]),
+    "a sum of samples": (lambda x: (x * x.mean()).sum(), []),
     "by what is trained": (lambda x: x.sum() / x.abs().sum(), []),
     "half": (lambda x: F.cross_entropy(x.bfloat16(), TARGETS).float(), [4]),
     "recomputed": (lambda x: checkpoint(F.cross_entropy, x, TARGETS, use_reentrant=False), []),
@@ -69,7 +74,7 @@ def test_what_a_loss_was_divided_by_is_in_its_graph_and_can_be_read_before_its_b
 def test_a_mean_over_nothing_that_counts_for_nothing_has_no_gradient(weight: float) -> None:
     logits = torch.randn(6, 5, requires_grad=True)
     counts = COUNTS * (weight > 0)
-    loss = (each(logits) * counts).sum() / counts.sum() / 2
+    loss = torch.stack([(each(logits) * counts).sum() / counts.sum(), torch.zeros(())]).mean()
     weighted_for_backward(loss, torch.tensor(weight)).backward()
     plain = torch.randn(6, 5).copy_(logits.detach()).requires_grad_()
     F.cross_entropy(plain, TARGETS).backward()

@@ -22,14 +22,18 @@ class Module(L.LightningModule):
 
 
 def combined(values: list[Any], **options: Any) -> Any:
+    [(name, value, _)] = _combined(values, **options)
+    assert name == "x"
+    return value
+
+
+def _combined(values: list[Any], **options: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     module = Module()
     logs = HeldLogs(module)
     with logs.holding(len(values)):
         for value in values:
             module.log("x", value, **options)
-    [(name, value, _)] = logs.combined()
-    assert name == "x"
-    return value
+    return logs.combined()
 
 
 def test_floats_are_means_over_samples() -> None:
@@ -45,6 +49,14 @@ def test_means_are_weighted_by_batch_size() -> None:
         for value, size in ((1.0, 3), (5.0, 1), (float("nan"), 0)):
             module.log("x", value, batch_size=size)
     assert logs.combined() == [("x", torch.tensor(2.0), {"batch_size": 4})]
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_mean_over_nothing_is_what_one_process_has_for_it(value: float) -> None:
+    """0 became NaN, by which the epoch's mean was too."""
+    [(_, logged, options)] = _combined([value] * 2, batch_size=0)
+    assert str(float(logged)) == str(value)
+    assert options == {"batch_size": 0}
 
 
 def test_integers_that_are_summed_count_samples() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.crossing import Passage
-from lightning_shard.pipeline.taint import Hollow, Unknown
+from lightning_shard.pipeline.taint import REMEDY, Hollow, Unknown
 from lightning_shard.pipeline.trace import Trace
 
 CPU = torch.device("cpu")
@@ -85,6 +85,14 @@ def test_numbers_that_are_taken_from_it_are_missing(what: str) -> None:
         pytest.raises((StepError, ValueError), match=r"embed\.weight"),
     ):
         NUMBERS[what](number)
+
+
+@pytest.mark.parametrize("ask", [torch.nonzero, torch.zeros, Tensor.item])
+def test_what_refuses_it_says_so_once(ask: Callable[[Tensor], Any]) -> None:
+    with Trace(Passage(1, {}, searching=True)).running(), pytest.raises(StepError) as refusal:
+        ask(unknown().argmax())
+    assert str(refusal.value).count(REMEDY) == 1
+    assert ",." not in str(refusal.value)
 
 
 def test_shown_where_it_cannot_be_had_it_is_named() -> None:

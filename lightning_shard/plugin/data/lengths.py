@@ -27,10 +27,12 @@ def check_lengths(dataloader: Any, ranks: Ranks) -> None:
         ConfigurationError: On all ranks, where loaders that know their lengths have different ones.
     """
     lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
-    if len(set(lengths)) > 1:
+    other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
+    if other is not None:
         raise ConfigurationError(
-            f"The ranks' {type(dataloader.dataset).__name__}s give {lengths} batches, and all ranks have to take the"
-            f" same number of steps: {_BY_DATASET[isinstance(dataloader.dataset, IterableDataset)]}"
+            f"A DataLoader of a {type(dataloader.dataset).__name__} gives {_shown(lengths[0])} on rank 0 and"
+            f" {_shown(lengths[other])} on rank {other}, and all ranks have to take the same number of steps:"
+            f" {_BY_DATASET[isinstance(dataloader.dataset, IterableDataset)]}"
         )
 
 
@@ -39,3 +41,7 @@ def _length(dataloader: Any) -> int | None:
         return len(dataloader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _shown(length: int | None) -> str:
+    return "an unknown number of batches" if length is None else f"{length} batches"

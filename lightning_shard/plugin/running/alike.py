@@ -64,8 +64,8 @@ class Attempts:
                 raise
             if not self._failed_everywhere(prefix):
                 error.add_note(
-                    f"Not on all ranks, where {name} is run once more in eval() and without gradients, to compare it"
-                    " with the same before a plan split it."
+                    f"Not all ranks failed where {name} was run once more without gradients, to compare it with"
+                    " the same before a plan split it."
                 )
                 raise
         else:

@@ -10,6 +10,7 @@ those of a checkpoint, that run once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -58,8 +59,11 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
         if kind.startswith("NllLoss"):
             if node._saved_reduction == _MEAN:
                 yield from ((node, number) for number in _kept(node, "total_weight"))
+        elif kind == "Sum":
+            pending += _joined(node)
         elif kind == "Mean":
             yield node, float(node._saved_self_sym_numel)
+            pending += _joined(node)
         elif getattr(node, "_saved_reduction", None) == _MEAN:
             yield from ((node, float(target.numel())) for target in _kept(node, "target"))
         elif kind == "Div":
@@ -68,6 +72,14 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
             pending.append(following[0])
         elif kind in _LINEAR:
             pending += reversed(following)
+
+
+def _joined(node: Any) -> list[Any]:
+    """What is below a sum or mean of several losses, or of one: of samples it is the network."""
+    [[before, _]] = node.next_functions
+    several = before is not None and before.name().startswith(("Stack", "Cat"))
+    sizes = getattr(node, "_saved_self_sym_sizes", None)  # not of nested tensors
+    return [before] if several or (sizes is not None and math.prod(sizes) == 1) else []
 
 
 def without_those_by_zero(loss: Tensor, weight: Tensor) -> None:

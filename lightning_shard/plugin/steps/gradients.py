@@ -15,6 +15,7 @@ from lightning_shard.parallel.data import (
     forget_gradients,
     no_gradient_sync,
     reduce_gradients,
+    reshard,
     scalar_parameters,
 )
 from lightning_shard.plugin import loops
@@ -56,6 +57,7 @@ class Gradients:
         adds_up = self.is_accumulating or (self._is_pipelined and self._reduces_each)
         if adds_up and not self._has_added_up:
             self._has_added_up = True
+            reshard(self._module)  # a call before the step leaves parameters gathered, which have hooks of ours
             refuse_hooks_on_sums(self._module)
 
     def begin_backward(self) -> None:

@@ -186,7 +186,8 @@ class HeldLogs:
         mean = values.mean()
         if len(record.batch_sizes) == len(values):
             counted = [value * size for value, size in zip(values, record.batch_sizes) if size]
-            mean = torch.stack(counted).sum() / sum(record.batch_sizes) if counted else values.new_tensor(torch.nan)
+            if counted:  # else it is what one process has for nothing, as each part has
+                mean = torch.stack(counted).sum() / sum(record.batch_sizes)
         return mean if isinstance(last, Tensor) and last.dtype == torch.float64 else mean.to(torch.float32)
 
     def _own(self, logged: LoggedMetric) -> Metric:

@@ -57,7 +57,12 @@ class LossWeights:
         dist.all_reduce(everywhere, group=self._group)
         ranks = dist.get_world_size(self._group)
         shares = own * len(parts)
-        return [Weight(*both) for both in zip(shares * ranks / everywhere, shares / own.sum())]
+        return [Weight(*both) for both in zip(_part(shares * ranks, everywhere), _part(shares, own.sum()))]
+
+
+def _part(shares: Tensor, total: Tensor) -> Tensor:
+    """Of a total of 0 all are 0, and not NaN, by which a backward would multiply gradients."""
+    return torch.where(total == 0, 0.0, shares / total)
 
 
 def _number(value: Any, device: torch.device) -> Tensor:

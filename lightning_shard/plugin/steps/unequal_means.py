@@ -54,7 +54,7 @@ class UnequalMeans:
         least, most = self._extremes()
         self._seen = []
         for low, high in zip(least, most):
-            if high > low * (1 + 1e-6):
+            if high - low > 1e-6 * abs(low):
                 self._left = 0
                 rank_zero_warn(self._text(low, high))
                 return

@@ -1,0 +1,48 @@
+"""Which losses are told of as means over another number in each part of a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.plugin.steps.unequal_means import UnequalMeans
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "told"),
+    [
+        (lambda x, part: x.sum() / (3 + part), 1),
+        (lambda x, part: x.sum() / -(3 + part), 1),
+        (lambda x, part: x.sum() / -3, 0),
+        (lambda x, part: x.sum() / 0 if part else x.sum() / 2, 1),
+        (lambda x, part: x.sum() / 0, 0),
+        (lambda x, part: x.sum(), 0),
+    ],
+    ids=["unequal", "unequal and negative", "equal and negative", "one over nothing", "all over nothing", "none"],
+)
+def test_unequal_numbers_are_told_of_once(
+    group: dist.ProcessGroup, loss_of: Callable[[Tensor, int], Tensor], told: int
+) -> None:
+    means = UnequalMeans(2, group, torch.device("cpu"), is_weighted=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for part in range(2):
+                means.note(loss_of(torch.ones(4, requires_grad=True), part))
+            means.tell()
+    assert len([each for each in said if "mean over another number" in str(each.message)]) == told
