@@ -136,7 +136,8 @@ class LeftState:
 
 
 def _reads_what_is_left(changed: Sequence[str], microbatches: int) -> StepError:
-    kept = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
+    named = [path or "attributes of the LightningModule" for path in changed]
+    kept = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "")
     return StepError(
         "The result of a step depends on what the step before has left"
         f" ({kept or 'something that is kept outside of the LightningModule'} changes). A batch goes through the"
