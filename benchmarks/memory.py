@@ -74,7 +74,8 @@ class Seen:
 
 
 def storages(tensors: Iterator[Tensor]) -> dict[int, int]:
-    strided = (t for t in tensors if t.layout == torch.strided and not isinstance(t, DTensor))
+    plain = (t for t in tensors if type(t) in (Tensor, nn.Parameter))  # others, as fake ones, may have no memory
+    strided = (t for t in plain if t.layout == torch.strided)
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in strided}
 
 

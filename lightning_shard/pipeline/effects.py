@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.namespaces import is_machinery, namespaces
 from lightning_shard.pipeline.crossing import Slot
 
 _GIVEN = "a list, dict or dataclass that it is given"
@@ -32,12 +33,15 @@ class Before:
         lists: Lists, dicts, sets and dataclasses that it could add to: where they are, themselves, and what was in
             them.
         objects: Objects of other classes that it is given, and the tensors among their attributes.
+        beside: What its code keeps under global names, and as attributes of classes and functions.
     """
 
+    block: nn.Module
     arguments: list[tuple[Any, int]]
     lists: list[tuple[str, Any, list[Any]]]
     objects: list[tuple[Any, list[Tensor]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
+    beside: dict[str, Any]
 
     @classmethod
     def of(cls, block: nn.Module, arguments: Any) -> Before:
@@ -50,8 +54,10 @@ class Before:
             for key, value in vars(module).items()
             if isinstance(value, _LISTS) and key not in _OF_TORCH
         ]
+        beside = _beside(block)
+        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in beside if isinstance(v, _LISTS)]
         attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
-        return cls(noted, [*given, *own], objects, attributes)
+        return cls(block, noted, [*given, *own], objects, attributes, dict(beside))
 
     def slot(self, leaf: Any) -> Any:
         """An output's; it may be an argument, handed on."""
@@ -75,7 +81,8 @@ class Before:
 
         Raises:
             StepError: Another container among them has other entries, an object other tensors, or a list of the
-                block's own new ones with gradients: what else it keeps there, such as masks made once, is its matter.
+                block's own, or what its code keeps beside objects, new ones with gradients: what else it keeps there,
+                such as masks made once, is its matter.
         """
         returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
@@ -94,6 +101,9 @@ class Before:
                     f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
                     " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
                 )
+        for key, value in _beside(self.block):
+            if value is not self.beside.get(key) and _has_gradients([value]):
+                raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
 
@@ -111,6 +121,14 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
     for key, value in chain(vars(module).items(), module._buffers.items()):
         if key not in _OF_TORCH and (not key.startswith("_") or isinstance(value, _SIMPLE)):
             yield key, (value, _version(value))
+
+
+def _beside(block: nn.Module) -> list[tuple[str, Any]]:
+    """What its code keeps beside objects, and what objects there hold, by names."""
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
+    found = {f"{each.name}.{key}": v for kind in kinds for each in namespaces(kind) for key, v in each.held.items()}
+    objects = {name: value for name, value in found.items() if is_opaque(value) and not is_machinery(value)}
+    return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
 
 
 def _entries(container: Any) -> list[Any]:

@@ -9,7 +9,6 @@ meanwhile: of two stages on one rank, the first would wait for an answer that th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,6 +37,9 @@ class Memory(Protocol):
     def check(self) -> None:
         """After each run: see that it changed nothing that can't be put back."""
 
+    def changed(self) -> list[str]:
+        """Paths to what isn't as it was."""
+
     def forget(self) -> None:
         """Nothing will be put back any more."""
 
@@ -55,6 +57,9 @@ class MemoryBeside:
 
     def check(self) -> None:
         self.memory.check()
+
+    def changed(self) -> list[str]:
+        return self.memory.changed()
 
     def forget(self) -> None:
         self.memory.forget()
@@ -145,7 +150,7 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
         memory: What its runs change.
 
     Raises:
-        CallsAgain: The step calls the network several times; all is put back.
+        CallsAgain: The step calls the network several times; all is put back, and the memory forgotten.
     """
     while True:
         for search in searches:
@@ -163,7 +168,20 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
         check_order(search.passage, search.crossing)
         search.passage.known.clear()
     _check_complete(searches, run, i, memory)
-    memory.forget()
+
+
+def run_anew(stage: Stage, crossing: Crossing, passage: Passage, run: RunStep, i: int) -> tuple[Passage, Any]:
+    """Run a stage's part of a microbatch once more, on what came for it; gives what the first run gave.
+
+    Args:
+        passage: Of the first run.
+    """
+    received = {key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in passage.received.items()}
+    with stage.microbatch(received, crossing) as again:
+        result = run(stage, i)
+    if crossing.outgoing is not None:
+        again.sent = {key: again.sent[key] for key in crossing.outgoing.slots}
+    return again, result
 
 
 def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Memory) -> None:
@@ -180,24 +198,15 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
         return
     memory.put_back()
     for search, nan in zip(searches, found):
-        stage, passage = search.stage, search.passage
-        assert passage is not None
-        received = {
-            key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in passage.received.items()
-        }
-        with ExitStack() as stack:
-            stack.enter_context(stage.unknown_values_being(0.0))
-            again = stack.enter_context(stage.microbatch(received, search.crossing))
-            search.result = run(stage, i)
-        if search.crossing.outgoing is not None:
-            again.sent = {key: again.sent[key] for key in search.crossing.outgoing.slots}
-        search.passage = again
-        own = _nan_of((again.sent, search.result)) if nan else []
+        assert search.passage is not None
+        with search.stage.unknown_values_being(0.0):
+            search.passage, search.result = run_anew(search.stage, search.crossing, search.passage, run, i)
+        own = _nan_of((search.passage.sent, search.result)) if nan else []
         if len(own) != len(nan) or not all(map(torch.equal, own, nan)):
             raise StepError(
-                f"Stage {stage.index} turned finite values into NaN that a plain run wouldn't have: code around its"
-                " blocks computes something that only an earlier stage has in a way that can't be followed, such as a"
-                " scripted function. Use torch's own functions there, make it a part of the blocks, or use"
+                f"Stage {search.stage.index} turned finite values into NaN that a plain run wouldn't have: code around"
+                " its blocks computes something that only an earlier stage has in a way that can't be followed, such as"
+                " a scripted function. Use torch's own functions there, make it a part of the blocks, or use"
                 " pipeline_parallel_size=1."
             )
 

@@ -15,7 +15,8 @@ from torch.profiler import record_function
 from lightning_shard import tree
 from lightning_shard.pipeline.calls import Calls
 from lightning_shard.pipeline.channel import Channel, signature
-from lightning_shard.pipeline.crossing import Crossing, Key, Passage, Slot, StageEnd
+from lightning_shard.pipeline.crossing import Crossing, Key, Slot, StageEnd
+from lightning_shard.pipeline.left import LeftState, Ran
 from lightning_shard.pipeline.products import Product, backward_but_products, backward_of_products
 from lightning_shard.pipeline.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedule import Action
@@ -53,15 +54,6 @@ class _Owed:
     products: Sequence[Product]
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """A microbatch's forward on one stage."""
-
-    crossing: Crossing
-    passage: Passage
-    result: Any
-
-
 @dataclass
 class _Ends:
     """A stage of this rank, its ends of the pipeline, and what is known to cross there, by signature."""
@@ -87,6 +79,7 @@ class PipelinedStep:
         self.has_split_backward = False  # in any batch
         self.watch: Watch = UNWATCHED
         self._call_by_call: set[Hashable] = set()
+        self._left = LeftState(remember)
 
     def train(
         self,
@@ -246,7 +239,9 @@ class PipelinedStep:
 
         searches = [Search(end.stage, end.channel) for end in self._ends.values()]
         with in_call():
-            find_crossing(searches, run, 0, self._remember())
+            memory = self._remember()
+            find_crossing(searches, run, 0, memory)
+            memory.forget()
         self.flush()
         return searches[-1].result
 
@@ -259,7 +254,7 @@ class PipelinedStep:
         watch: Watch,
         arriving: dict[Action, Arriving],
         crossing_of: Callable[[Action], Crossing | None],
-    ) -> Iterator[tuple[Action, _Ran | None]]:
+    ) -> Iterator[tuple[Action, Ran | None]]:
         """Each action of this rank, forwards when they have run; those first by which it is found out what crosses.
 
         The first microbatches of a signature go through all stages before any other is on its way, each after those
@@ -271,17 +266,17 @@ class PipelinedStep:
         """
         keys = [signature(microbatch, kind) for microbatch in microbatches]
         found: set[Action] = set()
-        for i in range(len(keys)):
+        for i, key in enumerate(keys):
             if all(self._is_settled(key) for key in keys[i:]):
                 break
-            searched: dict[int, _Ran] = {}
+            searched: dict[int, Ran] = {}
             for index, end in self._ends.items():
                 action = Action(index, "F", i)
                 found.add(action)
                 watch.begins(action)
-                if not searched and not self._is_settled(keys[i]):
-                    searched = self._find_crossing(run, i, keys[i])
-                yield action, searched.get(index) or self._forward(end, run, i, keys[i])
+                if not searched and not self._is_settled(key):
+                    searched = self._find_crossing(run, i, keys, kind)
+                yield action, searched.get(index) or self._forward(end, run, i, key)
         rest = [action for action in actions if action not in found]
         for place, action in enumerate(rest):
             watch.begins(action)
@@ -291,34 +286,37 @@ class PipelinedStep:
                 if each not in arriving and not _expect(each, end, crossing, arriving):
                     break  # what comes next on this link is said first
             if action.kind == "F":
-                with _named(f"F{action.microbatch}"):
-                    arrives = arriving.pop(action, None)
-                    ran = self._forward(
-                        self._ends[action.stage], run, action.microbatch, keys[action.microbatch], arrives
-                    )
+                i, end = action.microbatch, self._ends[action.stage]
+                self._left.begins(kind, keys, i)
+                with _named(f"F{i}"):
+                    ran = self._forward(end, run, i, keys[i], arriving.pop(action, None))
+                    self._left.ran(kind, keys, i, ran, len(self._ends), run)
                 yield action, ran
             else:
                 yield action, None
+        self._left.ends()
 
     def _is_settled(self, key: Hashable) -> bool:
         """Of all stages alike."""
         return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
 
-    def _find_crossing(self, run: RunStep, i: int, key: Hashable) -> dict[int, _Ran]:
+    def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Hashable], kind: str) -> dict[int, Ran]:
         searches = [Search(end.stage, end.channel) for end in self._ends.values()]
-        find_crossing(searches, run, i, self._remember())
+        memory = self._remember()
+        find_crossing(searches, run, i, memory)
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing
             # A first microbatch may run more operations than others, to fill caches: where they are counted, the second
             # one's are. All stages know alike whether any of them counts.
-            crossing.is_settled = crossing.is_settled or key in end.crossings
-            end.crossings[key] = crossing
+            crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
+            end.crossings[keys[i]] = crossing
             assert search.passage is not None
-            ran[end.stage.index] = _Ran(crossing, search.passage, search.result)
+            ran[end.stage.index] = Ran(search.stage, crossing, search.passage, search.result)
+        self._left.searched(kind, keys, i, memory, [*ran.values()], run)
         return ran
 
-    def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> _Ran:
+    def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> Ran:
         """One microbatch's forward on one stage, where it is known what crosses."""
         stage, channel, crossing = end.stage, end.channel, end.crossings[key]
         if arriving is None and not stage.is_first:
@@ -333,7 +331,7 @@ class PipelinedStep:
             channel.send(passage.sent, crossing.outgoing.slots)
             # gradients come back in the order in which values were agreed to be sent
             passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
-        return _Ran(crossing, passage, result)
+        return Ran(stage, crossing, passage, result)
 
     def _backward(
         self, end: _Ends, microbatch: _InFlight, arriving: Arriving | None, *, splits: bool

@@ -837,8 +837,8 @@ class Measured(Block):
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         result = super().forward(x)
-        self.usage.mul_(0.5).add_(result.detach().square().mean())
-        self.calls += 1
+        self.usage.copy_(result.detach().square().mean())
+        self.calls.fill_(2)
         return result
 
 

@@ -204,7 +204,10 @@ class StatesApart:
         self._shown = None
 
     def remember(self) -> Callable[[], None]:
-        """Have the module be as the last stage has it, and note all versions; returns what puts them back."""
+        """Have the module be as the last stage has it, and note all versions; returns what puts them back.
+
+        By then the module is to be as it is now.
+        """
         if not self._several:
             return lambda: None
         last = self._stages[-1]
@@ -215,7 +218,7 @@ class StatesApart:
         def put_back() -> None:
             for stage, version in before.items():
                 self._versions[stage] = version if stage is last else version.copied()
-            self._shown = None
+            self._shown = before[last].modules
 
         return put_back
 

@@ -19,13 +19,13 @@ class Replayed(Iterator[Any]):
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self._drawn: list[Any] = []
-        self._place = 0
+        self.place = 0
 
     def __next__(self) -> Any:
-        if self._place == len(self._drawn):
+        if self.place == len(self._drawn):
             self._drawn.append(next(self._iterator))
-        self._place += 1
-        return self._drawn[self._place - 1]
+        self.place += 1
+        return self._drawn[self.place - 1]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
@@ -34,12 +34,9 @@ class Replayed(Iterator[Any]):
     def has_drawn(self) -> bool:
         return bool(self._drawn)
 
-    def begin_again(self) -> None:
-        self._place = 0
-
     def rest(self) -> Iterator[Any]:
         """The iterator itself, where all that was drawn from it was used."""
-        return chain(self._drawn[self._place :], self._iterator) if self._place < len(self._drawn) else self._iterator
+        return chain(self._drawn[self.place :], self._iterator) if self.place < len(self._drawn) else self._iterator
 
 
 class ReplayedIterators:
@@ -47,17 +44,21 @@ class ReplayedIterators:
 
     def __init__(self, root: nn.Module) -> None:
         replayed: dict[int, Replayed] = {}
+        self._begin: dict[Replayed, int] = {}  # those of others' too, where they stand now
         self._places: list[tuple[Any, Any, Replayed]] = []
         for _, holder in [*reachable(root)]:
             entries = _entries(holder)
             for key, value in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
-                if isinstance(value, Iterator) and not isinstance(value, (nn.Module, io.IOBase, Replayed)):
+                if isinstance(value, Replayed):
+                    self._begin[value] = value.place
+                elif isinstance(value, Iterator) and not isinstance(value, (nn.Module, io.IOBase)):
                     entries[key] = replayed.setdefault(id(value), Replayed(value))
                     self._places.append((entries, key, entries[key]))
+        self._begin |= dict.fromkeys(replayed.values(), 0)
 
     def begin_again(self) -> None:
-        for _, _, replayed in self._places:
-            replayed.begin_again()
+        for replayed, place in self._begin.items():
+            replayed.place = place
 
     def drawn_from(self) -> bool:
         return any(replayed.has_drawn for _, _, replayed in self._places)

@@ -139,6 +139,19 @@ class KeptState:
             self._before = None
         self._check_numbers()
 
+    def remember(self) -> Callable[[], None]:
+        """Note what is known of the batch; returns what forgets what has been seen since."""
+        sets = (self._followed, self._changed, self._read, self._stale)
+        before, set_once = [set(each) for each in sets], {key: set(names) for key, names in self._set_once.items()}
+
+        def forget() -> None:
+            for each, noted in zip(sets, before):
+                each.clear()
+                each.update(noted)
+            self._set_once = {key: set(names) for key, names in set_once.items()}
+
+        return forget
+
     def changes(self) -> dict[Name, Any]:
         """On the last stage, at the end of a batch: what has changed, for the others."""
         values = {}
@@ -293,6 +306,16 @@ class KeptStates:
         kept = self._of_last if stage.is_last else self._of_early
         assert kept is not None
         return kept.step(searching=searching)
+
+    def remember(self) -> Callable[[], None]:
+        """Note what is known of the batch; returns what forgets what has been seen since."""
+        forgets = [kept.remember() for kept in (self._of_early, self._of_last) if kept is not None]
+
+        def forget() -> None:
+            for each in forgets:
+                each()
+
+        return forget
 
     def changes(self) -> dict[Name, Any]:
         """Where the last stage is, at the end of a batch: what has changed, for the others."""

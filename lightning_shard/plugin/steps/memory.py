@@ -15,11 +15,12 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.taint import Hollow, Unknown, has_no_memory
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.lost_changes import Sums, changed, sums
-from lightning_shard.plugin.steps.python_state import attributes, is_object, reachable, slots
+from lightning_shard.plugin.steps.python_state import attributes, hold_same, is_object, reachable, slots
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
 LARGEST_COPY_BYTES = 2**28
@@ -130,6 +131,8 @@ def note_of(path: str, value: Any) -> Note | None:
         return _note_array(path, value)
     if isinstance(value, types.CellType):
         return _note_cell(path, value)
+    if isinstance(value, Namespace):
+        return _note_namespace(path, value)
     if isinstance(value, nn.Module) or is_object(value):
         return _note_object(path, value)
     return _note_container(path, value)
@@ -151,6 +154,20 @@ def _note_object(path: str, value: Any) -> Note:
         return now.keys() != before.keys() or any(now[name] is not old for name, old in before.items())
 
     return Note(path, value, put_back, has_changed)
+
+
+def _note_namespace(path: str, namespace: Namespace) -> Note:
+    before = namespace.held
+
+    def put_back() -> None:
+        now = namespace.held
+        for name in now.keys() - before.keys():
+            namespace.remove(name)
+        for name, old in before.items():
+            if now.get(name, before) is not old:
+                namespace.put(name, old)
+
+    return Note(path, namespace, put_back, lambda: not hold_same(before, namespace.held))
 
 
 def _note_container(path: str, value: Any) -> Note | None:
@@ -223,6 +240,8 @@ def _note_tensor(path: str, tensor: Tensor) -> Note:
             tensor.data = copy.clone()
         elif tensor._version != version or not torch.equal(tensor, copy):  # `.data` doesn't count as a version
             tensor.copy_(copy)
+            # what a graph has saved of it is there again; else its backward would take it for changed
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     def has_changed() -> bool:
         if type(tensor) is not kind or tensor._version != version or tensor.requires_grad != needs_gradient:

@@ -399,7 +399,7 @@ class PipelinedSteps:
 
     def _remember(self) -> MemoryBeside:
         self._may_have_new_generators = True  # a first step may make some
-        put_rest_back = [self._apart.remember(), self._logs.remember()]
+        put_rest_back = [self._apart.remember(), self._logs.remember(), self._kept.remember()]
 
         def put_all_back() -> None:
             for put_back in put_rest_back:

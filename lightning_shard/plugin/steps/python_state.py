@@ -1,7 +1,8 @@
 """The plain-Python state of a module: all that its code can change beside parameters.
 
 From its modules' attributes on: nested containers, objects that hang off it (meters, queues, schedules), what hooks and
-other functions hold in closures, tensors, arrays and generators. Objects of torch, Lightning and the standard library
+other functions hold in closures, tensors, arrays and generators; and what its classes' code keeps beside objects, under
+global names and as attributes of classes and functions. Objects of torch, Lightning and the standard library
 aren't looked into: they are machinery, or lead to it (the Trainer, process groups, loggers' threads).
 """
 
@@ -11,7 +12,6 @@ import argparse
 import collections
 import functools
 import random
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.namespaces import Namespace, is_machinery, namespaces
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
 STAND_INS = frozenset({"forward", "log", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"})
@@ -32,11 +33,6 @@ CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
 _OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
-_MACHINERY = sys.stdlib_module_names - {"__main__"} | {
-    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
-    *("lightning_shard", "numpy", "functorch", "fsspec"),
-}
-"""Packages of whose classes and functions the insides are left alone."""
 _NOT_STATE = ("_parameters", "_modules")
 """Of a module: sharding exchanges the former's entries in a forward; the latter's are looked at each for itself."""
 
@@ -44,9 +40,11 @@ _NOT_STATE = ("_parameters", "_modules")
 def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Each object that may change, once, with the first path to it; the same on every stage.
 
-    Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators.
+    Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators, namespaces.
     """
-    yield from _reached(root.named_modules())
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
+    beside = {id(each): (each.name, each) for kind in kinds for each in namespaces(kind)}
+    yield from _reached([*root.named_modules(), *beside.values()])
 
 
 def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -62,7 +60,7 @@ def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -
         if id(value) in seen or (isinstance(value, nn.Module) and not enters_modules):
             continue
         seen[id(value)] = value
-        if isinstance(value, (nn.Module, *_LEAVES, *CONTAINERS, types.CellType)) or is_object(value):
+        if isinstance(value, (nn.Module, Namespace, *_LEAVES, *CONTAINERS, types.CellType)) or is_object(value):
             yield path, value
         waiting.extend((f"{path}.{key}" if path else key, child) for key, child in _children(value) if _matters(child))
 
@@ -92,7 +90,7 @@ def is_object(value: Any) -> bool:
 def _has_state(kind: Any) -> bool:
     if issubclass(kind, (type, Enum, nn.Module, types.ModuleType, *_LEAVES, *CONTAINERS, *_HANDED_ON)):
         return False
-    return kind in _OBJECTS or (not _is_machinery(kind) and (kind.__dictoffset__ != 0 or bool(slots(kind))))
+    return kind in _OBJECTS or (not is_machinery(kind) and (kind.__dictoffset__ != 0 or bool(slots(kind))))
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -122,6 +120,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from value._modules.items()
         yield from value._parameters.items()
         yield from attributes(value).items()
+    elif isinstance(value, Namespace):
+        yield from value.held.items()
     elif isinstance(value, dict):
         yield from ((str(key), child) for key, child in dict.items(value))
     elif isinstance(value, (list, collections.deque, tuple)):
@@ -130,7 +130,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         with suppress(ValueError):  # not assigned yet
             yield "cell", value.cell_contents
     elif isinstance(value, types.FunctionType):
-        if not _is_machinery(value):
+        if not is_machinery(value):
             yield from zip(value.__code__.co_freevars, value.__closure__ or ())
     elif isinstance(value, types.MethodType):
         yield from (("self", value.__self__), ("function", value.__func__))
@@ -142,10 +142,6 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _matters(value: Any) -> bool:
     return value is not None and type(value) not in (bool, int, float, str, bytes, complex)
-
-
-def _is_machinery(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in _MACHINERY
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:

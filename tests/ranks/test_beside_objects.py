@@ -1,0 +1,189 @@
+"""What code keeps beside objects, on two stages: under global names, and as attributes of classes and functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader
+
+WIDTH = 8
+LOSSES: list[Tensor] = []
+TABLE: dict[str, Any] = {"sum": 0.0}
+TOTAL: Any = 0.0
+CACHE: dict[int, Tensor] = {}
+CALLS = 0
+
+
+class Block(nn.Module):
+    losses: list[Tensor] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = x + torch.tanh(self.linear(x))
+        self.tell(result.square().mean())
+        return result
+
+    def tell(self, loss: Tensor) -> None:
+        pass
+
+
+class Model(L.LightningModule):
+    kind: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(self.kind() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def between(self, hidden: Tensor) -> None:
+        pass
+
+    def beside(self) -> Any:
+        return 0.0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+            self.between(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten()) + self.beside()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TellsClass(Block):
+    def tell(self, loss: Tensor) -> None:
+        self.losses.append(loss)
+
+
+class ListOfClass(Model):
+    kind = TellsClass
+
+    def beside(self) -> Any:
+        loss = sum(Block.losses)
+        Block.losses.clear()
+        return loss
+
+
+class TellsGlobal(Block):
+    def tell(self, loss: Tensor) -> None:
+        add_loss(loss)
+
+
+def add_loss(loss: Tensor) -> None:
+    LOSSES.append(loss)
+
+
+class GlobalList(Model):
+    kind = TellsGlobal
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        LOSSES.clear()
+        return super().training_step(batch, batch_idx)
+
+    def beside(self) -> Any:
+        return sum(LOSSES)
+
+
+class AddsToGlobal(Block):
+    def tell(self, loss: Tensor) -> None:
+        global TOTAL  # noqa: PLW0603
+        TOTAL = TOTAL + loss
+
+
+class GlobalSum(Model):
+    kind = AddsToGlobal
+
+    def beside(self) -> Any:
+        return TOTAL
+
+
+class GlobalTable(Model):
+    def between(self, hidden: Tensor) -> None:
+        TABLE["sum"] = TABLE["sum"] + hidden.detach().square().mean()
+
+    def beside(self) -> Any:
+        loss, TABLE["sum"] = TABLE["sum"], 0.0
+        return loss
+
+
+class Caches(Block):
+    """And counts its calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS  # noqa: PLW0603
+        CALLS += 1
+        length = x.shape[1]
+        if length not in CACHE:
+            CACHE[length] = torch.linspace(0, 1, length)
+        return super().forward(x) * CACHE[length][:, None]
+
+
+class Fine(Model):
+    kind = Caches
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        TABLE["sum"] = 0.0
+        return super().training_step(batch, batch_idx)
+
+    def between(self, hidden: Tensor) -> None:
+        TABLE["sum"] = TABLE["sum"] + hidden.square().mean()
+
+    def beside(self) -> Any:
+        return TABLE["sum"]
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def fit(kind: type[Model], sizes: dict[str, int] | None) -> tuple[list[float], int]:
+    """The losses, and how often blocks said that they were called."""
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    losses = Losses()
+    options = {**QUIET, "callbacks": [losses]}
+    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=2, **options)
+    trainer.fit(kind(), loader(GLOBAL_BATCH))
+    return losses.seen, CALLS
+
+
+STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (ListOfClass, "changes the list .*Block.losses"),
+        (GlobalList, "changes the list .*LOSSES"),
+        (GlobalSum, "sets .*TOTAL"),
+        (GlobalTable, "what the step before has left"),
+    ],
+)
+def test_what_other_stages_do_not_see_is_refused(kind: type[Model], said: str) -> None:
+    with pytest.raises(RanksFailed, match=said):
+        run_ranks(fit, 2, kind, STAGES, elastic=True)
+
+
+def test_sums_that_a_step_begins_anew_and_caches_are_as_in_one_process() -> None:
+    expected, _ = fit(Fine, None)
+    (losses, first), (same, last) = run_ranks(fit, 2, Fine, STAGES, elastic=True)
+    assert losses == same == pytest.approx(expected, rel=1e-5)
+    assert first + last == 2 * 2 * 4  # what is run to look at a step isn't counted
