@@ -5,11 +5,11 @@ whole one. Where what follows uses it for features or heads of each rank's own (
 that is ``colwise_gather_output``, beside queries that are split), a rank's gradient is a summand. The forward is right
 then, and so may be all parameters that aren't split: only gradients of split ones are wrong.
 
-The other way round, a style that adds gradients up (``shared_output``, ``replicated_with_grad_allreduce``, those of parts
-of a sequence) takes each rank's gradient for a summand. Where what follows computes alike on all ranks, each has the
-whole one, and the sum is that many times too large. The forward is right then too, and gradients agree: only that they
-are the same on all ranks before they are added up tells of it. So are those of parts of a sequence whose mean is taken,
-but what is handed on is another part on each rank.
+The other way round, a style that adds gradients up (``shared_output``, ``replicated_with_grad_allreduce``, those of
+parts of a sequence) takes each rank's gradient for a summand. Where what follows computes alike on all ranks, each has
+the whole one, and the sum is that many times too large. The forward is right then too, and gradients agree: only that
+they are the same on all ranks before they are added up tells of it. So are those of parts of a sequence whose mean is
+taken, but what is handed on is another part on each rank.
 """
 
 from __future__ import annotations

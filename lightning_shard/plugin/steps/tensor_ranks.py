@@ -211,7 +211,10 @@ def _same(one: _Mark, other: _Mark) -> bool:
     return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
-_ABOUT_SIZES = ("size", "shape", "reduction dim", "out of bounds", "out of range", "mixed torch.Tensor and DTensor")
+_ABOUT_SIZES = (
+    *("size", "shape", "reduction dim", "out of bounds", "out of range", "values to unpack"),
+    "mixed torch.Tensor and DTensor",
+)
 
 
 @contextmanager
