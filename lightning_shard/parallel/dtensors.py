@@ -123,7 +123,7 @@ def _refusing_lost_writes(ends: Any) -> Any:
     @wraps(ends)
     def end(dispatcher: Any, operation: Any, args: Any, *rest: Any) -> Any:
         is_plain = isinstance(args[0], Tensor) and not isinstance(args[0], DTensor)
-        if is_plain and operation._schema.is_mutable:
+        if is_plain and _written(operation) == [0]:
             raise StepError(
                 "A plain tensor is changed in place by a sharded one, as by total += p.norm() or values.add_(p), and"
                 " here it would be by this rank's part of it: take the whole (total += float(p.norm()),"

@@ -426,7 +426,8 @@ def test_on_stages_a_step_changes_nothing_for_each_microbatch() -> None:
 
 
 def test_on_one_rank_they_are_too() -> None:
-    kinds = [*ALIKE, *REFUSED]
+    # torch keeps what it calls from the first DTensor on, and others of this process may have had theirs before
+    kinds = [kind for kind in [*ALIKE, *REFUSED] if kind is not AddsToPlain]
     check(kinds, fits(kinds, 1), {kind: says for kind, says in REFUSED.items() if kind not in RIGHT_ON_ONE_RANK})
     recomputed = fit(Swaps, 1, activation_checkpointing=True)
     check([Swaps], [recomputed], {})
