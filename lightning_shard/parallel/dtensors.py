@@ -13,7 +13,12 @@
   numbers are those of the whole, and what is joined of both, as by ``torch.cat``, is a plain tensor: all of them are
   gathered at once.
 
-All but the first and the refused one are collective calls over the parameter's ranks, where it isn't laid out alike:
+- ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` counted a column once for each rank, and ``nn.init.eye_(p)`` gave
+  each rank all of it. Here they are of the whole; and so are random numbers (``draws.py``).
+- ``total += p.norm()`` of a plain ``total`` fails by a bare assertion, once torch knows the sum of two sharded numbers.
+  Then it is refused.
+
+All but the first and the refused ones are collective calls over the parameter's ranks, where it isn't laid out alike:
 all have to make them.
 
 Private: ``DTensor._local_tensor``, the handlers of ``DTensor._op_dispatcher``, and its
@@ -30,15 +35,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel import draws
 from lightning_shard.sharding import full_tensor, local_part
 
 _DATA: Any = torch.Tensor.data
 _SET: Any = torch.Tensor.__setitem__
 _END = "_dispatch_fast_path_python_tail"
 _PLAN = "_propagate_op_sharding_dispatch_slow_path"
+_REDUCING = {
+    torch.ops.aten.sum.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.linalg_vector_norm.default,
+}
+"""What torch takes of norms, or of largest values, of each rank's part as if they were of the whole."""
 
 
 def behave_as_tensors() -> None:
@@ -49,6 +61,8 @@ def behave_as_tensors() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers[torch.ops.aten.copy_.default] = _copy
     handlers[torch.ops.aten.fill_.Tensor] = _copy
+    handlers.update((getattr(torch.ops.aten.any, each), _any) for each in ("default", "dim", "dims"))
+    handlers.update(draws.handlers())
     sharded.__setitem__ = _set
     dispatcher = type(sharded._op_dispatcher)
     for name, wrap in ((_END, _refusing_lost_writes), (_PLAN, _over_meshes)):
@@ -85,6 +99,10 @@ def _copy(_: Any, args: tuple[Any, ...], __: Any) -> Any:
     return target
 
 
+def _any(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.all(args[0] == 0, *args[1:], **kwargs).logical_not()
+
+
 def _set(tensor: Any, index: Any, value: Any) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         _SET(tensor, index, value)  # raises, or is part of a graph
@@ -104,6 +122,13 @@ def _whole(index: Any) -> Any:
 def _refusing_lost_writes(ends: Any) -> Any:
     @wraps(ends)
     def end(dispatcher: Any, operation: Any, args: Any, *rest: Any) -> Any:
+        is_plain = isinstance(args[0], Tensor) and not isinstance(args[0], DTensor)
+        if is_plain and _written(operation) == [0]:
+            raise StepError(
+                "A plain tensor is changed in place by a sharded one, as by total += p.norm() or values.add_(p), and"
+                " here it would be by this rank's part of it: take the whole (total += float(p.norm()),"
+                " values.add_(p.full_tensor())), or a new tensor (total = total + p.norm())."
+            )
         if isinstance(args[0], DTensor) and args[0]._is_view() and operation._schema.is_mutable:
             _check_kept(args[0])
         return ends(dispatcher, operation, args, *rest)
@@ -115,8 +140,13 @@ def _over_meshes(plan: Any) -> Any:
     @wraps(plan)
     def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         written = _written(operation)
-        if written not in ([], [0]):  # ``out=``, say
+        if written not in ([], [0]):
+            out = kwargs.get("out")
+            if isinstance(out, DTensor) and not _meshes(args):  # torch.eye(…, out=p), of nn.init
+                return out.copy_(operation(*args, **{**kwargs, "out": full_tensor(out).clone()}))
             return plan(dispatcher, operation, args, kwargs, *rest)
+        if operation in _REDUCING and any(map(_isnt_sum, args[0].placements)):
+            return operation(_reduced(args[0]), *args[1:], **kwargs)
         writes = bool(written)
         if writes and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
             return operation(args[0], *_plain(args[1:]), **_plain(kwargs))
@@ -133,6 +163,14 @@ def _over_meshes(plan: Any) -> Any:
             return operation(*target, *others, **options)
 
     return planned
+
+
+def _isnt_sum(placement: Placement) -> bool:
+    return placement.is_partial() and not (placement.is_partial("sum") and type(placement) is Partial)
+
+
+def _reduced(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate() if each.is_partial() else each for each in tensor.placements])
 
 
 def _written(operation: Any) -> list[int]:

@@ -215,16 +215,32 @@ class Dispatched:
 
         Returns:
             How many go to each rank and come from each, and of each that comes its expert, of those that are here.
+
+        Raises:
+            PlanError: On all ranks, where one has chosen an expert that isn't there.
         """
         ranks, here = self._mesh.size(), self._experts // self._mesh.size()
+        is_none = (chosen < 0) | (chosen >= self._experts)
         counts = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
-        counts.scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.long))
-        counts = counts.view(ranks, here)  # of rows to be sent, by rank and expert there
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=self._mesh.get_group())
-        # the one number per rank that the host must know, and so waits for
-        given, taken = torch.stack([counts.sum(1), coming.sum(1)]).tolist()
-        return given, taken, torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.view(-1))
+        counts.scatter_add_(0, chosen.long().masked_fill(is_none, 0), torch.ones_like(chosen, dtype=torch.long))
+        # of rows to be sent, by rank and expert there, and how many have none
+        told = torch.cat([counts.view(ranks, here), is_none.sum().expand(ranks, 1)], dim=1)
+        heard = torch.empty_like(told)
+        dist.all_to_all_single(heard, told, group=self._mesh.get_group())
+        coming = heard[:, :-1]
+        # the few numbers per rank that the host must know, and so waits for
+        given, taken, without = torch.stack([told[:, :-1].sum(1), coming.sum(1), heard[:, -1]]).tolist()
+        if any(without):
+            raise PlanError(
+                f"{self._name} was called with {sum(without)} indices that aren't of its {self._experts} experts, 0 to"
+                f" {self._experts - 1}, so no rank has what they name: give a token that is dropped a weight of 0 for"
+                " any of them, or use expert_parallel_size=1."
+            )
+        return (
+            given,
+            taken,
+            torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.reshape(-1)),
+        )
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         given = list(self._takes.bind(*args, **kwargs).arguments.values())

@@ -26,7 +26,7 @@ from lightning_shard.parallel.data import Sharding, apply_fully_sharded, paralle
 from lightning_shard.parallel.dtensors import behave_as_tensors
 from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.given import keep_what_is_given
-from lightning_shard.parallel.handed_on import remember_whole_outputs
+from lightning_shard.parallel.handed_on import remember_outputs
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.lockstep import Lockstep
 from lightning_shard.parallel.recompute import chosen, leave_out_caches, recompute
@@ -196,7 +196,7 @@ def assemble(
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
         if not settings.compile_blocks:  # calls inside of them can't be looked at
-            remember_whole_outputs(module, styles)
+            remember_outputs(module, styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward

@@ -10,11 +10,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import HybridShardStrategy, checkpoint
-from lightning_shard.testing import run_ranks
+from lightning_shard.errors import PlanError
+from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.mixtures import MixtureModel, OnMeta, assert_alike, trained
 from tests.parity import GLOBAL_BATCH, QUIET, Seen, combine, largest_difference, layout, loader, train, world
 
@@ -25,6 +26,56 @@ SAFE = "own, all tokens to one expert"
 def test_experts_of_two_ranks() -> None:
     clipped = {"trainer": {"gradient_clip_val": 0.5}}
     assert_alike(EP2, ["mixtral", "own", SAFE, "list, called where chosen"], **clipped)
+
+
+class Dropped(nn.Module):
+    """Tokens of little weight are sent to no expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen.masked_fill(weights < 0.3, -1), weights)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        results = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, place = torch.where(indices == expert)
+            rows = (hidden[token] @ self.weight[expert]).tanh() * weights[token, place, None]
+            results = results.index_add(0, token, rows)
+        return results
+
+
+class OfDropped(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropped() for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def tokens() -> list[Tensor]:
+    return [torch.linspace(-1, 1, 64).view(8, 8).sin()]
+
+
+def test_tokens_of_no_expert_are_refused_on_all_ranks() -> None:
+    with pytest.raises(PlanError, match=r"blocks.0.experts was called with \d+ indices that aren't of its 4 experts"):
+        assert_trains_alike(OfDropped, tokens, "ep2", expert_parallel_plan={"blocks.*.experts": "experts"})
 
 
 @pytest.mark.long

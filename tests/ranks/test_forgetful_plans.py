@@ -298,3 +298,42 @@ def test_split_features_that_a_step_returns_are_refused_and_told_of_where_it_log
         assert said.startswith("training_step logs 'size', which is ")
         assert "If it is no time or the like" in said
     assert nothing == [[], []]
+
+
+class After(nn.Module):
+    """A gate on whole features, and a norm of whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.norm(x)
+        return x + self.down(self.up(given).tanh()) * self.gate(given).sigmoid()
+
+
+def of_whole() -> Model:
+    model = Model()
+    model.layers = nn.ModuleList(After() for _ in range(2))
+    return model
+
+
+def sequences() -> Iterator[Tensor]:
+    for batch in batches():
+        yield batch.view(4, 2, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("module", "style"),
+    [
+        ("gate", "shared_output"),
+        ("gate", "replicated_with_grad_allreduce"),
+        ("norm", "replicated_with_grad_allreduce"),
+        ("norm", "sequence"),
+    ],
+)
+def test_gradients_of_what_is_computed_alike_arent_added_up(module: str, style: str) -> None:
+    plan = SPLIT | {f"layers.*.{module}": style}
+    with pytest.raises(PlanError, match=f"^layers.0.{module} and 1 more: .* so they would be 2 times too large"):
+        assert_trains_alike(of_whole, sequences, "tp2", tensor_parallel_plan=plan)

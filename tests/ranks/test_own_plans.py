@@ -82,6 +82,24 @@ def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
         assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
+class FusedBySize(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).split(16, -1)
+        return x + self.out(query.sigmoid() * (key + value))
+
+
+class OfFusedBySize(OfFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([FusedBySize() for _ in range(2)])
+
+
+def test_so_is_one_that_leaves_too_few_parts() -> None:
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match="The first step fails with tensor_parallel_plan: not enough values to unpack"):
+        assert_trains_alike(OfFusedBySize, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
 class Scaled(nn.Module):
     """Divides by a norm of all features, of which a rank has a part."""
 

@@ -113,6 +113,8 @@ class FirstLooks:
         if self._updates < tensor_ranks.STEPS and self._buffers is not None:
             axis = self._mesh[TENSOR_AXIS]
             tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)
-            tensor_ranks.check_outputs(self._outputs.take(), axis)
+            whole, added = self._outputs.take()
+            tensor_ranks.check_outputs(whole, axis)
+            tensor_ranks.check_summands(added, axis)
             self._buffers.check(axis)
         self._updates += 1

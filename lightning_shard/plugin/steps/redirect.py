@@ -12,9 +12,12 @@ from lightning_shard.errors import StepError
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
 """What torch (2.11 to 2.13) says where a plain tensor meets a parameter that is still sharded."""
+_AS_VALUES = "not supported for tensor subclasses"
+"""Of ``p.numpy()`` and ``p.tolist()``."""
 _NOT_FOR_SHARDED = (
     *(_NOT_GATHERED, "not supported with DTensor", "Sharding propagation failed", "sharding strategy"),
     "its data is not allocated yet",  # torch.tensor([p.norm()])
+    _AS_VALUES,
 )
 """The same, and where it has no such operation on sharded tensors."""
 
@@ -83,7 +86,7 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
         # FSDP2 moves the arguments to a CUDA device, and in torch 2.11 fails where there are none
         return module(function)
     except RuntimeError as error:
-        if _NOT_GATHERED not in str(error):
+        if not any(text in str(error) for text in (_NOT_GATHERED, _AS_VALUES)):
             raise
         raise StepError(
             f"The step computes with parameters that are sharded ({error}). Each of the"

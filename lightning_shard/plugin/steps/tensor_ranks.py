@@ -28,6 +28,8 @@ _ROUNDING = 0.01
 """Sums that ranks take in other orders differ by less, also in 16 bits."""
 _NOISE = 1e-6
 """A gradient that is zero but for rounding may be anything this small, relative to the largest one's norm."""
+_SAME = 1e-6
+"""Norms and sums of gradients of a rank's own part differ by more, of the norm; of what is computed alike, by less."""
 _LOSS_ROUNDING = {True: 1e-5, False: 1e-3}
 """By how much losses that are computed alike may differ, of their size, in 32 bits or more and in fewer."""
 _STYLES = (
@@ -74,6 +76,32 @@ def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> N
             " it, so what follows uses it, or what is computed from it, for a part of the features or heads that"
             " tensor_parallel_plan splits, and the weights' gradients would be wrong. Split it as what it is used"
             f" with. {_STYLES} Or leave the layers around it out of the plan."
+        )
+
+
+def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
+    """Compare what modules hand on whose gradients are added up; a collective call over the tensor axis.
+
+    Args:
+        seen: Norms and sums by module, of what it hands on, and of its gradients before they are added up, ``[2, 2]``;
+            of the same modules on all ranks.
+
+    Raises:
+        PlanError: On every rank of the axis, where both are the same on all, as of what is computed alike.
+    """
+    if not seen:
+        return
+    everyone = _everyones(torch.stack(list(seen.values())), tensor_axis)
+    norms = everyone[..., 0].amax(0)
+    are_same = (everyone.amax(0) - everyone.amin(0)).amax(-1) <= _SAME * norms
+    is_wrong = are_same.all(-1) & (norms[..., 1] > 0)
+    wrong = [name for name, each in zip(seen, is_wrong.tolist()) if each]
+    if wrong:
+        raise PlanError(
+            f"{_first_of(wrong)}: tensor_parallel_plan gives it a style that adds up the tensor ranks' gradients, as of"
+            " parts of features, of heads or of a sequence, but what it hands on is computed with alike on all ranks,"
+            f" so they would be {tensor_axis.size()} times too large. Leave it out of the plan, which computes it alike"
+            ' on all ranks; or, of styles for sequences, begin with "scatter_sequence" at the first block.'
         )
 
 
@@ -183,7 +211,10 @@ def _same(one: _Mark, other: _Mark) -> bool:
     return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
-_ABOUT_SIZES = ("size", "shape", "reduction dim", "out of bounds", "out of range", "mixed torch.Tensor and DTensor")
+_ABOUT_SIZES = (
+    *("size", "shape", "reduction dim", "out of bounds", "out of range", "values to unpack"),
+    "mixed torch.Tensor and DTensor",
+)
 
 
 @contextmanager
