@@ -19,6 +19,8 @@ _MACHINERY = sys.stdlib_module_names - {"__main__"} | {
     *("lightning_shard", "numpy", "functorch", "fsspec"),
 }
 """Packages of whose classes and functions the insides are left alone."""
+_OUTSIDE_STEPS = {"__init__", "setup", "prepare_data", "configure_model", "configure_optimizers"}
+"""And hooks that give loaders: what these use is data to train on, or settings."""
 _NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
@@ -75,8 +77,9 @@ class _Found:
         if is_machinery(kind) or not self._is_new(kind):
             return
         self.holders.append(kind)
-        for value in list(vars(kind).values()):
-            for function in _functions(value):
+        for name, value in list(vars(kind).items()):
+            runs_in_steps = name not in _OUTSIDE_STEPS and not name.endswith("_dataloader")
+            for function in _functions(value) if runs_in_steps else ():
                 self.add_function(function)
 
     def add_function(self, function: types.FunctionType) -> None:

@@ -33,7 +33,8 @@ class Before:
         lists: Lists, dicts, sets and dataclasses that it could add to: where they are, themselves, and what was in
             them.
         objects: Objects of other classes that it is given, and the tensors among their attributes.
-        beside: What its code keeps under global names, and as attributes of classes and functions.
+        beside: What its code keeps under global names, and as attributes of classes and functions; ``None`` where that
+            isn't looked at.
     """
 
     block: nn.Module
@@ -41,10 +42,14 @@ class Before:
     lists: list[tuple[str, Any, list[Any]]]
     objects: list[tuple[Any, list[Tensor]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
-    beside: dict[str, Any]
+    beside: dict[str, Any] | None
 
     @classmethod
-    def of(cls, block: nn.Module, arguments: Any) -> Before:
+    def of(cls, block: nn.Module, arguments: Any, *, looks_beside: bool = False) -> Before:
+        """
+        Args:
+            looks_beside: Whether what its code keeps beside objects is looked at, which takes longer.
+        """
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
         objects = [(leaf, tensors_of(leaf)) for _, leaf in tree.walk(arguments) if is_opaque(leaf)]
@@ -54,10 +59,10 @@ class Before:
             for key, value in vars(module).items()
             if isinstance(value, _LISTS) and key not in _OF_TORCH
         ]
-        beside = _beside(block)
-        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in beside if isinstance(v, _LISTS)]
+        beside = _beside(block) if looks_beside else None
+        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in beside or () if isinstance(v, _LISTS)]
         attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
-        return cls(block, noted, [*given, *own], objects, attributes, dict(beside))
+        return cls(block, noted, [*given, *own], objects, attributes, None if beside is None else dict(beside))
 
     def slot(self, leaf: Any) -> Any:
         """An output's; it may be an argument, handed on."""
@@ -101,8 +106,8 @@ class Before:
                     f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
                     " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
                 )
-        for key, value in _beside(self.block):
-            if value is not self.beside.get(key) and _has_gradients([value]):
+        for key, value in _beside(self.block) if self.beside is not None else ():
+            if value is not (self.beside or {}).get(key) and _has_gradients([value]):
                 raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]

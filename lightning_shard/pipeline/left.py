@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.crossing import Counted, Crossing, Passage
-from lightning_shard.pipeline.search import Memory, RunStep, run_anew
-from lightning_shard.pipeline.stage import Stage
+from lightning_shard.pipeline.crossing import Counted
+from lightning_shard.pipeline.search import Memory, Ran, RunStep, run_anew
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Of a tensor's largest value, on the CPU: what the first run has cached may be rounded once more."""
@@ -29,16 +27,6 @@ _TOLERANCE_IN_HALF = 1e-2
 _TOLERANCE_ON_DEVICES = 1e-3
 """At least, where sums are taken in no fixed order."""
 _NAMED = 4
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A microbatch's forward on one stage of this rank."""
-
-    stage: Stage
-    crossing: Crossing
-    passage: Passage
-    result: Any
 
 
 @dataclass(frozen=True)
@@ -107,7 +95,7 @@ class LeftState:
         before = self._begun.memory
         changed, now = before.changed(), self._remember()
         before.put_back()
-        is_same = _same(ran, run_anew(ran.stage, ran.crossing, ran.passage, run, i))
+        is_same = _same(ran, run_anew(ran, run, i))
         now.put_back()
         now.forget()
         if not is_same:
@@ -147,9 +135,8 @@ def _reads_what_is_left(changed: Sequence[str], microbatches: int) -> StepError:
     )
 
 
-def _same(ran: Ran, again: tuple[Passage, Any]) -> bool:
-    passage, result = again
-    first, second = (tree.tensors(each) for each in ((ran.passage.sent, ran.result), (passage.sent, result)))
+def _same(one: Ran, other: Ran) -> bool:
+    first, second = (tree.tensors((each.passage.sent, each.result)) for each in (one, other))
     return len(first) == len(second) and all(map(_close, first, second))
 
 

@@ -65,6 +65,16 @@ class MemoryBeside:
         self.memory.forget()
 
 
+@dataclass(frozen=True)
+class Ran:
+    """A microbatch's forward on one stage."""
+
+    stage: Stage
+    crossing: Crossing
+    passage: Passage
+    result: Any
+
+
 @dataclass
 class Search:
     """One stage's part in it.
@@ -84,6 +94,12 @@ class Search:
     passage: Passage | None = None
     result: Any = None
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()))
+
+    @property
+    def ran(self) -> Ran:
+        """The last round, in which something came."""
+        assert self.passage is not None
+        return Ran(self.stage, self.crossing, self.passage, self.result)
 
     def run(self, run: RunStep, i: int) -> None:
         """Run this stage's part with what comes, and send the next stage what it gets."""
@@ -170,18 +186,17 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
     _check_complete(searches, run, i, memory)
 
 
-def run_anew(stage: Stage, crossing: Crossing, passage: Passage, run: RunStep, i: int) -> tuple[Passage, Any]:
-    """Run a stage's part of a microbatch once more, on what came for it; gives what the first run gave.
-
-    Args:
-        passage: Of the first run.
-    """
-    received = {key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in passage.received.items()}
+def run_anew(ran: Ran, run: RunStep, i: int) -> Ran:
+    """Run a stage's part of a microbatch once more, on what came for it."""
+    stage, crossing = ran.stage, ran.crossing
+    received = {
+        key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in ran.passage.received.items()
+    }
     with stage.microbatch(received, crossing) as again:
         result = run(stage, i)
     if crossing.outgoing is not None:
         again.sent = {key: again.sent[key] for key in crossing.outgoing.slots}
-    return again, result
+    return Ran(stage, crossing, again, result)
 
 
 def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Memory) -> None:
@@ -198,10 +213,10 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
         return
     memory.put_back()
     for search, nan in zip(searches, found):
-        assert search.passage is not None
         with search.stage.unknown_values_being(0.0):
-            search.passage, search.result = run_anew(search.stage, search.crossing, search.passage, run, i)
-        own = _nan_of((search.passage.sent, search.result)) if nan else []
+            again = run_anew(search.ran, run, i)
+        search.passage, search.result = again.passage, again.result
+        own = _nan_of((again.passage.sent, again.result)) if nan else []
         if len(own) != len(nan) or not all(map(torch.equal, own, nan)):
             raise StepError(
                 f"Stage {search.stage.index} turned finite values into NaN that a plain run wouldn't have: code around"

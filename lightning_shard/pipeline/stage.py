@@ -331,7 +331,7 @@ class Stage:
         if passage.wants("inside", index):
             self._watch_inside(index, block)
         if passage.wants("kept", index) or passage.wants("changed", index):
-            self._before = Before.of(block, (args, kwargs))
+            self._before = Before.of(block, (args, kwargs), looks_beside=passage.searching)
 
     def _sends_or_received(self, index: int | None) -> bool:
         """Whether what a block returned is sent from here, or came from another stage."""

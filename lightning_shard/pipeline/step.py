@@ -16,13 +16,14 @@ from lightning_shard import tree
 from lightning_shard.pipeline.calls import Calls
 from lightning_shard.pipeline.channel import Channel, signature
 from lightning_shard.pipeline.crossing import Crossing, Key, Slot, StageEnd
-from lightning_shard.pipeline.left import LeftState, Ran
+from lightning_shard.pipeline.left import LeftState
 from lightning_shard.pipeline.products import Product, backward_but_products, backward_of_products
 from lightning_shard.pipeline.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedule import Action
 from lightning_shard.pipeline.search import (
     CallsAgain,
     Memory,
+    Ran,
     RunStep,
     Search,
     check_order,
@@ -311,8 +312,7 @@ class PipelinedStep:
             # one's are. All stages know alike whether any of them counts.
             crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
             end.crossings[keys[i]] = crossing
-            assert search.passage is not None
-            ran[end.stage.index] = Ran(search.stage, crossing, search.passage, search.result)
+            ran[end.stage.index] = search.ran
         self._left.searched(kind, keys, i, memory, [*ran.values()], run)
         return ran
 

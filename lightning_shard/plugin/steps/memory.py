@@ -1,4 +1,8 @@
-"""What running a network changes beside gradients, put back as it was, so that it can be run anew."""
+"""What running a network changes beside gradients, put back as it was, so that it can be run anew.
+
+Private: ``torch._C._autograd._unsafe_set_version_counter`` (torch 2.11 to 2.13), since a graph that holds a tensor
+tells by its version whether it is still what was saved.
+"""
 
 from __future__ import annotations
 
