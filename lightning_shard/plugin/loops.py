@@ -165,11 +165,14 @@ def is_last_batch(trainer: pl.Trainer) -> bool:
 
 
 def next_batch(trainer: pl.Trainer) -> tuple[Any, int] | None:
-    """The batch that comes after the present one, as it was read, and its loader's number, where it is read already."""
-    taken = getattr(_reading(trainer)._data_fetcher, "batches", None)
-    if not taken:
+    """The batch that comes after the present one, as it was read, and its loader's number; ``None``: isn't read yet.
+
+    Of loaders with a length that is never said, since only some stages take their batches before their turn.
+    """
+    fetcher = _reading(trainer)._data_fetcher
+    if fetcher.length is not None or not fetcher.batches:
         return None
-    batch, _, loader = taken[0]
+    batch, _, loader = fetcher.batches[0]
     return batch, loader
 
 

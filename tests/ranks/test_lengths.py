@@ -40,10 +40,16 @@ class Stream(IterableDataset[Any]):
         return (tokens[i] for i in range(self.samples))
 
 
-def run_streamed(method: str, schedule: str, *sizes: int) -> None:
+def run_streamed(method: str, schedule: str, *sizes: int) -> int:
     strategy = HybridShardStrategy(pipeline_parallel_size=2, schedule=schedule)
     trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2, **QUIET)
     getattr(trainer, method)(Model("gpt"), DataLoader(Stream(sizes[int(os.environ["RANK"])]), batch_size=8))
+    return trainer.global_step
+
+
+def test_streams_alike_end_together_with_a_smaller_batch() -> None:
+    assert run_ranks(run_streamed, 2, "fit", "1F1B", 28, 28, elastic=True) == [2, 2]
+    run_ranks(run_streamed, 2, "validate", "1F1B", 28, 28, elastic=True)  # batches are taken before their turn
 
 
 @pytest.mark.parametrize(
