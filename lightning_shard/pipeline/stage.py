@@ -419,6 +419,13 @@ class Stage:
                 before.handed_on(output),
             )
             return
+        if index not in passage.blocks:
+            raise StepError(
+                f"{name} runs, and didn't for an earlier microbatch of the same shapes: which blocks run may depend on"
+                " a batch's shapes, not on its values, its number or random numbers, as where layers are dropped. Call"
+                " all of them, and choose between what goes in and what comes out by torch.where; or use"
+                " pipeline_parallel_size=1."
+            )
         slots = tree.map_leaves(Slot.of, output) if is_handed_on or tree.is_node(output) else None
         agreed = passage.blocks[index].output
         if slots not in (None, agreed):

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
@@ -128,31 +129,37 @@ def _numbers(module: pl.LightningModule) -> dict[str, float]:
 
 
 @contextmanager
-def warning_of_buffers_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
-    """Warn on this rank of statistics that a pipelined training step keeps as buffers; those of BatchNorm are known."""
-    before = _sums_of_buffers(module)
+def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
+    """Warn on this rank of what a pipelined training step keeps in tensors: statistics, losses, hidden states.
+
+    Those are buffers, and attributes that aren't part of a graph. Of what is first made in a step it can't be known
+    whether a step changes it, as a cache isn't changed: so a second step is looked at too. BatchNorm's are known, and a
+    metric's say how microbatches add up.
+    """
+    before = _sums_of_tensors(module)
     yield
-    now = _sums_of_buffers(module)
-    changed = [name for name, sums in before.items() if name in now and not torch.equal(now[name], sums)]
+    now = _sums_of_tensors(module)
+    changed = [name for name, sums in before.items() if name in now and now[name].tolist() != sums.tolist()]
     if changed:
         warnings.warn(
-            f"training_step changed the buffer {changed[0]}{f' and {len(changed) - 1} others' * (len(changed) > 1)}."
+            f"training_step changed {changed[0]}{f' and {len(changed) - 1} other tensors' * (len(changed) > 1)}."
             f" With several pipeline stages it does so for each of {microbatches} microbatches, by that one's samples:"
-            " statistics such as moving averages differ from one process that has the batch at once.",
+            " moving averages, and what a later step or a hook reads, differ from one process that has the batch at"
+            " once. Keep what training_step returns, or what is in trainer.callback_metrics, in on_train_batch_end.",
             stacklevel=2,
         )
 
 
 @torch.no_grad()
-def _sums_of_buffers(module: nn.Module) -> dict[str, Tensor]:
+def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Sum and norm; no version says that values were changed through ``.data``."""
     known = set(batch_norms(module).values())
     return {
-        f"{path}.{name}".lstrip("."): torch.stack([buffer.double().sum(), buffer.double().norm()])
+        f"{path}.{name}".lstrip("."): torch.stack([tensor.double().sum(), tensor.double().norm()])
         for path, part in module.named_modules()
-        if part not in known
-        for name, buffer in part._buffers.items()
-        if type(buffer) is Tensor and buffer.is_floating_point() and not buffer.is_meta
+        if part not in known and not isinstance(part, Metric)
+        for name, tensor in (*part._buffers.items(), *vars(part).items())
+        if type(tensor) is Tensor and tensor.is_floating_point() and not (tensor.is_meta or tensor.requires_grad)
     }
 
 

@@ -12,6 +12,8 @@
 * ``predict_loop._on_predict_epoch_end``: hands ``_predictions`` and ``epoch_batch_indices``, by loader, to writers, and
   returns the former.
 * ``_combined_loader``: the loaders of a loop that evaluates.
+* ``_data_fetcher.done``, ``.batches``: whether a loop's data is over, and what it has taken of it before its turn: of
+  loaders without a length one batch. ``epoch_loop._num_ready_batches_reached``: whether the present one ends the epoch.
 * ``_results.log`` (``_trainer``: of a module that has one): what ``self.log`` comes to, by whatever name it is called.
 * ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
 * ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
@@ -135,9 +137,14 @@ def dataloaders(loop: Any) -> list[Any]:
     return loaders
 
 
+def _reading(trainer: pl.Trainer) -> Any:
+    """The loop that reads batches now."""
+    return trainer.fit_loop if trainer.training else evaluating(trainer)
+
+
 def samples_drawn(trainer: pl.Trainer) -> int | None:
     """Of how many samples the loaders that are read make a rank's batch, where they say so and agree."""
-    loop = trainer.fit_loop if trainer.training else evaluating(trainer)
+    loop = _reading(trainer)
     samplers = [getattr(loader, "batch_sampler", None) for loader in dataloaders(loop)]
     sizes = {getattr(sampler, "batch_size", None) for sampler in samplers}
     size = sizes.pop() if len(sizes) == 1 else None
@@ -146,8 +153,27 @@ def samples_drawn(trainer: pl.Trainer) -> int | None:
 
 def stacks_samples(trainer: pl.Trainer) -> bool:
     """Whether torch's own collate function makes what the loaders give: then no list in it holds samples."""
-    loop = trainer.fit_loop if trainer.training else evaluating(trainer)
+    loop = _reading(trainer)
     return all(getattr(loader, "collate_fn", None) is default_collate for loader in dataloaders(loop))
+
+
+def is_last_batch(trainer: pl.Trainer) -> bool:
+    """Whether no batch follows the present one, in this epoch or evaluation; at its beginning, whether it has none."""
+    if trainer.training and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        return True
+    return bool(_reading(trainer)._data_fetcher.done)
+
+
+def next_batch(trainer: pl.Trainer) -> tuple[Any, int] | None:
+    """The batch that comes after the present one, as it was read, and its loader's number; ``None``: isn't read yet.
+
+    Of loaders with a length that is never said, since only some stages take their batches before their turn.
+    """
+    fetcher = _reading(trainer)._data_fetcher
+    if fetcher.length is not None or not fetcher.batches:
+        return None
+    batch, _, loader = fetcher.batches[0]
+    return batch, loader
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -105,3 +106,24 @@ def test_late_state_and_untrained_parameters_are_as_in_one_process() -> None:
     assert [own for own, _ in ranks] == [last, last]
     for name, value in {**ranks[0][1], **ranks[1][1]}.items():
         torch.testing.assert_close(value, expected[name], msg=name)
+
+
+class KeepsLoss(Counts):
+    """In a tensor that is first made in a step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.loss = loss.detach()
+        return loss
+
+
+def warned(kind: type[Counts]) -> list[str]:
+    trainer = L.Trainer(strategy=HybridShardStrategy(2), devices=2, max_steps=3, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), loader(GLOBAL_BATCH))
+    return [str(each.message) for each in caught if "training_step changed loss." in str(each.message)]
+
+
+def test_a_loss_that_each_microbatch_keeps_is_warned_of_once_on_each_stage() -> None:
+    assert [len(each) for each in run_ranks(warned, 2, KeepsLoss, elastic=True)] == [1, 1]

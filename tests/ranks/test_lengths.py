@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import lightning as L
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
@@ -25,3 +27,43 @@ def test_a_dataset_of_another_length_on_another_rank_is_refused_before_the_first
     told = f"a Tokens gives {first} batches on rank 0 and {other} batches on rank 1"
     with pytest.raises(RanksFailed, match=f"ConfigurationError: A DataLoader of {told}"):
         run_ranks(fit, 2, stages, elastic=True)
+
+
+class Stream(IterableDataset[Any]):
+    """Of unknown length."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        tokens = Tokens(self.samples)
+        return (tokens[i] for i in range(self.samples))
+
+
+def run_streamed(method: str, schedule: str, *sizes: int) -> int:
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, schedule=schedule)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2, **QUIET)
+    getattr(trainer, method)(Model("gpt"), DataLoader(Stream(sizes[int(os.environ["RANK"])]), batch_size=8))
+    return trainer.global_step
+
+
+def test_streams_alike_end_together_with_a_smaller_batch() -> None:
+    assert run_ranks(run_streamed, 2, "fit", "1F1B", 28, 28, elastic=True) == [2, 2]
+    run_ranks(run_streamed, 2, "validate", "1F1B", 28, 28, elastic=True)  # batches are taken before their turn
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule", "sizes", "says"),
+    [
+        ("fit", "1F1B", (24, 16), "reads no more batch next, and the last pipeline stage a batch of 8 samples"),
+        ("fit", "Interleaved1F1B", (16, 24), "reads a batch of 8 samples .* and the last pipeline stage no more batch"),
+        ("fit", "1F1B", (24, 0), "reads no more batch next, and the last pipeline stage a batch of 8 samples"),
+        ("fit", "1F1B", (24, 20), "reads a batch of 4 samples .* and the last pipeline stage a batch of 8 samples"),
+        ("validate", "1F1B", (24, 16), "reads no more batch next, and the last pipeline stage a batch of 8 samples"),
+    ],
+)
+def test_a_stream_that_ends_elsewhere_on_another_stage_is_refused_where_it_does(
+    method: str, schedule: str, sizes: tuple[int, int], says: str
+) -> None:
+    with pytest.raises(RanksFailed, match=f"BatchError: This rank {says}"):
+        run_ranks(run_streamed, 2, method, schedule, *sizes, elastic=True)

@@ -1017,6 +1017,16 @@ class ValuesDecide(Conditioned):
         return Net.forward(self, x)
 
 
+class DropsAtFirst(Net):
+    """Leaves its first block out, depending on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[0 if x[0, 0] > WORDS // 2 else 1 :]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 @pytest.mark.parametrize(
     ("network", "says"),
     [
@@ -1036,6 +1046,7 @@ class ValuesDecide(Conditioned):
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
+        (DropsAtFirst, r"net\.blocks\.0 runs, and didn't for an earlier microbatch of the same shapes"),
     ],
 )
 def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:

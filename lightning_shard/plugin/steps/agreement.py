@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import xxhash
@@ -16,6 +17,7 @@ from lightning_shard import tree
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
+from lightning_shard.plugin import loops
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
 
@@ -50,6 +52,36 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
             f"The first batch is the same on {len(first) - len(batches) + 1} of {len(first)} data ranks, so they do the"
             " same work. DataLoaders over a dataset with indices are dealt for you; an IterableDataset, or what is no"
             " DataLoader, must deal by trainer.strategy.layout.data_rank of data_parallel_size."
+        )
+
+
+def what_follows(trainer: pl.Trainer) -> str:
+    """What this rank reads after the present batch, as far as that is known: the same on all ranks of a data rank."""
+    if loops.is_last_batch(trainer):
+        return "no more batch"
+    following = loops.next_batch(trainer)
+    if following is None:
+        return "another batch"
+    batch, loader = following
+    sizes = sorted({str(tensor.size(0)) for tensor in tree.tensors(batch) if tensor.ndim})
+    return f"a batch of {' and '.join(sizes) or 'no'} samples from loader {loader}"
+
+
+def check_what_follows(own: str, told: str) -> None:
+    """Compare this with what the last stage says, in messages that are sent anyway.
+
+    An IterableDataset may give another number of batches on each rank, and a rank that has another one than the others
+    would wait for them for ever.
+
+    Raises:
+        BatchError: On this rank; what it tells the others ends them.
+    """
+    if own != told:
+        raise BatchError(
+            f"This rank reads {own} next, and the last pipeline stage {told}: ranks that hold parts of one"
+            " model read the same batches. Have an IterableDataset give the same samples on all of them: deal by"
+            " trainer.strategy.layout.data_rank of data_parallel_size, not by rank, and look for files that some"
+            " machines lack."
         )
 
 

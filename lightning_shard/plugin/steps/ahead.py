@@ -71,6 +71,11 @@ class BatchesAhead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
 
+    @property
+    def batches(self) -> list[Any]:
+        """What was taken before its turn, as a data fetcher has it."""
+        return [*(item for item, _ in self._taken), *self._fetcher.batches]
+
     def upcoming(self) -> Iterator[Arguments]:
         """The arguments of the steps after the present one; batches are fetched as they are asked for."""
         place = 0

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.handed_on import OutputGradients
-from lightning_shard.plugin.limits import warning_of_buffers_changed, warning_of_numbers_kept
+from lightning_shard.plugin.limits import warning_of_numbers_kept, warning_of_tensors_changed
 from lightning_shard.plugin.optimizers import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
@@ -67,14 +67,14 @@ class FirstLooks:
             self.check_copies()
         shown = Shown()
         with ExitStack() as looks:
+            if method == "training_step" and self._steps <= 2 and layout.pipeline_parallel_size > 1:
+                looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
                 if layout.pipeline_parallel_size > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
-                    if method == "training_step":
-                        looks.enter_context(warning_of_buffers_changed(module, self._microbatches))
                 if layout.tensor_parallel_size > 1:
                     axis, tells = self._mesh[TENSOR_AXIS], layout.data_rank == 0
                     shown = looks.enter_context(comparing_what_is_shown(module, method, axis, tells=tells))

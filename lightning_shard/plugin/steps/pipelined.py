@@ -41,6 +41,7 @@ from lightning_shard.pipeline.ties import Tie, TiedGradients
 from lightning_shard.plugin import loops
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.ahead import Arguments
 from lightning_shard.plugin.steps.apart import StatesApart
 from lightning_shard.plugin.steps.kept import KeptStates
@@ -251,9 +252,12 @@ class PipelinedSteps:
         broken off may have left something.
         """
         self._under_way.clear()
-        hearer = _HEARERS.get(method)
-        heard = hearer is None or is_told(self._module.trainer, self._module, hearer)
-        if any(self._groups.gather_over_stages(heard)):
+        trainer, hearer = self._module.trainer, _HEARERS.get(method)
+        heard = hearer is None or is_told(trainer, self._module, hearer)
+        follows = what_follows(trainer)
+        some_hear, all_follow = zip(*self._groups.gather_over_stages((heard, follows)))
+        check_what_follows(follows, all_follow[-1])
+        if any(some_hear):
             self._unheard.discard(method)
         else:
             self._unheard.add(method)
@@ -420,12 +424,15 @@ class PipelinedSteps:
         Args:
             logged: In blocks, by this rank's stages before the last.
         """
-        said = None
+        said: Any = None
+        follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
             in_blocks = self._logs.in_blocks(of_last=True)
-            said = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks)
-        result, logs, changes, microbatches, told = self._groups.broadcast_from_last_stage(said, self._device)
+            said = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
+        said = self._groups.broadcast_from_last_stage(said, self._device)
+        result, logs, changes, microbatches, told, followed = said
+        check_what_follows(follows, followed)
         self._late_changes |= bool(changes)
         self._kept.take(changes, microbatches + len(self._under_way), self._device)
         check_told(logged, told)
