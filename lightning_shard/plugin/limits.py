@@ -70,7 +70,10 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
             f"{counting[0]} divides gradients by how often an entry is in a microbatch (scale_grad_by_freq): with"
             " several pipeline stages training differs from that on whole batches, as where gradients are accumulated."
         )
-    takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    takes_iterator = [
+        name for name in steps if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
+    ]
     for applies, reason in (
         (
             fits and not module.automatic_optimization,
@@ -81,7 +84,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
             fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and normalizing,
             "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
         ),
-        (takes_iterator, "a training_step that takes dataloader_iter: take batch"),
+        (takes_iterator, f"a {''.join(takes_iterator[:1])} that takes dataloader_iter: take batch"),
     ):
         if applies:
             raise ConfigurationError(

@@ -67,3 +67,18 @@ def test_a_stream_that_ends_elsewhere_on_another_stage_is_refused_where_it_does(
 ) -> None:
     with pytest.raises(RanksFailed, match=f"BatchError: This rank {says}"):
         run_ranks(run_streamed, 2, method, schedule, *sizes, elastic=True)
+
+
+class TakesIterator(Model):
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+        next(dataloader_iter)
+
+
+def validate_by_iterator() -> None:
+    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, **QUIET)
+    trainer.validate(TakesIterator("gpt"), DataLoader(Stream(8), batch_size=8))
+
+
+def test_a_validation_step_that_takes_an_iterator_of_batches_is_refused_by_its_name() -> None:
+    with pytest.raises(RanksFailed, match="ConfigurationError: .*a validation_step that takes dataloader_iter"):
+        run_ranks(validate_by_iterator, 2, elastic=True)
