@@ -80,5 +80,5 @@ def validate_by_iterator() -> None:
 
 
 def test_a_validation_step_that_takes_an_iterator_of_batches_is_refused_by_its_name() -> None:
-    with pytest.raises(RanksFailed, match="ConfigurationError: .*a validation_step that takes dataloader_iter"):
+    with pytest.raises(RanksFailed, match=r"ConfigurationError: .*a validation_step that takes dataloader_iter"):
         run_ranks(validate_by_iterator, 2, elastic=True)
