@@ -408,7 +408,7 @@ ON_STAGES = {
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ON_STAGES)
 def test_what_looks_for_a_whole_network_on_a_stage_is_refused_as_that(kind: type[Plain]) -> None:
-    with pytest.raises(RanksFailed, match=rf"failed first: lightning_shard.errors.StepError: .*{ON_STAGES[kind]}"):
+    with pytest.raises(RanksFailed, match=rf"failed first: .*StepError: .*{ON_STAGES[kind]}"):
         run_ranks(on_stages, 2, kind, elastic=True)
 
 

@@ -95,7 +95,8 @@ class BatchesAhead:
         try:
             item = next(self._fetcher)
         except StopIteration:
-            self._has_ended = self.done = True
+            self._has_ended = True
+            self.done |= not self._taken  # else it is said of the present batch, which isn't the last
             return False
         self._taken.append((item, self._fetcher.done))
         return True
