@@ -146,7 +146,8 @@ class Search:
         if answer.done:
             return replace(answer, traced=answer.traced or crossing.is_traced())
         if again := set(answer.keys) & set(self.asked):
-            raise StepError(f"{answer.sentence} {sorted(again, key=str)} can't be sent between stages.")
+            named = ", ".join(sorted(" ".join(map(str, key)) for key in again))
+            raise StepError(f"{answer.sentence} The value ({named}) can't be sent between stages.")
         self.asked.extend(answer.keys)
         needed: dict[Key, None] = {}
         for key in answer.keys:
