@@ -30,7 +30,8 @@ class Namespace:
 
     Attributes:
         name: The Python module's, the class's or the function's.
-        holder: It.
+        holder: The class or function; of a Python module its globals, which aren't always those that ``sys.modules``
+            has under its name: a script's, in a process that was spawned, are a copy there.
         names: Those that code uses; of a class or function, all that it has.
     """
 
@@ -41,16 +42,22 @@ class Namespace:
     @property
     def held(self) -> dict[str, Any]:
         """The data among them."""
-        own: dict[str, Any] = {**vars(self.holder)}
+        own: dict[str, Any] = {**(self.holder if isinstance(self.holder, dict) else vars(self.holder))}
         for number, default in enumerate(getattr(self.holder, "__defaults__", None) or ()):
             own[f"default {number}"] = default
         return {key: own[key] for key in sorted(own if self.names is None else self.names) if _is_data(key, own)}
 
     def put(self, key: str, value: Any) -> None:
-        setattr(self.holder, key, value)
+        if isinstance(self.holder, dict):
+            self.holder[key] = value
+        else:
+            setattr(self.holder, key, value)
 
     def remove(self, key: str) -> None:
-        delattr(self.holder, key)
+        if isinstance(self.holder, dict):
+            del self.holder[key]
+        else:
+            delattr(self.holder, key)
 
 
 def is_machinery(value: Any) -> bool:
@@ -63,13 +70,13 @@ def namespaces(kind: Any) -> tuple[Namespace, ...]:
     found = _Found()
     for base in kind.__mro__:
         found.add_class(base)
-    of_modules = (Namespace(name, sys.modules[name], frozenset(names)) for name, names in found.names.items() if names)
+    of_modules = (Namespace(name, held, frozenset(names)) for name, held, names in found.globals.values())
     return (*of_modules, *(Namespace(f"{each.__module__}.{each.__qualname__}", each) for each in found.holders))
 
 
 class _Found:
     def __init__(self) -> None:
-        self.names: dict[str, set[str]] = {}
+        self.globals: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
         self.holders: list[Any] = []
         self._seen: set[int] = set()
 
@@ -89,7 +96,7 @@ class _Found:
         used = {name for code in _codes(function.__code__) for name in code.co_names}
         self._add_used(function.__module__, function.__globals__, used)
 
-    def _add_used(self, module: str, held: Mapping[str, Any], used: set[str]) -> None:
+    def _add_used(self, module: str, held: dict[str, Any], used: set[str]) -> None:
         for name in used & held.keys():
             value = held[name]
             if _package(value) == module.partition(".")[0] and isinstance(value, (type, types.FunctionType)):
@@ -97,8 +104,8 @@ class _Found:
             elif isinstance(value, types.ModuleType):
                 if value.__name__.partition(".")[0] == module.partition(".")[0] and self._is_new(value):
                     self._add_used(value.__name__, vars(value), used)
-            elif module in sys.modules and _is_data(name, held):
-                self.names.setdefault(module, set()).add(name)
+            elif _is_data(name, held):
+                self.globals.setdefault(id(held), (module, held, set()))[2].add(name)
 
     def _is_new(self, value: Any) -> bool:
         is_new = id(value) not in self._seen

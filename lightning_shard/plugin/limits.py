@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import nn
 
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
@@ -110,60 +106,6 @@ def refuse_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> N
                 f"{error} The first save would fail on what {type(holder).__name__}.save_hyperparameters() keeps: leave"
                 " it out by save_hyperparameters(ignore=[…])."
             ) from error
-
-
-@contextmanager
-def warning_of_numbers_kept(module: pl.LightningModule, method: str, microbatches: int) -> Iterator[None]:
-    """Warn on this rank of numbers that a pipelined step keeps as attributes of the module: counters, running sums."""
-    before = _numbers(module)
-    yield
-    changed = [name for name, value in _numbers(module).items() if name in before and before[name] != value]
-    if changed:
-        warnings.warn(
-            f"{method} changed {', '.join(f'self.{name}' for name in changed)}. With several pipeline stages a step"
-            f" runs for each of {microbatches} microbatches, and to its end on the last stage only: count batches in"
-            " on_train_batch_end (on_validation_batch_end, …), and samples by a torchmetrics metric.",
-            stacklevel=2,
-        )
-
-
-def _numbers(module: pl.LightningModule) -> dict[str, float]:
-    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
-
-
-@contextmanager
-def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
-    """Warn on this rank of what a pipelined training step keeps in tensors: statistics, losses, hidden states.
-
-    Those are buffers, and attributes that aren't part of a graph. Of what is first made in a step it can't be known
-    whether a step changes it, as a cache isn't changed: so a second step is looked at too. BatchNorm's are known, and a
-    metric's say how microbatches add up.
-    """
-    before = _sums_of_tensors(module)
-    yield
-    now = _sums_of_tensors(module)
-    changed = [name for name, sums in before.items() if name in now and now[name].tolist() != sums.tolist()]
-    if changed:
-        warnings.warn(
-            f"training_step changed {changed[0]}{f' and {len(changed) - 1} other tensors' * (len(changed) > 1)}."
-            f" With several pipeline stages it does so for each of {microbatches} microbatches, by that one's samples:"
-            " moving averages, and what a later step or a hook reads, differ from one process that has the batch at"
-            " once. Keep what training_step returns, or what is in trainer.callback_metrics, in on_train_batch_end.",
-            stacklevel=2,
-        )
-
-
-@torch.no_grad()
-def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Sum and norm; no version says that values were changed through ``.data``."""
-    known = set(batch_norms(module).values())
-    return {
-        f"{path}.{name}".lstrip("."): torch.stack([tensor.double().sum(), tensor.double().norm()])
-        for path, part in module.named_modules()
-        if part not in known and not isinstance(part, Metric)
-        for name, tensor in (*part._buffers.items(), *vars(part).items())
-        if type(tensor) is Tensor and tensor.is_floating_point() and not (tensor.is_meta or tensor.requires_grad)
-    }
 
 
 def refuse_synced_generation(module: nn.Module) -> None:

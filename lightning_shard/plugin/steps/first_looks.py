@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.handed_on import OutputGradients
-from lightning_shard.plugin.limits import warning_of_numbers_kept, warning_of_tensors_changed
 from lightning_shard.plugin.optimizers import refuse_parameter_hooks
 from lightning_shard.plugin.steps import tensor_ranks
 from lightning_shard.plugin.steps.agreement import check_same_batch
 from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
 from lightning_shard.plugin.steps.hooked_parts import telling_of_parts
+from lightning_shard.plugin.steps.kept_numbers import warning_of_numbers_kept, warning_of_tensors_changed
 from lightning_shard.plugin.steps.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.shown import Shown, comparing_what_is_shown
 from lightning_shard.plugin.steps.world_calls import refusing_world_calls
@@ -69,6 +69,8 @@ class FirstLooks:
         with ExitStack() as looks:
             if method == "training_step" and self._steps <= 2 and layout.pipeline_parallel_size > 1:
                 looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
+                if self._steps == 2:
+                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches, within=True))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)

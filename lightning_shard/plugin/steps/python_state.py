@@ -62,7 +62,7 @@ def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -
         seen[id(value)] = value
         if isinstance(value, (nn.Module, Namespace, *_LEAVES, *CONTAINERS, types.CellType)) or is_object(value):
             yield path, value
-        waiting.extend((f"{path}.{key}" if path else key, child) for key, child in _children(value) if _matters(child))
+        waiting.extend((f"{path}.{key}" if path else key, child) for key, child in children(value) if _matters(child))
 
 
 def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
@@ -115,7 +115,8 @@ def slots(kind: Any) -> list[str]:
     return [name for name in named if not name.startswith("__")]
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What is looked into from one of :func:`reachable`, and plain values, by their names there."""
     if isinstance(value, nn.Module):
         yield from value._modules.items()
         yield from value._parameters.items()
