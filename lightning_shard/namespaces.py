@@ -65,11 +65,12 @@ def is_machinery(value: Any) -> bool:
 
 
 @functools.cache
-def namespaces(kind: Any) -> tuple[Namespace, ...]:
-    """Those that the functions of a class use, and of the classes that it is derived from."""
+def namespaces(*kinds: Any) -> tuple[Namespace, ...]:
+    """Those that the functions of classes use, and of the classes that these are derived from; each once."""
     found = _Found()
-    for base in kind.__mro__:
-        found.add_class(base)
+    for kind in kinds:
+        for base in kind.__mro__:
+            found.add_class(base)
     of_modules = (Namespace(name, held, frozenset(names)) for name, held, names in found.globals.values())
     return (*of_modules, *(Namespace(f"{each.__module__}.{each.__qualname__}", each) for each in found.holders))
 

@@ -131,7 +131,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
 def _beside(block: nn.Module) -> list[tuple[str, Any]]:
     """What its code keeps beside objects, and what objects there hold, by names."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
-    found = {f"{each.name}.{key}": v for kind in kinds for each in namespaces(kind) for key, v in each.held.items()}
+    found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
     objects = {name: value for name, value in found.items() if is_opaque(value) and not is_machinery(value)}
     return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
 

@@ -146,6 +146,25 @@ class Fine(Model):
         return TABLE["sum"]
 
 
+STEPS = 0
+SEEN: list[float] = []
+
+
+class Counts(Fine):
+    """With state that the step goes on from, and the loss doesn't read."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        global STEPS  # noqa: PLW0603
+        STEPS += 1
+        SEEN.append(float(batch["x"].sum()))
+        return super().training_step(batch, batch_idx)
+
+
+def count(sizes: dict[str, Any]) -> tuple[list[float], int, list[float]]:
+    losses, _ = fit(Counts, sizes)
+    return losses, STEPS, SEEN
+
+
 class Losses(L.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -187,3 +206,12 @@ def test_sums_that_a_step_begins_anew_and_caches_are_as_in_one_process() -> None
     (losses, first), (same, last) = run_ranks(fit, 2, Fine, STAGES, elastic=True)
     assert losses == same == pytest.approx(expected, rel=1e-5)
     assert first + last == 2 * 2 * 4  # what is run to look at a step isn't counted
+
+
+def test_stages_of_one_rank_count_once_beside_objects_too() -> None:
+    expected, _ = fit(Fine, None)
+    sizes = {**STAGES, "schedule": "Interleaved1F1B"}
+    for losses, steps, seen in run_ranks(count, 2, sizes, elastic=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert steps == len(seen) == 2 * 2  # batches and microbatches, not once for each of two stages
+        assert len(set(seen)) == len(seen)

@@ -5,7 +5,8 @@ with a version for each stage, each finds what it would on a rank of its own. Ve
 the module is left as the last stage of the rank has it, which came farthest; but what a stage holds, as that has it.
 
 Of modules around the blocks, and of siblings' parts, all attributes are exchanged. What else a run changes, such as a
-list that hooks fill, is found while it is searched for what crosses, and followed from then on, by its place.
+list that hooks fill, or a global, is found while it is searched for what crosses, and followed from then on, by its
+place.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stage import Stage
 from lightning_shard.pipeline.stages import Stages
 from lightning_shard.plugin.steps.memory import Note, note_of, notes
-from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below, hold_same, slots
+from lightning_shard.plugin.steps.python_state import CONTAINERS, STAND_INS, attributes, below, beside, hold_same, slots
 
 LARGEST_COPY_BYTES = 2**24
 """Of a tensor that a module keeps, and that each stage has a copy of; a larger one may not be changed by a step."""
 
 _Place = tuple[str, str]
-"""A module's name and an attribute's."""
+"""A module's name and an attribute's; or a namespace's, and a name in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +137,7 @@ class StatesApart:
         if not self._several:
             return
         self._modules = dict(root.named_modules())
+        self._beside = {name: each for name, each in beside(root).items() if name not in self._modules}
         self._holder = {path: self._held_by(path) for path in self._modules}
         within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
         parts = tuple(f"{name}." for name in stages[0].parts)
@@ -249,7 +251,7 @@ class StatesApart:
             exchanged.update(map(id, (each.module, each.module._buffers, *tensors)))
         for note in changed:
             module, key = self._place_of(note.path)
-            is_own = self._holder[module] is stage and (key == "_buffers" or not key.startswith("_"))
+            is_own = self._holder.get(module) is stage and (key == "_buffers" or not key.startswith("_"))
             if not is_own and id(note.value) not in exchanged:
                 self._places.add((module, key))
                 self._base.setdefault(id(note.value), note)
@@ -264,16 +266,22 @@ class StatesApart:
         return calls.noted() if calls is not None else set()
 
     def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
-        for module, key in sorted(self._places):
-            place = ".".join(filter(None, (module, key)))
-            for path, value in below(place, vars(self._modules[module]).get(key)):
+        for name, key in sorted(self._places):
+            place = ".".join(filter(None, (name, key)))
+            for path, value in below(place, self._found_at(name, key)):
                 if (note := note_of(path, value)) is not None:
                     yield id(value), note
 
+    def _found_at(self, name: str, key: str) -> Any:
+        if name in self._modules:
+            return vars(self._modules[name]).get(key)
+        return self._beside[name].held.get(key) if key else self._beside[name]
+
     def _place_of(self, path: str) -> _Place:
-        """The innermost module on a path, and the attribute by which it goes on."""
+        """The innermost module on a path, or a namespace, and the attribute by which it goes on."""
         parts = path.split(".") if path else []
-        most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in self._modules)
+        known = self._modules.keys() | self._beside.keys()
+        most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in known)
         return ".".join(parts[:most]), "".join(parts[most : most + 1])
 
     def _marks(self, stage: Stage, *, searching: bool) -> _Marks:

@@ -42,9 +42,13 @@ def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators, namespaces.
     """
+    yield from _reached([*root.named_modules(), *beside(root).items()])
+
+
+def beside(root: nn.Module) -> dict[str, Namespace]:
+    """What the code of a module's classes keeps beside objects, by its names."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
-    beside = {id(each): (each.name, each) for kind in kinds for each in namespaces(kind)}
-    yield from _reached([*root.named_modules(), *beside.values()])
+    return {each.name: each for each in namespaces(*kinds)}
 
 
 def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
