@@ -75,3 +75,19 @@ def test_losses_and_hidden_states_that_a_pipelined_step_keeps_are_warned_of() ->
         step()
     with pytest.warns(UserWarning, match=r"changed block\.hidden\. "), warning_of_tensors_changed(module, 4):
         step()
+
+
+CENTER = {"of classes": torch.zeros(2)}
+
+
+class Centers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CENTER["of classes"] = CENTER["of classes"] * 0.9 + x.detach().mean(0)
+        return x
+
+
+def test_moving_averages_in_globals_are_warned_of() -> None:
+    module = Centers()
+    changed = pytest.warns(UserWarning, match=r"changed .*test_kept_numbers\.CENTER\.of classes\. ")
+    with changed, warning_of_tensors_changed(module, 4):
+        module(torch.ones(3, 2))

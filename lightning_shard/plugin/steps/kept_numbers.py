@@ -18,6 +18,8 @@ from lightning_shard.parallel.batch_norm import batch_norms
 from lightning_shard.plugin.steps.python_state import children, reachable
 
 _NAMED = 4
+_LARGEST_LOOKED_AT = 2**24
+"""Elements of a tensor: statistics are small, what is larger is data."""
 
 
 @contextmanager
@@ -60,9 +62,9 @@ def _numbers(module: pl.LightningModule, within: bool) -> dict[str, float]:
 def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
     """Warn on this rank of what a pipelined training step keeps in tensors: statistics, losses, hidden states.
 
-    Those are buffers, and attributes that aren't part of a graph. Of what is first made in a step it can't be known
-    whether a step changes it, as a cache isn't changed: so a second step is looked at too. BatchNorm's are known, and a
-    metric's say how microbatches add up.
+    Those are buffers, attributes, and what is in containers, objects and globals, that isn't part of a graph. Of what is
+    first made in a step it can't be known whether a step changes it, as a cache isn't changed: so a second step is looked
+    at too. BatchNorm's are known, and a metric's say how microbatches add up.
     """
     before = _sums_of_tensors(module)
     yield
@@ -81,11 +83,14 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 @torch.no_grad()
 def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Sum and norm; no version says that values were changed through ``.data``."""
-    known = set(batch_norms(module).values())
+    norms = set(batch_norms(module).values())
+    known = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, Metric) or part in norms)
     return {
-        f"{path}.{name}".lstrip("."): torch.stack([tensor.double().sum(), tensor.double().norm()])
-        for path, part in module.named_modules()
-        if part not in known and not isinstance(part, Metric)
-        for name, tensor in (*part._buffers.items(), *vars(part).items())
-        if type(tensor) is Tensor and tensor.is_floating_point() and not (tensor.is_meta or tensor.requires_grad)
+        path.replace("_buffers.", ""): torch.stack(
+            [tensor.sum(dtype=torch.double), torch.linalg.vector_norm(tensor, dtype=torch.double)]
+        )
+        for path, tensor in reachable(module)
+        if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
+        if tensor.numel() <= _LARGEST_LOOKED_AT
     }
