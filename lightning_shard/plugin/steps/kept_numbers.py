@@ -62,9 +62,9 @@ def _numbers(module: pl.LightningModule, within: bool) -> dict[str, float]:
 def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
     """Warn on this rank of what a pipelined training step keeps in tensors: statistics, losses, hidden states.
 
-    Those are buffers, attributes, and what is in containers, objects and globals, that isn't part of a graph. Of what is
-    first made in a step it can't be known whether a step changes it, as a cache isn't changed: so a second step is looked
-    at too. BatchNorm's are known, and a metric's say how microbatches add up.
+    Those are buffers, attributes, and what containers, objects and globals hold, outside of graphs. Of what is first
+    made in a step it can't be known whether a step changes it, as a cache isn't changed: so a second step is looked at
+    too. BatchNorm's are known, and a metric's say how microbatches add up.
     """
     before = _sums_of_tensors(module)
     yield
