@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.shared_memory import SharedMemory
 from lightning_shard.pipeline.taint import Hollow, Origin, Unknown, fill, leaves, mark
 
 Key = tuple[Any, ...]
@@ -110,6 +111,7 @@ class Delivery(tree.Leaf):
         unavailable: What was asked for and is computed from parameters that a later stage holds.
         counted: The operations until the next stage's first block was called.
         traced: Whether operations' results cross here or further up.
+        apart: What shares memory with another value where it was computed.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class Delivery(tree.Leaf):
     unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
     traced: bool = False
+    apart: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class Passage:
         asks_for_origins: Whether what is missing is to be computed here, from what blocks and parameters gave. So it is
             with state: an earlier stage adds to its own, which is another.
         in_place_of: What the user's code holds of values that were received and need gradients.
+        memory: While searching, what of it shares memory.
     """
 
     stage: int
@@ -197,6 +201,7 @@ class Passage:
     filler: float = torch.nan
     asks_for_origins: bool = False
     in_place_of: list[Tensor] = field(default_factory=list)
+    memory: SharedMemory | None = None
     _kept: dict[int, dict[tuple[str, str], None]] | None = None
 
     def kept_by(self, number: int) -> list[tuple[str, str]]:
@@ -255,6 +260,8 @@ class Passage:
             return self._produced(key, tensor, parents, written)
 
     def _produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...], written: bool) -> Tensor:
+        if written and self.memory is not None:
+            self.memory.is_written(tensor)
         if key in self.received:
             sent = self.received[key].clone()  # code may change it in place: what was received gathers a gradient
             if not written:
@@ -263,6 +270,8 @@ class Passage:
                 fill(tensor, sent)
             if sent.requires_grad:
                 self.in_place_of.append(tensor)
+            if self.memory is not None:
+                self.memory.receives(key, tensor)
         unknown = isinstance(tensor, Unknown)
         if self.searching:
             value = Value(key, parents) if unknown else None
@@ -270,8 +279,14 @@ class Passage:
             if unknown:
                 tensor.value = value  # type: ignore[attr-defined]
         if key in self.wanted and not unknown:
-            self.sent[key] = tensor.clone()
+            self.send(key, tensor)
         return tensor
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        """It is to go out as it is now: code may change it in place."""
+        self.sent[key] = tensor.clone()
+        if self.memory is not None:
+            self.memory.sends(key, tensor)
 
     def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
         """In place of a value that isn't known here; of its own memory, since models may write into it."""

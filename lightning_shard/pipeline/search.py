@@ -113,6 +113,8 @@ class Search:
                 self.result = run(stage, i)
                 if self.passage.missing is None:
                     check_ran(stage, self.passage)
+                    if self.passage.memory is not None:
+                        self.passage.memory.check(self.passage.sent, stage.blocks)
             sends = self.passage.missing is None
         if stage.is_last:
             return

@@ -37,6 +37,7 @@ from lightning_shard.pipeline.crossing import (
     unknown_states,
 )
 from lightning_shard.pipeline.effects import Before, is_opaque, tensors_of
+from lightning_shard.pipeline.shared_memory import SharedMemory
 from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.trace import Trace
 
@@ -147,6 +148,7 @@ class Stage:
             active=True,
             differentiates=torch.is_grad_enabled(),
             filler=self._filler,
+            memory=SharedMemory(crossing.incoming.apart) if searching else None,
         )
         self._times_run.clear()
         self._running.clear()
@@ -237,7 +239,8 @@ class Stage:
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         unavailable = frozenset(crossing.unavailable)
         traced = crossing.incoming.traced or crossing.is_traced()
-        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced)
+        apart = passage.memory.apart() if passage.memory is not None else crossing.incoming.apart
+        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced, apart)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         if self.calls is not None and not self.passage.active:
@@ -356,7 +359,7 @@ class Stage:
                         f"A forward hook of {self.blocks[index]}.{path} collects a {type(leaf).__name__}, which can't"
                         " be sent to the pipeline stage that uses it: collect what the block returns."
                     )
-                self.passage.sent[key] = leaf.clone()
+                self.passage.send(key, leaf)
         self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
     def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
@@ -403,7 +406,7 @@ class Stage:
                 if passage.searching:
                     passage.known[key] = None
                 if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
-                    passage.sent[key] = leaf.clone()  # code may change it in place
+                    passage.send(key, leaf)
         name = self.blocks[index]
         if before is not None:
             changed, kept = before.changed(name, output), before.kept()
