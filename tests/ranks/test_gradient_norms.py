@@ -72,7 +72,8 @@ def clip(sizes: dict[str, int] | None, by_hand: bool) -> Seen:
     ids=["pp2", "dp2×tp2", "pp2×dp2"],
 )
 def test_norms_and_clipping_in_hooks_are_the_whole_models(sizes: dict[str, int]) -> None:
-    by_hand = sizes["pipeline_parallel_size"] == 1
+    # torch 2.11 flattens no DTensor of which a later dim is sharded: refused
+    by_hand = sizes["pipeline_parallel_size"] == 1 and torch.__version__ >= "2.12"
     ours = combine(run_ranks(clip, world(sizes), sizes, by_hand, elastic=True), sizes)
     plain = clip(None, by_hand)
     assert ours.metrics == pytest.approx(plain.metrics, rel=1e-4, abs=1e-7)
