@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.backward_hooks import refuse_hooks, refuse_hooks_around, refuse_pre_hooks
 from lightning_shard.pipeline.calls import Calls
 from lightning_shard.pipeline.crossing import (
     BlockCall,
@@ -223,6 +224,10 @@ class Stage:
             block = root.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
             block.register_forward_hook(partial(self._leave, name))
+        for name in _around_any(self.blocks):
+            around = root.get_submodule(name)
+            around.register_forward_pre_hook(partial(self._enter_around, name))
+            around.register_forward_hook(partial(self._leave_around, name))
         for name in self.parts:
             part = _attribute(root, name)
             if isinstance(part, nn.Module):
@@ -261,7 +266,8 @@ class Stage:
         kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
         result = self._trace.ends(name, output, part=part, kept=kept)
         if result is not output:
-            _refuse_backward_hooks(name, part)  # it was received, as what is sent to later stages will be
+            refuse_hooks(name, part)  # it was received, as what is sent to later stages will be
+            refuse_pre_hooks(name, part)
         return result
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
@@ -315,8 +321,8 @@ class Stage:
             return  # recomputation under activation checkpointing
         index = self._place_of(name)
         self._running.append(index)
-        if passage.searching and passage.differentiates and self._sends_or_received(index):
-            _refuse_backward_hooks(name, block)
+        if index is not None and passage.differentiates:
+            self._check_backward_hooks(index, name, block)
         if self._trace is not None:
             self._trace.suspend()
         if self.calls is not None and index is not None:
@@ -336,9 +342,29 @@ class Stage:
         if passage.wants("kept", index) or passage.wants("changed", index):
             self._before = Before.of(block, (args, kwargs), looks_beside=passage.searching)
 
-    def _sends_or_received(self, index: int | None) -> bool:
-        """Whether what a block returned is sent from here, or came from another stage."""
-        return index is not None and index < (self.owned.start if self.is_last else self.owned.stop)
+    def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
+        if index < (self.owned.start if self.is_last else self.owned.stop):  # received, or sent from here
+            refuse_hooks(name, module)
+        if self._is_asked_for(index):
+            refuse_pre_hooks(name, module)
+
+    def _is_asked_for(self, index: int) -> bool:
+        """Whether a later stage needs what a block returns, beside the one that is handed it."""
+        return any(key[:2] == ("block", index) for key in self.passage.wanted)
+
+    def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
+        if self.is_shown and self.passage.active and self.passage.differentiates and not self.is_last:
+            refuse_hooks_around(name, module, args)
+
+    def _leave_around(self, name: str, module: nn.Module, *_: Any) -> None:
+        """It is over on this stage, whose later blocks may use what it returns."""
+        passage = self.passage
+        if self.is_shown and passage.active and passage.differentiates and passage.wanted:
+            inside = (
+                place for block, places in self.places.items() if block.startswith(f"{name}.") for place in places
+            )
+            if any(map(self._is_asked_for, inside)):
+                refuse_pre_hooks(name, module)
 
     def _watch_inside(self, index: int, block: nn.Module) -> None:
         """Note what hooks inside of a block see, for the stages where its forward is stood in for."""
@@ -446,22 +472,15 @@ def _around_all(blocks: Sequence[str]) -> list[str]:
     return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
 
 
+def _around_any(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules around blocks, without the root's."""
+    paths = [name.split(".") for name in blocks]
+    return [*dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))]
+
+
 def _attribute(root: nn.Module, name: str) -> Any:
     parent, _, key = name.rpartition(".")
     return getattr(root.get_submodule(parent), key)
-
-
-def _refuse_backward_hooks(name: str, module: nn.Module) -> None:
-    """torch has those of a module see what leaves it after all other hooks; what is sent left before.
-
-    Raises:
-        StepError: It has such hooks.
-    """
-    if module._backward_hooks:
-        raise StepError(
-            f"{name} has a backward hook (register_full_backward_hook), and what it hands on to another pipeline stage"
-            " would pass it by: put the hook on a module inside of it, or use pipeline_parallel_size=1."
-        )
 
 
 def _check_sendable(name: str, output: Any) -> None:

@@ -707,6 +707,93 @@ class HooksBackward(Net):
             block.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
 
 
+def halve(module: nn.Module, gradients: Any, *_: Any) -> Any:
+    return tuple(gradient * 0.5 for gradient in gradients)
+
+
+def cut_off(module: nn.Module, gradients: Any) -> Any:
+    return tuple(gradient.clamp(-1e-3, 1e-3) for gradient in gradients)
+
+
+class Layers(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class AroundBlocks(Net):
+    """What is around all blocks is given something with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Layers(*self.blocks)
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.encoder(self.embed(x))))
+
+
+class HooksAround(AroundBlocks):
+    """Was never called where the first blocks are, and was given None on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.register_full_backward_hook(halve)
+
+
+class PreHooks(Net):
+    """On what is used on one stage, whichever that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, *self.blocks, self.head):
+            module.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksAround(AroundBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.register_full_backward_pre_hook(cut_off)
+        self.register_full_backward_hook(lambda module, inputs, outputs: None)
+        self.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfSkips(UNet):
+    """The first block's is sent, and used where it was computed too: each stage would cut off its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfParts(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfGroups(Net):
+    """What is around some blocks, all of one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(Layers(block) for block in self.blocks)
+        del self.blocks
+        for group in self.groups:
+            group.register_full_backward_pre_hook(cut_off)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for group in self.groups:
+            states.append(group(states[-1]))
+        return self.head(self.norm(states[1] + states[-1]))
+
+
 class Freezes(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -769,6 +856,7 @@ class Clamps(Net):
         (Keeps, with_losses_of_blocks),
         (Hides, with_hidden_losses),
         *((network, loss) for network in (Sums, Aliases, Hooked, Clamps, Counts, HooksGradients)),
+        *((network, loss) for network in (PreHooks, PreHooksAround)),
         *((network, loss) for network in (PassesState, PassesDict, PassesList)),
     ],
 )
@@ -1037,7 +1125,10 @@ class DropsAtFirst(Net):
         (ChangesObject, "net.blocks.0 sets tensors of a Plain that it is given"),
         (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
-        (HooksBackward, r"net\.blocks\.0 has a backward hook"),
+        (HooksBackward, r"net\.blocks\.0 has a backward hook \(register_full_backward_hook\)"),
+        (HooksAround, r"net\.encoder has a backward hook"),
+        (PreHooksOfSkips, r"net\.blocks\.0 has a backward pre-hook.*a part of the gradient on each"),
+        (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Lists, r"net\.blocks\.0 changes its list losses"),
         (CapturedFunction, "isn't known there"),
@@ -1053,6 +1144,23 @@ def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
     parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)])
     with pytest.raises(StepError, match=says):
         on_stages(seeded(network), loss, parts.unbind(), 2)
+
+
+def test_a_backward_hook_of_a_module_around_blocks_of_one_stage_is_refused_too() -> None:
+    blocks = [f"net.groups.{i}.layers.0" for i in range(4)]
+    with pytest.raises(StepError, match=r"net\.groups\.0 has a backward pre-hook"):
+        on_stages(seeded(PreHooksOfGroups), loss, batches(), 2, blocks=blocks)
+
+
+@pytest.mark.parametrize(("kind", "network"), [("hook", Net), ("pre_hook", UNet)])
+def test_a_backward_hook_of_all_modules_is_refused(kind: str, network: type[Net]) -> None:
+    register = getattr(nn.modules.module, f"register_module_full_backward_{kind}")
+    hook = register(lambda module, gradients, *_: cut_off(module, gradients) if isinstance(module, Block) else None)
+    try:
+        with pytest.raises(StepError, match=rf"net\.blocks\.0 has a backward .*register_module_full_backward_{kind}"):
+            on_stages(seeded(network), loss, batches(), 2)
+    finally:
+        hook.remove()
 
 
 class Dtypes(Net):
