@@ -268,7 +268,7 @@ def _outline(tree: Any) -> tuple[Any, ...]:
 
 def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
-        if tree.layout != torch.strided:
+        if tree.layout != torch.strided or tree.is_nested:
             return _sparse_slice(tree, start, stop)
         # autograd counts what is written into a part by itself: a step may change its batch in place
         part = tree[start:stop] if tree.ndim else tree
@@ -284,8 +284,9 @@ def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
 
 def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.layout != torch.sparse_coo:
+        kind = f"{'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
         raise BatchError(
-            f"A batch with a tensor of layout {tensor.layout} can't be cut into microbatches: use a dense or"
+            f"A batch with a {kind} can't be cut into microbatches: use a dense or"
             " sparse_coo tensor, or pipeline_parallel_size=1."
         )
     return tensor.index_select(0, torch.arange(start, stop, device=tensor.device))

@@ -487,9 +487,15 @@ def _check_sendable(name: str, output: Any) -> None:
     """Of what a block returns, tensors are sent, and what is the same for each microbatch.
 
     Raises:
-        StepError: It returns objects that hold tensors, or an iterator.
+        StepError: It returns objects that hold tensors, an iterator, or tensors of more than one memory.
     """
     for _, leaf in tree.walk(output):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            raise StepError(
+                f"{name} returns a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}, which"
+                " can't be sent to another pipeline stage: return dense ones, padded, and make it of them where it is"
+                " used; or use pipeline_parallel_size=1."
+            )
         if isinstance(leaf, Iterator) or (is_opaque(leaf) and tensors_of(leaf)):
             raise StepError(
                 f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return"

@@ -160,7 +160,7 @@ class HybridShardStrategy(PreparedStrategy):
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
         self._samples: bool | None = None
-        self._checks_parameters = False
+        self._in_groups: list[int] | None = None  # how many parameters optimizers' groups have had, when last checked
         self._ahead: BatchesAhead | None = None
 
     # What users look at
@@ -271,7 +271,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
         self._keep_loaded()
-        self._checks_parameters = True
+        self._in_groups = None
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
@@ -288,8 +288,9 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         assert self._assembly is not None
-        if batch_idx == 0 or self._checks_parameters:  # after the hooks of the run's and the epoch's start
-            self._checks_parameters = False
+        in_groups = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
+        if batch_idx == 0 or in_groups != self._in_groups:  # after the hooks of the run's, epoch's and batch's start
+            self._in_groups = in_groups
             self._assembly.check_parameters(self.lightning_module, self.groups)
         if not isinstance(self._steps, PipelinedSteps):
             return

@@ -219,6 +219,8 @@ def _gradient_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
         mesh = strategy.device_mesh[strategy.layout.stage_axes]
         return float(gradient_norm(module.parameters(), mesh, strategy.root_device))
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if not gradients:  # such as of a step that returned None
+        return 0.0
     return float(torch.linalg.vector_norm(torch.stack([_wide(gradient).norm() for gradient in gradients])))
 
 

@@ -158,6 +158,20 @@ def new_head_in_a_fit(run: Run) -> Any:
     return run.fit(Grows(), max_epochs=2)
 
 
+GAIN = r"ConfigurationError: The parameter 'gain' came to the module, or was replaced, after"
+
+
+@habit("add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN})
+def new_parameter_in_an_epoch(run: Run) -> Any:
+    class Grows(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.gain = torch.nn.Parameter(torch.ones(()))
+                self.optimizers().add_param_group({"params": [self.gain]})
+
+    return run.fit(Grows())
+
+
 COPY = r"StepError: A \w+ was to be copied .*EMAWeightAveraging"
 
 

@@ -698,6 +698,14 @@ class HooksGradientsLate(Net):
         return self.head(self.norm(hidden + first))
 
 
+class ReturnsNested(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nested.as_nested_tensor(list(self.embed(x)), layout=torch.jagged)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.to_padded_tensor(0.0)))
+
+
 class HooksBackward(Net):
     """A block's own backward hook."""
 
@@ -1125,6 +1133,7 @@ class DropsAtFirst(Net):
         (ChangesObject, "net.blocks.0 sets tensors of a Plain that it is given"),
         (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
+        (ReturnsNested, "net.blocks.0 returns a nested tensor, which can't be sent"),
         (HooksBackward, r"net\.blocks\.0 has a backward hook \(register_full_backward_hook\)"),
         (HooksAround, r"net\.encoder has a backward hook"),
         (PreHooksOfSkips, r"net\.blocks\.0 has a backward pre-hook.*a part of the gradient on each"),

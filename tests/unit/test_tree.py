@@ -58,6 +58,11 @@ def test_a_bare_tensor_and_a_tuple() -> None:
         ({"x": torch.zeros(4), "y": torch.zeros(3)}, 2, r"first dimension \(x: 4, y: 3\)"),
         ({"x": torch.tensor(1.0), "names": ["a"]}, 1, "without tensors"),
         (torch.eye(4).to_sparse_csr(), 2, "layout torch.sparse_csr can't be cut"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+            2,
+            "nested tensor of layout torch.strided can't",
+        ),
     ],
 )
 def test_what_cant_be_cut_says_why(batch: Any, parts: int, says: str) -> None:
