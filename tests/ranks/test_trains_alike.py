@@ -113,6 +113,14 @@ class NormalisesBatches(Block):
         return x + self.down(F.gelu(self.up(self.norm(x.transpose(1, 2)).transpose(1, 2))))
 
 
+class LeavesOutABatch(Module):
+    """Its second batch's loss needs no parameter, so there is no gradient."""
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
+        result = super().training_step(tokens, batch_idx)
+        return {**result, "loss": torch.zeros((), requires_grad=True)} if batch_idx == 1 else result
+
+
 class DropsOut(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -213,6 +221,10 @@ def test_refusals_are_raised_as_they_are_and_crashes_with_every_account() -> Non
     with pytest.raises(RanksFailed, match="a mistake of the user's") as caught:
         assert_trains_alike(Crashes, batches, "pp2")
     assert "plain Trainer on one process" in caught.value.__notes__[0]
+
+
+def test_a_step_without_gradients_is_compared_too() -> None:
+    assert_trains_alike(LeavesOutABatch, batches, "dp1", steps=2)
 
 
 def test_functions_that_other_processes_cannot_import_are_refused() -> None:
