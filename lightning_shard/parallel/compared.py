@@ -10,8 +10,9 @@ What modules with blocks hold beside them is compared by :mod:`lightning_shard.p
 
 Trained parameters that begin as zeros, or small, hold other numbers meanwhile (``small_weights.py``).
 
-Not seen: blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or return
-a part of the features, what draws random numbers for a part of them, of which is told, and plans that deal sequences.
+Not seen: blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or
+return a part of the features, what draws random numbers for a part of them, of which is told, and plans that deal
+sequences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights that begin as zeros, or as small numbers, and would hide what comes before them where results are compared.
 
-So the last layer of a branch that begins as zeros, a gate, or LayerScale's 1e-6: what runs before such has no effect yet.
+So the last layer of a branch that begins as zeros, a gate, or LayerScale's 1e-6: what runs before has no effect yet.
 """
 
 from __future__ import annotations
