@@ -34,6 +34,7 @@ from lightning_shard.parallel.compared import (
     tell_of_draws,
 )
 from lightning_shard.parallel.positions import Looking, random_state
+from lightning_shard.parallel.small_weights import enlarged
 from lightning_shard.parallel.styles import REPLICATED, ScatterSequence, Split
 from lightning_shard.sharding import full_tensor
 
@@ -114,7 +115,9 @@ class SplitAround:
                 vars(owner)[method] = own
             else:
                 del vars(owner)[method]
-            apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, looking_at)
+            inside = {parameter for block in blocks.values() for parameter in block.parameters()}
+            with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
+                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, looking_at)
             if apart is not None:
                 raise PlanError(
                     f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
@@ -127,7 +130,6 @@ class SplitAround:
 
         vars(owner)[method] = compared
 
-    @torch.no_grad()
     def _first_apart(
         self,
         owner: nn.Module,

@@ -8,9 +8,11 @@ for blocks that hold modules of a user's.
 
 What modules with blocks hold beside them is compared by :mod:`lightning_shard.parallel.around_blocks`.
 
-Not seen: what is hidden by parameters that begin as zeros, blocks with a user's hooks inside, compiled ones, blocks
-that are given objects, parts that are given or return a part of the features, what draws random numbers for a part of
-them, of which is told, and plans that deal sequences.
+Trained parameters that begin as zeros, or small, hold other numbers meanwhile (``small_weights.py``).
+
+Not seen: blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or
+return a part of the features, what draws random numbers for a part of them, of which is told, and plans that deal
+sequences.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.positions import Looking, Traces, random_state
+from lightning_shard.parallel.small_weights import enlarged
 from lightning_shard.parallel.styles import ScatterSequence
 from lightning_shard.sharding import full_tensor
 
@@ -153,7 +156,7 @@ def _compare_first_call(
                 block.__dict__["forward"] = own
             else:
                 del block.__dict__["forward"]
-        with suppress(OpaqueError):
+        with suppress(OpaqueError), torch.no_grad(), enlarged(block.parameters()):
             _check(block, name, own, whole, looking_at, alike, (args, kwargs), is_part)
         return own(*args, **kwargs)
 
@@ -190,7 +193,6 @@ def copied(value: Any) -> Any:
     raise OpaqueError
 
 
-@torch.no_grad()
 def _check(
     block: nn.Module,
     name: str,

@@ -82,6 +82,29 @@ def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
         assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
+class Hidden(OfFused):
+    """Blocks that add nothing at first, or next to nothing."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        for block in self.blocks:
+            for parameter in block.out.parameters():
+                parameter.data.mul_(scale)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam's first steps would be of the size of rounding too
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6])
+def test_a_plan_that_weights_hide_at_first_is_refused_too(scale: float) -> None:
+    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+    make = partial(Hidden, scale)
+    assert_trains_alike(make, batches, ["tp2", "dp2 x tp2"], tensor_parallel_plan=right)
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
+        assert_trains_alike(make, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
 class FusedBySize(Fused):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).split(16, -1)

@@ -87,6 +87,14 @@ class OfItself(OfBackbone):
         return {"loss": loss}
 
 
+class OfZeros(OfBackbone):
+    """Its projection adds nothing at first."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__(between)
+        nn.init.zeros_(self.net.leave.weight)
+
+
 class Halves(OfBackbone):
     """Two parts beside the blocks, of which one is given what the other has split."""
 
@@ -109,7 +117,7 @@ def batches() -> list[dict[str, Tensor]]:
     return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind", [OfBackbone, OfItself])
+@pytest.mark.parametrize("kind", [OfBackbone, OfItself, OfZeros])
 def test_layers_beside_blocks_with_code_for_each_feature_between_them_train_alike(kind: type[OfBackbone]) -> None:
     assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
 
@@ -122,7 +130,7 @@ def test_so_they_do_on_data_ranks_and_where_parts_hand_on_split_features() -> No
 
 def refusals() -> list[str]:
     found = []
-    for kind, between in [(OfBackbone, "all"), (OfBackbone, "softmax"), (OfItself, "all"), (Halves, "softmax")]:
+    for kind, between in [(OfBackbone, "all"), (OfZeros, "softmax"), (OfItself, "all"), (Halves, "softmax")]:
         plan = OF_HALVES if kind is Halves else PLAN
         strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
         trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)

@@ -212,7 +212,7 @@ def _same(one: _Mark, other: _Mark) -> bool:
 
 
 _ABOUT_SIZES = (
-    *("size", "shape", "reduction dim", "out of bounds", "out of range", "values to unpack"),
+    *("size", "shape", "reduction dim", "out of bounds", "out of range", "values to unpack", "should contain"),
     "mixed torch.Tensor and DTensor",
 )
 
