@@ -137,10 +137,13 @@ def _beside(block: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _entries(container: Any) -> list[Any]:
-    """What is in it; sharding exchanges parameters, also in lists of them."""
+    """What is in it; sharding exchanges parameters, also in lists of them.
+
+    Of a dict by the builtin's own methods: those of transformers' mappings of all models import each.
+    """
     if dataclasses.is_dataclass(container):
         return [value for _, value in tree.children(container)]
-    entries = [*container, *container.values()] if isinstance(container, dict) else list(container)
+    entries = [*dict.keys(container), *dict.values(container)] if isinstance(container, dict) else list(container)
     return [entry for entry in entries if not isinstance(entry, nn.Parameter)]
 
 

@@ -48,7 +48,7 @@ class ReplayedIterators:
         self._places: list[tuple[Any, Any, Replayed]] = []
         for _, holder in [*reachable(root)]:
             entries = _entries(holder)
-            for key, value in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
+            for key, value in [*dict.items(entries)] if isinstance(entries, dict) else enumerate(entries):
                 if isinstance(value, Replayed):
                     self._begin[value] = value.place
                 elif isinstance(value, Iterator) and not isinstance(value, (nn.Module, io.IOBase)):
