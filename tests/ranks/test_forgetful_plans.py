@@ -188,6 +188,27 @@ def test_what_is_computed_from_split_features_is_refused(what: str, says: str) -
         assert_trains_alike(partial(Watched, what), batches, "tp2", tensor_parallel_plan=SPLIT)
 
 
+class WatchedLate(Watched):
+    """After some steps."""
+
+    def __init__(self) -> None:
+        super().__init__("loss")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx > 4 else loss - 0.1 * self.penalty
+
+
+def eight_batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    yield from torch.randn(8, 8, WIDTH, generator=generator)
+
+
+def test_what_begins_to_count_after_some_steps_is_refused_too() -> None:
+    with pytest.raises(PlanError, match="The tensor ranks have different losses"):
+        assert_trains_alike(WatchedLate, eight_batches, "tp2", steps=8, tensor_parallel_plan=SPLIT)
+
+
 class Kept(Watched):
     """Hooks keep numbers: of features that are split, and of what a block returns."""
 

@@ -52,7 +52,7 @@ class FirstLooks:
         self._check_ties = check_ties
         self._copies = copies
         self._context = context
-        self._steps = self._compared = 0
+        self._steps = 0
         self._kinds: set[str] = set()
         self._updates = 0
         self._outputs = OutputGradients(module)
@@ -62,9 +62,10 @@ class FirstLooks:
     def at(self, method: str, batch: object) -> Iterator[Shown]:
         """A step runs inside, and enters what it returned."""
         module, layout = self._module, self._layout
-        if method == "training_step" and self._steps < _STEPS:
+        if method == "training_step":
             self._steps += 1
-            self.check_copies()
+            if self._steps <= _STEPS:
+                self.check_copies()
         shown = Shown()
         with ExitStack() as looks:
             if method == "training_step" and self._steps <= 2 and layout.pipeline_parallel_size > 1:
@@ -86,16 +87,15 @@ class FirstLooks:
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
-            if method == "training_step" and self._updates < tensor_ranks.STEPS:
+            if method == "training_step" and self._updates + 1 in tensor_ranks.STEPS:
                 looks.enter_context(self._outputs.watched())
             yield shown
 
     def check_losses(self, output: object) -> None:
-        """What a training step returned where ranks compute alike; a collective call over them in the first steps."""
+        """What a training step returned where ranks compute alike; a collective call over them in some steps."""
         layout = self._layout
-        if self._steps <= self._compared or layout.tensor_parallel_size == layout.context_parallel_size == 1:
+        if self._steps not in tensor_ranks.STEPS or layout.tensor_parallel_size == layout.context_parallel_size == 1:
             return
-        self._compared += 1
         in_32_bits = "16" not in str(self._module.trainer.precision)
         if self._context is not None:
             kind = self._mesh.device_type
@@ -112,7 +112,7 @@ class FirstLooks:
         """After an optimizer's step: at once, and not only when the first checkpoint is refused."""
         if not self._updates:
             self._check_ties()
-        if self._updates < tensor_ranks.STEPS and self._buffers is not None:
+        if self._updates + 1 in tensor_ranks.STEPS and self._buffers is not None:
             axis = self._mesh[TENSOR_AXIS]
             tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)
             whole, added = self._outputs.take()

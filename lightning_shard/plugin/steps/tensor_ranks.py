@@ -22,8 +22,9 @@ from lightning_shard.errors import PlanError, ShardError, StepError
 from lightning_shard.parallel.handed_on import norm_and_sum
 from lightning_shard.sharding import local_tensor
 
-STEPS = 3
-"""So many steps, and optimizer steps, are looked at: an adapter's gradients may be zero in the first."""
+STEPS = frozenset({1, 2, 3, 4, 8, 16, 32, 64})
+"""Which steps, and optimizer steps, of a run are looked at: an adapter's gradients may be zero in the first, and a loss
+may begin to count later. Not for ever: what ranks compute alike may part by rounding where sums have no order."""
 _ROUNDING = 0.01
 """Sums that ranks take in other orders differ by less, also in 16 bits."""
 _NOISE = 1e-6
