@@ -243,5 +243,6 @@ def _whole_only(
     yield next(own, elsewhere[0])
     raise StepError(
         f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
-        " process has all: use the optimizer's weight_decay for a penalty, or pipeline_parallel_size=1."
+        " process has all: use the optimizer's weight_decay for a penalty, on_train_batch_start to freeze"
+        " some, or pipeline_parallel_size=1."
     )

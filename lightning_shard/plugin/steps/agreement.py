@@ -283,6 +283,8 @@ def _strided(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.layout == torch.jagged:
         nested: Any = tensor
         return nested.values(), nested.offsets()
+    if tensor.is_nested:
+        return tensor.unbind()
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
