@@ -86,9 +86,7 @@ def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
     norms = set(batch_norms(module).values())
     known = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, Metric) or part in norms)
     return {
-        path.replace("_buffers.", ""): torch.stack(
-            [tensor.sum(dtype=torch.double), torch.linalg.vector_norm(tensor, dtype=torch.double)]
-        )
+        path.replace("_buffers.", ""): torch.stack([(wide := tensor.double()).sum(), wide.norm()])
         for path, tensor in reachable(module)
         if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
