@@ -219,7 +219,11 @@ class Passage:
 
     def wants(self, kind: str, block: int) -> bool:
         """Whether what a block does beside returning something goes out."""
-        return self.searching or (bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted))
+        return self.searching or self.is_asked_for(kind, block)
+
+    def is_asked_for(self, kind: str, block: int) -> bool:
+        """Whether a later stage has asked for some of that."""
+        return bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted)
 
     def forget_hooks(self) -> None:
         """Of received values' gradients: the stage before has run the same code until now, and has them too."""

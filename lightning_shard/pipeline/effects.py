@@ -1,4 +1,4 @@
-"""What a block changes beside what it returns: arguments that it writes to, attributes that it sets."""
+"""What a block changes beside what it returns, arguments that it writes to and attributes that it sets; what can be sent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
@@ -52,7 +53,7 @@ class Before:
         """
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
-        objects = [(leaf, tensors_of(leaf)) for _, leaf in tree.walk(arguments) if is_opaque(leaf)]
+        objects = [(leaf, _tensors_of(leaf)) for _, leaf in tree.walk(arguments) if _is_opaque(leaf)]
         own = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
@@ -101,7 +102,7 @@ class Before:
             if is_changed:
                 raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
         for each, tensors in self.objects:
-            if not tree.same_entries(tensors, tensors_of(each)):
+            if not tree.same_entries(tensors, _tensors_of(each)):
                 raise StepError(
                     f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
                     " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
@@ -122,6 +123,26 @@ class Before:
         ]
 
 
+def check_sendable(name: str, output: Any) -> None:
+    """Of what a block returns, tensors are sent, and what is the same for each microbatch.
+
+    Raises:
+        StepError: It returns objects that hold tensors, an iterator, or tensors that aren't dense.
+    """
+    for _, leaf in tree.walk(output):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            raise StepError(
+                f"{name} returns a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}, which"
+                " can't be sent to another pipeline stage: return dense ones, padded, and make it of them where it is"
+                " used; or use pipeline_parallel_size=1."
+            )
+        if isinstance(leaf, Iterator) or (_is_opaque(leaf) and _tensors_of(leaf)):
+            raise StepError(
+                f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return"
+                " tensors, or tuples, lists, dicts or dataclasses of these; or use pipeline_parallel_size=1."
+            )
+
+
 def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
     for key, value in chain(vars(module).items(), module._buffers.items()):
         if key not in _OF_TORCH and (not key.startswith("_") or isinstance(value, _SIMPLE)):
@@ -132,7 +153,7 @@ def _beside(block: nn.Module) -> list[tuple[str, Any]]:
     """What its code keeps beside objects, and what objects there hold, by names."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
     found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
-    objects = {name: value for name, value in found.items() if is_opaque(value) and not is_machinery(value)}
+    objects = {name: value for name, value in found.items() if _is_opaque(value) and not is_machinery(value)}
     return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
 
 
@@ -155,11 +176,11 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def is_opaque(value: Any) -> bool:
+def _is_opaque(value: Any) -> bool:
     """Whether it is an object that isn't looked into, neither a tensor nor any nesting of these."""
     return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def _tensors_of(value: Any) -> list[Tensor]:
     """An opaque object's attributes that are tensors."""
     return [each for each in vars(value).values() if isinstance(each, Tensor)]

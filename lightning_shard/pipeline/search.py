@@ -113,8 +113,6 @@ class Search:
                 self.result = run(stage, i)
                 if self.passage.missing is None:
                     check_ran(stage, self.passage)
-                    if self.passage.memory is not None:
-                        self.passage.memory.check(self.passage.sent, stage.blocks)
             sends = self.passage.missing is None
         if stage.is_last:
             return
@@ -250,6 +248,8 @@ def check_ran(stage: Stage, passage: Passage) -> None:
             " pipeline stages every step calls it exactly once, and its blocks in the order of pipeline_blocks. Call"
             " it, or use pipeline_parallel_size=1."
         )
+    if passage.memory is not None:
+        passage.memory.check(passage.sent, stage.blocks)
 
 
 def check_order(passage: Passage, crossing: Crossing) -> None:

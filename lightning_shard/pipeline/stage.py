@@ -37,7 +37,7 @@ from lightning_shard.pipeline.crossing import (
     parameters_in_place,
     unknown_states,
 )
-from lightning_shard.pipeline.effects import Before, is_opaque, tensors_of
+from lightning_shard.pipeline.effects import Before, check_sendable
 from lightning_shard.pipeline.shared_memory import SharedMemory
 from lightning_shard.pipeline.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.trace import Trace
@@ -345,12 +345,8 @@ class Stage:
     def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
         if index < (self.owned.start if self.is_last else self.owned.stop):  # received, or sent from here
             refuse_hooks(name, module)
-        if self._is_asked_for(index):
+        if self.passage.is_asked_for("block", index):  # beside the stage that is handed it
             refuse_pre_hooks(name, module)
-
-    def _is_asked_for(self, index: int) -> bool:
-        """Whether a later stage needs what a block returns, beside the one that is handed it."""
-        return any(key[:2] == ("block", index) for key in self.passage.wanted)
 
     def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
         if self.is_shown and self.passage.active and self.passage.differentiates and not self.is_last:
@@ -363,7 +359,7 @@ class Stage:
             inside = (
                 place for block, places in self.places.items() if block.startswith(f"{name}.") for place in places
             )
-            if any(map(self._is_asked_for, inside)):
+            if any(passage.is_asked_for("block", place) for place in inside):
                 refuse_pre_hooks(name, module)
 
     def _watch_inside(self, index: int, block: nn.Module) -> None:
@@ -439,7 +435,7 @@ class Stage:
             self._note_effects(index, changed, kept)
         if passage.searching:
             assert before is not None
-            _check_sendable(name, output)
+            check_sendable(name, output)
             passage.blocks[index] = BlockCall(
                 tree.map_leaves(before.slot, output),
                 tuple(self._seen_inside),
@@ -481,26 +477,6 @@ def _around_any(blocks: Sequence[str]) -> list[str]:
 def _attribute(root: nn.Module, name: str) -> Any:
     parent, _, key = name.rpartition(".")
     return getattr(root.get_submodule(parent), key)
-
-
-def _check_sendable(name: str, output: Any) -> None:
-    """Of what a block returns, tensors are sent, and what is the same for each microbatch.
-
-    Raises:
-        StepError: It returns objects that hold tensors, an iterator, or tensors of more than one memory.
-    """
-    for _, leaf in tree.walk(output):
-        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
-            raise StepError(
-                f"{name} returns a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}, which"
-                " can't be sent to another pipeline stage: return dense ones, padded, and make it of them where it is"
-                " used; or use pipeline_parallel_size=1."
-            )
-        if isinstance(leaf, Iterator) or (is_opaque(leaf) and tensors_of(leaf)):
-            raise StepError(
-                f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return"
-                " tensors, or tuples, lists, dicts or dataclasses of these; or use pipeline_parallel_size=1."
-            )
 
 
 def _slots(value: Any) -> Any:

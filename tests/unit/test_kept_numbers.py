@@ -64,12 +64,14 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
 def test_losses_and_hidden_states_that_a_pipelined_step_keeps_are_warned_of() -> None:
     module = nn.ModuleDict({"block": nn.Linear(2, 2), "metric": MeanMetric()})
     block: Any = module["block"]
+    block.metrics = [MeanMetric()]
 
     def step() -> None:
         block.hidden = block(torch.randn(3, 2)).detach()
         block.in_graph = block(torch.randn(3, 2))
         block.cache = torch.ones(2)
         module["metric"].update(1.0)
+        block.metrics[0].update(1.0)
 
     with warnings.catch_warnings(), warning_of_tensors_changed(module, 4):
         warnings.simplefilter("error")

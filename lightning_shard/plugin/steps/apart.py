@@ -137,7 +137,7 @@ class StatesApart:
         if not self._several:
             return
         self._modules = dict(root.named_modules())
-        self._beside = {name: each for name, each in beside(root).items() if name not in self._modules}
+        self._beside = {each.name: each for each in beside(root) if each.name not in self._modules}
         self._holder = {path: self._held_by(path) for path in self._modules}
         within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
         parts = tuple(f"{name}." for name in stages[0].parts)

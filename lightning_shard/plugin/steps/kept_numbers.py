@@ -83,11 +83,11 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 @torch.no_grad()
 def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Sum and norm; no version says that values were changed through ``.data``."""
-    norms = set(batch_norms(module).values())
-    known = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, Metric) or part in norms)
+    norms, found = set(batch_norms(module).values()), [*reachable(module)]
+    known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or part in norms)
     return {
         path.replace("_buffers.", ""): torch.stack([(wide := tensor.double()).sum(), wide.norm()])
-        for path, tensor in reachable(module)
+        for path, tensor in found
         if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
         if tensor.numel() <= _LARGEST_LOOKED_AT

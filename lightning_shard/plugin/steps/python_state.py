@@ -42,13 +42,13 @@ def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators, namespaces.
     """
-    yield from _reached([*root.named_modules(), *beside(root).items()])
+    yield from _reached([*root.named_modules(), *((each.name, each) for each in beside(root))])
 
 
-def beside(root: nn.Module) -> dict[str, Namespace]:
-    """What the code of a module's classes keeps beside objects, by its names."""
+def beside(root: nn.Module) -> tuple[Namespace, ...]:
+    """What the code of a module's classes keeps beside objects."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
-    return {each.name: each for each in namespaces(*kinds)}
+    return namespaces(*kinds)
 
 
 def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
