@@ -1,4 +1,4 @@
-"""What a block changes beside what it returns, arguments that it writes to and attributes that it sets; what can be sent."""
+"""What blocks change beside what they return, by writing to arguments and setting attributes; what can be sent."""
 
 from __future__ import annotations
 
