@@ -64,7 +64,7 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
 def test_losses_and_hidden_states_that_a_pipelined_step_keeps_are_warned_of() -> None:
     module = nn.ModuleDict({"block": nn.Linear(2, 2), "metric": MeanMetric()})
     block: Any = module["block"]
-    block.metrics = [MeanMetric()]
+    block.metrics, block.named = [MeanMetric()], {"width": 2}
 
     def step() -> None:
         block.hidden = block(torch.randn(3, 2)).detach()

@@ -83,8 +83,8 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 @torch.no_grad()
 def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Sum and norm; no version says that values were changed through ``.data``."""
-    norms, found = set(batch_norms(module).values()), [*reachable(module)]
-    known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or part in norms)
+    norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
+    known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
     return {
         path.replace("_buffers.", ""): torch.stack([(wide := tensor.double()).sum(), wide.norm()])
         for path, tensor in found
