@@ -30,7 +30,7 @@ from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.held import HeldMemory, held_memory
 from lightning_shard.plugin.prepared import PreparedStrategy
 from lightning_shard.plugin.running.failure import note_missing_state
-from lightning_shard.plugin.saving.averaging import postpone_copies
+from lightning_shard.plugin.saving.averaging import go_on_averaging, postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
@@ -270,6 +270,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
+        go_on_averaging(self.lightning_module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:

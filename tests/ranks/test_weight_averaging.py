@@ -164,6 +164,52 @@ def test_averages_are_those_of_one_process_and_go_on_elsewhere(
             assert torch.allclose(value, expected.final[name], atol=2e-5), (kind, name)
 
 
+def in_mid_epoch(sizes: dict[str, int] | None, folder: str, steps: int, resume: int = 0) -> tuple[list[Any], Any]:
+    """Rates and losses of each batch, and the final weights; a checkpoint of every step is saved."""
+    L.seed_everything(3)
+    seen: list[Any] = []
+
+    class Note(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            seen.append((*rates, float(trainer.callback_metrics["train_loss"])))
+
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2)
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = L.Trainer(
+        strategy="auto" if sizes is None else HybridShardStrategy(**sizes),
+        devices=1 if sizes is None else world(sizes),
+        max_epochs=EPOCHS,
+        max_steps=steps,
+        callbacks=[averaging, Note(), keep],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    module = Scheduled("gpt")
+    batch = GLOBAL_BATCH // (1 if sizes is None else sizes["data_parallel_size"])
+    path = f"{folder}/step={resume}.ckpt" if resume else None
+    trainer.fit(module, loader(batch, samples=3 * GLOBAL_BATCH), ckpt_path=path)
+    return seen, whole(module.state_dict())
+
+
+def test_a_schedule_of_averaging_goes_on_in_mid_epoch(tmp_path: Path) -> None:
+    """Lightning itself takes it up in the next epoch only, a step behind."""
+    expected, weights = in_mid_epoch(None, str(tmp_path / "plain"), -1)
+    run_ranks(in_mid_epoch, 2, layout(pipeline=2), str(tmp_path / "run"), 2, elastic=True)
+    for before, after in ((2, 4), (4, -1)):  # in the first epoch, whose average is begun, and the second
+        per_rank = run_ranks(in_mid_epoch, 2, layout(data=2), str(tmp_path / "run"), after, before, elastic=True)
+        for seen, own in per_rank:
+            assert len(seen) == (after if after > 0 else 3 * EPOCHS) - before
+            for found, wanted in zip(seen, expected[before:], strict=False):
+                assert found == pytest.approx(wanted, rel=1e-5)
+            if after < 0:
+                assert all(torch.allclose(value, weights[name], atol=5e-5) for name, value in own.items())
+
+
 def join_late(folder: str) -> tuple[int, float]:
     """Averaging begins at a checkpoint that knows nothing of it, on a module that is on meta; the average is tested."""
     L.seed_everything(3)

@@ -244,6 +244,26 @@ def test_what_a_run_was_resumed_from_is_never_removed(place: Place, spelling: st
     assert keep.best_model_path == f"{place.dirpath}/step=5.ckpt"
 
 
+def test_what_a_run_was_resumed_from_is_not_saved_again_while_gradients_are_accumulated(tmp_path: Path) -> None:
+    """Of its first batch's gradients, the next resume would know nothing."""
+    place = Place(str(tmp_path), tmp_path)
+    batches: list[int] = []
+
+    class Note(ModelCheckpoint):
+        def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+            batches.append(trainer.fit_loop.total_batch_idx + 1)
+            super()._save_checkpoint(trainer, filepath)
+
+    def run(steps: int, resume: str | None = None) -> None:
+        keep = Note(place.dirpath, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+        trainer = place.trainer(keep, max_steps=steps, accumulate_grad_batches=3)
+        trainer.fit(Scripted(), data(9), data(1), ckpt_path=resume)
+
+    run(1)
+    run(2, place.dirpath + "/step=1.ckpt")
+    assert batches == [3, 3, 6, 6]  # of each step, and as last
+
+
 def test_nothing_outside_of_dirpath_is_removed(place: Place) -> None:
     place.fit(place.keep(every_n_train_steps=1), 1)
     place.fit(place.keep(every_n_train_steps=1, save_top_k=-1), 2, resume=f"{place.dirpath}/step=1.ckpt")

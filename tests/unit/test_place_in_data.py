@@ -204,6 +204,24 @@ def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one(tmp_path, unint
         assert [batch_idx for epoch, batch_idx, _ in second if epoch == 1] == list(range(SAMPLES // 2 // size))
 
 
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_run_resumed_at_an_epoch_s_end_can_be_resumed_again_in_the_next_one(tmp_path, uninterrupted, validate):
+    """Its epochs were counted wrong, so the third run counted from the epoch's begin, and left out its last step."""
+
+    def run(size, **options):
+        return fit(size, tmp_path, validate=validate, accumulate_grad_batches=8 // size, **options)
+
+    *_, path = run(4, stop=("on_train_batch_end", 3))
+    second, _, path = run(2, resume=path, stop=("on_train_batch_end", 3 + 1))
+    assert samples_of(second, 1) == uninterrupted[1][:16]
+    for size, batches in ((2, range(4, 12)), (1, range(8, 24))):
+        third, module, _ = run(size, resume=path)
+        assert samples_of(third, 1) == uninterrupted[1][16:]
+        assert [(epoch, batch_idx) for epoch, batch_idx, _ in third] == [(1, batch_idx) for batch_idx in batches]
+        assert module.trainer.global_step == 3 + 3
+        assert len(module.validated) == validate
+
+
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_where_it_does_not_divide_the_epoch_ends_with_the_data(tmp_path, uninterrupted, size):
     first, _, path = fit(4, tmp_path, stop=("on_train_batch_end", 2))

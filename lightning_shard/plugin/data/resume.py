@@ -80,6 +80,10 @@ def resume_data(trainer: pl.Trainer) -> None:
     if fit_loop.restarting:
         _count_by_this_layout(trainer, combined)
     epochs: Any = fit_loop.epoch_progress
+    if fit_loop.restarted_mid_epoch and epochs.current.processed == epochs.current.started:
+        # saved after an epoch's last batch, which Lightning has counted as the epoch's end just now. It would train the
+        # next epoch uncounted, without the hook of its begin: a checkpoint of that epoch's middle can't be resumed from
+        fit_loop.reset_restart_stage()
     if fit_loop.restarted_on_epoch_end:
         # saved in `on_train_epoch_end` of a run with max_steps: Lightning ends that epoch once more, counting it twice
         for counters in (epochs.current, epochs.total):

@@ -4,7 +4,7 @@ They copy the module when they are set up, which is before it is sharded. Here t
 is assembled they are given an average of its sharded parameters instead, which lies beside them on the same device.
 
 Private parts of Lightning 2.6 used here: ``_average_model`` of both callbacks, the names by which their modules copy,
-``StochasticWeightAveraging._scheduler_state`` and ``_clear_schedulers``.
+``StochasticWeightAveraging._scheduler_state`` and ``_clear_schedulers``, ``fit_loop.restarted_mid_epoch``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,26 @@ def drop_replaced_schedulers(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
             callback._clear_schedulers(trainer)
+
+
+def go_on_averaging(trainer: pl.Trainer) -> None:
+    """In mid-epoch, after the loops were restored: have SWA's schedule take over again.
+
+    It does so in the hook of an epoch's begin, which Lightning leaves out there: the rest of the epoch would be trained
+    by the module's own scheduler, and SWA's would be a step behind from then on.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
+            continue
+        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
+            (optimizer,) = trainer.optimizers
+            rates = [group["lr"] for group in optimizer.param_groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            # the scheduler takes a step when it is made
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
 
 class _Postponed:

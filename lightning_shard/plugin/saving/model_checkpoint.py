@@ -8,12 +8,14 @@ What Lightning 2.6 does there, and is done otherwise here:
 - It takes every path that exists for a checkpoint; one without a manifest is none.
 - ``save_last="link"`` leads nowhere while what it led to is removed, and isn't there while it is made anew.
 - On an exception it saves over a checkpoint of the same name.
+- Resumed while gradients are accumulated, it saves again after the first batch, of which the next resume would lack the
+  gradients, at the step that was resumed from: as ``last`` it hides the checkpoint that lacks none.
 - On remote stores it removes whatever leaves the top k, also the checkpoint that the run was resumed from.
 
 Private parts of Lightning 2.6 used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
 ``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
 ``_get_metric_interpolated_filepath_name``, ``_should_save_on_exception``, ``_enable_version_counter``, ``_fs``,
-``_last_checkpoint_saved``, ``_last_global_step_saved``; by way of this class having the same
+``_last_checkpoint_saved``, ``_last_global_step_saved``, ``_every_n_train_steps``; by way of this class having the same
 name ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
 about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
@@ -77,6 +79,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         super().__init__(None, *args, **kwargs)
         self.dirpath = _normalised(dirpath) if dirpath else None
         self._resumed_from: str | None = None
+        self._step_resumed_from: int | None = None
         self._last_is_resumed_from = False
         self._finds_last = False
         self._refuse_remote_link()
@@ -102,10 +105,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if (io := _sharded_io(trainer)) is not None:
             # before the first save: it may be a link, which then leads elsewhere
             self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
+            self._step_resumed_from = trainer.global_step if trainer.ckpt_path else None
             last = self.last_model_path
             if last and self.save_last != "link" and _on_first_rank(trainer, lambda: os.path.islink(last)):
                 self.last_model_path = ""  # an earlier run's link isn't saved through: the next version is taken
             self._forget_what_is_gone(trainer, io)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._every_n_train_steps < 1 or trainer.global_step != self._step_resumed_from:
+            super().on_train_batch_end(trainer, *args, **kwargs)
 
     def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:
         """Whether a checkpoint is at the path, or a single file, which can't be saved over; the same on every rank."""
