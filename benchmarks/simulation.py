@@ -2,9 +2,9 @@
 
 The strategy trains on CPU processes, one for each rank, under each schedule that has a name, and ``RecordTimeline``
 notes what each action takes, without what it waits for. The medians of each stage's actions, and of sends, go into
-``lightning_shard.pipeline.simulate``; what it says of a step is put beside the measured step, from the first action of
-any rank to the last. All schedules of a network run the same blocks, so their steps can be compared too: 1F1B's is the
-reference.
+``lightning_shard.pipeline.schedules.simulate``; what it says of a step is put beside the measured step, from the first
+action of any rank to the last. All schedules of a network run the same blocks, so their steps can be compared too:
+1F1B's is the reference.
 
 Blocks *sleep*, so that each rank computes as if on a device of its own, however few cores there are: in their forward,
 for the gradient of their input, and on the way to the gradient of their weight, which is where a backward in two parts
@@ -48,10 +48,10 @@ from benchmarks.lib.report import RESULTS, machine
 from benchmarks.lib.sleeping import SleepingLinear
 from lightning_shard import HybridShardStrategy
 from lightning_shard.dryrun.record import RecordTimeline
-from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.recorded import measured_costs
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.recorded import measured_costs
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 from lightning_shard.testing import run_ranks
 
 STEPS, WARMUP, TARGET = 6, 2, 0.1

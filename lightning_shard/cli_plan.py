@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_shard.errors import ConfigurationError, ShardError
 
 if TYPE_CHECKING:
-    from lightning_shard.dryrun.found import Found
     from lightning_shard.dryrun.planned import Plan
+    from lightning_shard.dryrun.search.found import Found
 
 _SIZES = {
     "pipeline": "pipeline_parallel_size",
@@ -127,7 +127,7 @@ def _said(found: Plan | Found, arguments: argparse.Namespace) -> str:
 
 
 def _draw(made: Plan, html: str | None, picture: str | None) -> None:
-    from lightning_shard.dryrun.plan_pictures import save_page, save_pictures
+    from lightning_shard.dryrun.pictures.plans import save_page, save_pictures
 
     if html is not None:
         save_page(made, html)
@@ -137,7 +137,7 @@ def _draw(made: Plan, html: str | None, picture: str | None) -> None:
 
 def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The device at hand, and what the module's parts take there."""
-    from lightning_shard.dryrun.calibrate import calibrate, device_at_hand, kind_at_hand
+    from lightning_shard.dryrun.timing.calibrate import calibrate, device_at_hand, kind_at_hand
 
     given = ("pipeline_blocks", "precision")
     kind = kind_at_hand()
@@ -154,7 +154,7 @@ def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[str, int]:
     from lightning_shard import tree
-    from lightning_shard.dryrun.search import search_module
+    from lightning_shard.dryrun.search.search import search_module
 
     for name in ("devices", "device"):
         if getattr(arguments, name) is None:
@@ -190,7 +190,7 @@ def _sizes(sizes: Mapping[str, Any], world: int | None) -> dict[str, int]:
 def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     if len(arguments.what) > 1:
         raise ConfigurationError(f"{name} is planned with options (--pipeline 8), not with {arguments.what[1:]}.")
-    from lightning_shard.dryrun.fake import built_on_meta
+    from lightning_shard.dryrun.counting.fake import built_on_meta
 
     path, _, attribute = name.partition(":")
     if not path or not attribute:

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.parallel.expert import Dispatched
+from lightning_shard.parallel.experts.stacked import Dispatched
 from tests.parity import LENGTH, world
 
 Place = tuple[str, int]

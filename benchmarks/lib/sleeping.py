@@ -30,7 +30,8 @@ class SleepingLinear(nn.Linear):
     """A linear layer whose forward takes ``seconds``, and as long each part of its backward.
 
     The gradient of its input sleeps behind the product. That of its weight sleeps on the way from the product to the
-    weight, which a backward in two parts runs in its second part (``pipeline/products.py``), and a whole one at once.
+    weight, which a backward in two parts runs in its second part (``pipeline/runtime/split_backward.py``), and a whole
+    one at once.
     """
 
     def __init__(self, width: int, seconds: float) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_shard.dryrun.counts import Counts
-from lightning_shard.dryrun.memory import KINDS, Held, StageMemory, usable
-from lightning_shard.dryrun.optimizer import OptimizerState
-from lightning_shard.dryrun.step_time import StepTime, share_text
-from lightning_shard.dryrun.stored import Stored
+from lightning_shard.dryrun.counting.counts import Counts
+from lightning_shard.dryrun.memory.optimizer import OptimizerState
+from lightning_shard.dryrun.memory.peak import KINDS, Held, StageMemory, usable
+from lightning_shard.dryrun.memory.stored import Stored
+from lightning_shard.dryrun.timing.step import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, count_text, range_text, short, size_text, table
-from lightning_shard.pipeline.schedule import Schedule
+from lightning_shard.pipeline.schedules.schedule import Schedule
 
 _UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_shard import tree
-from lightning_shard.dryrun.counting import count, count_two_parts
-from lightning_shard.dryrun.counts import Counts
-from lightning_shard.dryrun.model import Model
-from lightning_shard.dryrun.moments import stage_memories
-from lightning_shard.dryrun.optimizer import ask
+from lightning_shard.dryrun.counting.count import count, count_two_parts
+from lightning_shard.dryrun.counting.counts import Counts
+from lightning_shard.dryrun.counting.model import Model
+from lightning_shard.dryrun.memory.moments import stage_memories
+from lightning_shard.dryrun.memory.optimizer import ask
+from lightning_shard.dryrun.memory.stored import stored
 from lightning_shard.dryrun.planned import Plan, Run
-from lightning_shard.dryrun.rates import Rates
-from lightning_shard.dryrun.step_time import StepTime
-from lightning_shard.dryrun.stored import stored
-from lightning_shard.dryrun.time import Timing, model_flops
+from lightning_shard.dryrun.timing.layout import Timing, model_flops
+from lightning_shard.dryrun.timing.rates import Rates
+from lightning_shard.dryrun.timing.step import StepTime
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin.placing import as_run, devices_of
-from lightning_shard.plugin.steps.schedules import against_parts, candidates, choose, that_fit
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.plugin.assembly.placing import as_run, devices_of
+from lightning_shard.plugin.steps.schedule_choice import against_parts, candidates, choose, that_fit
 
 
 class Planner:

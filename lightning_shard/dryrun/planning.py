@@ -8,22 +8,22 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
-from lightning_shard.dryrun.devices import Device
-from lightning_shard.dryrun.devices import device as device_of
-from lightning_shard.dryrun.memory import Held
-from lightning_shard.dryrun.model import Model
+from lightning_shard.dryrun.counting.model import Model
+from lightning_shard.dryrun.memory.peak import Held
 from lightning_shard.dryrun.planned import Plan, Run
 from lightning_shard.dryrun.planner import Planner
-from lightning_shard.dryrun.rates import Measured, Rates, dtype_of
 from lightning_shard.dryrun.remedies import remedies
+from lightning_shard.dryrun.timing.devices import Device
+from lightning_shard.dryrun.timing.devices import device as device_of
+from lightning_shard.dryrun.timing.rates import Measured, Rates, dtype_of
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.expert import ExpertPlan
-from lightning_shard.parallel.recompute import Recomputing, check_recomputing
-from lightning_shard.parallel.tensor import Plan as TensorPlan
-from lightning_shard.plugin import loops
+from lightning_shard.parallel.activation_checkpointing import Recomputing, check_recomputing
+from lightning_shard.parallel.experts.stacked import ExpertPlan
+from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
+from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.settings import Settings
-from lightning_shard.plugin.steps.schedules import candidates
+from lightning_shard.plugin.steps.schedule_choice import candidates
 
 
 def plan(
@@ -82,7 +82,7 @@ def plan(
         activation_checkpointing=activation_checkpointing,
         cpu_offload=cpu_offload,
         reshard_after_forward=reshard_after_forward,
-        gathered_dtype=loops.GATHERED.get(precision),
+        gathered_dtype=trainer_private.GATHERED.get(precision),
     )
     stages = chosen.pipeline_parallel_size
     model = Model.of(module, batch, settings, stages=stages, precision=precision, device_type=device_type)

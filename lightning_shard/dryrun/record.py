@@ -12,12 +12,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.dryrun.drawing import save
-from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import draw_timeline, seconds
+from lightning_shard.dryrun.pictures.drawing import save
+from lightning_shard.dryrun.pictures.page import page
+from lightning_shard.dryrun.pictures.timelines import draw_timeline, seconds
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.recorded import UNWATCHED, RecordedStep, Recording, Span, StopWatch, measured_costs
-from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
+from lightning_shard.pipeline.schedules.recorded import (
+    UNWATCHED,
+    RecordedStep,
+    Recording,
+    Span,
+    StopWatch,
+    measured_costs,
+)
+from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 from lightning_shard.plugin.strategy import HybridShardStrategy
 
 

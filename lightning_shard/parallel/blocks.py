@@ -376,7 +376,7 @@ def _running_order(
     What the code doesn't name, a bare parameter begins with, and a child stands where it is registered among the
     children with blocks. This is a guess, which a run corrects where there is an example (``Blocks.ordered``). A wrong
     one costs traffic or is refused, but can't pass for right: what a stage doesn't hold is unknown there
-    (``pipeline/taint.py``).
+    (``pipeline/dataflow/taint.py``).
     """
     held = {*children, *bare}
     used: list[str] = []

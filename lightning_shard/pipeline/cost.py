@@ -20,8 +20,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_shard.pipeline.checkpointing import checkpoints
-from lightning_shard.pipeline.packed import nothing_packed
+from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
+from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "watch"]
 
@@ -37,7 +37,7 @@ class PartCost:
 
     Attributes:
         later: The share of its operations that are products with weights whose gradients can come later than the rest
-            of a backward (``products.py``); at the most, since only the backward's graph says it for sure.
+            of a backward (``split_backward.py``); at the most, since only the backward's graph says it for sure.
         runs_again: A backward begins with its forward (activation checkpointing).
     """
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
-from lightning_shard.pipeline.channel import Ways
-from lightning_shard.plugin.told import Teller
+from lightning_shard.pipeline.runtime.channel import Ways
+from lightning_shard.plugin.broadcast import Teller
 
 
 def refuse_gloo() -> None:

@@ -13,12 +13,12 @@ from torch.distributed import Backend
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, PlacementError
-from lightning_shard.parallel.compiled import check_backend
-from lightning_shard.parallel.expert import EXPERT_STYLE, ExpertPlan
+from lightning_shard.parallel.activation_checkpointing import Recomputing, check_recomputing
+from lightning_shard.parallel.compiled_blocks import check_backend
+from lightning_shard.parallel.experts.stacked import EXPERT_STYLE, ExpertPlan
 from lightning_shard.parallel.plans import check_plan
-from lightning_shard.parallel.recompute import Recomputing, check_recomputing
-from lightning_shard.parallel.styles import STYLE_NAMES
-from lightning_shard.parallel.tensor import Plan
+from lightning_shard.parallel.tensor.plan import Plan
+from lightning_shard.parallel.tensor.styles import STYLE_NAMES
 from lightning_shard.pipeline.placement import check_policy
 
 

@@ -14,32 +14,32 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import synchronize
-from lightning_shard.parallel.data import reshard
-from lightning_shard.parallel.expert import ExpertPlan
-from lightning_shard.parallel.recompute import Recomputing
-from lightning_shard.parallel.tensor import Plan
+from lightning_shard.parallel.experts.stacked import ExpertPlan
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.pipeline.placement import Placement
-from lightning_shard.pipeline.recorded import Watch
-from lightning_shard.plugin import loops
+from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.data.streams import talks_to_other_ranks
-from lightning_shard.plugin.finetuning import finetuning_callbacks
 from lightning_shard.plugin.full_parameters import gather_parameters
-from lightning_shard.plugin.held import HeldMemory, held_memory
-from lightning_shard.plugin.prepared import PreparedStrategy
+from lightning_shard.plugin.optimizers.finetuning import finetuning_callbacks
+from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import go_on_averaging, postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.ahead import BatchesAhead, runs_in_order
+from lightning_shard.plugin.steps.checks.parameter_walks import missing_parameter, note_missing_parameter
+from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
-from lightning_shard.plugin.steps.schedules import candidates, check_counts
+from lightning_shard.plugin.steps.schedule_choice import candidates, check_counts
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
-from lightning_shard.plugin.steps.walks import missing_parameter, note_missing_parameter
 from lightning_shard.sharding import local_tensor
 
 
@@ -224,7 +224,7 @@ class HybridShardStrategy(PreparedStrategy):
         trainer = self.lightning_module.trainer
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
-            self._samples = loops.take_over_sampling(trainer)
+            self._samples = trainer_private.take_over_sampling(trainer)
         take_over_stock_callbacks(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -295,7 +295,7 @@ class HybridShardStrategy(PreparedStrategy):
             self._assembly.check_parameters(self.lightning_module, self.groups)
         if not isinstance(self._steps, PipelinedSteps):
             return
-        loops.skip_backward(self.lightning_module.trainer)
+        trainer_private.skip_backward(self.lightning_module.trainer)
         if (
             finetuning_callbacks(self.lightning_module.trainer) and batch_idx == 0
         ):  # they unfreeze where an epoch begins
@@ -307,7 +307,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self.lightning_module is not None
         assert self._gradients is not None
         assert self._looks is not None
-        draw = randomness.derive(self._seed, "train", loops.batches_started(self.lightning_module.trainer))
+        draw = randomness.derive(self._seed, "train", trainer_private.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
         with self._looks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
@@ -384,14 +384,16 @@ class HybridShardStrategy(PreparedStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        loop = loops.evaluating(trainer)
-        loops.before_end_hooks(loop, self._free_gathered)
+        loop = trainer_private.evaluating(trainer)
+        trainer_private.before_end_hooks(loop, self._free_gathered)
         assert self._steps is not None
         self._steps.begin(method)
         if self.layout.pipeline_parallel_size == 1:
             return
         ahead = None
-        in_order = runs_in_order(trainer, module, method) or any(map(talks_to_other_ranks, loops.dataloaders(loop)))
+        in_order = runs_in_order(trainer, module, method) or any(
+            map(talks_to_other_ranks, trainer_private.dataloaders(loop))
+        )
         if not any(self.groups.gather_over_stages(in_order)):
             ahead = BatchesAhead.put_in(loop, method, self._prepare)
         self._ahead = ahead
@@ -419,5 +421,5 @@ class HybridShardStrategy(PreparedStrategy):
         reshard(self.lightning_module)
 
 
-loops.name_refused_precisions(HybridShardStrategy)
-loops.find_rates_by_all_data(HybridShardStrategy)
+trainer_private.name_refused_precisions(HybridShardStrategy)
+trainer_private.find_rates_by_all_data(HybridShardStrategy)

@@ -26,7 +26,7 @@ from lightning_shard import HybridShardStrategy, tree
 from lightning_shard.errors import BatchError, ConfigurationError
 from lightning_shard.parallel.clip import gradient_norm
 from lightning_shard.parallel.plans import declared_plan
-from lightning_shard.pipeline.taint import Hollow
+from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing.compare import Facts, Moment, Record, keeps
 from lightning_shard.testing.layouts import NamedLayout

@@ -19,9 +19,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.channel import Channel
-from lightning_shard.pipeline.recorded import UNWATCHED
-from lightning_shard.pipeline.schedule import Action
+from lightning_shard.pipeline.runtime.channel import Channel
+from lightning_shard.pipeline.schedules.recorded import UNWATCHED
+from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.testing import run_ranks
 from tests.parity import layout, train

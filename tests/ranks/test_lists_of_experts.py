@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
-from lightning_shard.parallel import expert_weights
-from lightning_shard.parallel.expert import apply_expert_parallel, resolve_experts
-from lightning_shard.parallel.expert_lists import RunsAgain, ToRunAgain
-from lightning_shard.plugin.looking import to_run_again
+from lightning_shard.parallel.experts import list_weights
+from lightning_shard.parallel.experts.module_lists import RunsAgain, ToRunAgain
+from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
+from lightning_shard.plugin.assembly.probe import to_run_again
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.mixtures import EXPERTS, NOISY, ListedMixture, Noisy
@@ -243,20 +243,20 @@ def noisy() -> None:
 def sent_to_gather(module: nn.Module) -> tuple[list[tuple[torch.dtype, int]], dict[str, Tensor]]:
     """Types and bytes of what a rank sends of experts' weights, and of their gradients; and these."""
     sent: list[tuple[torch.dtype, int]] = []
-    plain = expert_weights.all_to_all
+    plain = list_weights.all_to_all
 
     def noted(rows: Tensor, *args: Any) -> Tensor:
         sent.append((rows.dtype, rows.nbytes))
         return plain(rows, *args)
 
-    expert_weights.all_to_all = noted
+    list_weights.all_to_all = noted
     try:
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
             loss = module(torch.randn(32, WIDTH)).square().mean()
         loss.backward()
     finally:
-        expert_weights.all_to_all = plain
+        list_weights.all_to_all = plain
     gradients = {name: full_tensor(p.grad).clone() for name, p in module.named_parameters() if "experts" in name}
     module.zero_grad()
     return sent, gradients
@@ -276,11 +276,11 @@ def in_halves() -> None:
     cast = sum(held.values()) - kept
     computed_with = sum(p.numel() for p in shards.values()) // 2
     assert sent == [(torch.bfloat16, 2 * cast), (torch.float32, 4 * kept), (torch.float32, 4 * computed_with)]
-    known, expert_weights.cast_units = expert_weights.cast_units, lambda *_: set()
+    known, list_weights.cast_units = list_weights.cast_units, lambda *_: set()
     try:
         whole, expected = sent_to_gather(module)
     finally:
-        expert_weights.cast_units = known
+        list_weights.cast_units = known
     assert whole == [(torch.float32, 4 * (cast + kept)), sent[-1]]
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 

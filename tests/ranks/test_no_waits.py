@@ -20,7 +20,7 @@ from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, loader
 
 ASK = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__"}
-OF_HOSTS = ("plugin/told.py",)
+OF_HOSTS = ("plugin/broadcast.py",)
 """What is asked there are messages, which are on the host."""
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_shard.pipeline.crossing import LARGEST_PARAMETER
+from lightning_shard.pipeline.dataflow.crossing import LARGEST_PARAMETER
 from lightning_shard.testing import assert_trains_alike
 from tests.habits.harness import Block, Net
 

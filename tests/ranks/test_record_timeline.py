@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_shard import RecordTimeline
-from lightning_shard.pipeline.orders import build
-from lightning_shard.pipeline.recorded import Recording
+from lightning_shard.pipeline.schedules.named import build
+from lightning_shard.pipeline.schedules.recorded import Recording
 from lightning_shard.testing import run_ranks
 from tests.parity import Seen, layout, train
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_shard.parallel.data import expect_backward, reduce_gradients
+from lightning_shard.parallel.fsdp.shard import expect_backward, reduce_gradients
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import Seen, combine, layout, train, world

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, StepError
-from lightning_shard.plugin.steps.tensor_ranks import _norm_and_sum
+from lightning_shard.plugin.steps.checks.tensor_ranks import _norm_and_sum
 from tests.parity import QUIET
 
 

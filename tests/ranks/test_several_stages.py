@@ -16,8 +16,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.pipeline import step
-from lightning_shard.pipeline.products import Product
+from lightning_shard.pipeline.runtime import step
+from lightning_shard.pipeline.runtime.split_backward import Product
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, largest_difference, layout, loader, train
 

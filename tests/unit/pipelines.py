@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
 from lightning_shard.pipeline.cost import measure
-from lightning_shard.pipeline.crossing import Key, Slot, StageEnd
-from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.dataflow.crossing import Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.search import MemoryBeside
+from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.placement import place
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.pipeline.search import MemoryBeside
-from lightning_shard.pipeline.stage import Stage
-from lightning_shard.pipeline.stages import Stages
-from lightning_shard.pipeline.step import PipelinedStep
-from lightning_shard.pipeline.taint import refuse
-from lightning_shard.pipeline.ties import find_ties
-from lightning_shard.plugin.cutting import Holders, cut_to
-from lightning_shard.plugin.steps.apart import StatesApart
-from lightning_shard.plugin.steps.kept import KeptStates
-from lightning_shard.plugin.steps.memory import Memory
-from lightning_shard.plugin.steps.python_state import own_generators
+from lightning_shard.pipeline.runtime.step import PipelinedStep
+from lightning_shard.pipeline.schedules.named import build
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.tied import find_ties
+from lightning_shard.plugin.assembly.cutting import Holders, cut_to
 from lightning_shard.plugin.steps.randomness import derive, seed_own
+from lightning_shard.plugin.steps.state.after_network import KeptStates
+from lightning_shard.plugin.steps.state.per_stage import StatesApart
+from lightning_shard.plugin.steps.state.python_state import own_generators
+from lightning_shard.plugin.steps.state.snapshot import Memory
 
 CPU = torch.device("cpu")
 WAIT_S = 60.0

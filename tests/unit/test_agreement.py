@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.steps.agreement import SameGradients, SameSettings
+from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 
 
 def optimizer(lr: float) -> torch.optim.Optimizer:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.parallel.blocks import names_of_parameters
-from lightning_shard.pipeline.taint import Hollow
-from lightning_shard.plugin.all_parameters import all_parameters, leave_out_elsewhere
+from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.plugin.assembly.all_parameters import all_parameters, leave_out_elsewhere
 
 
 def fail(*_: object) -> NoReturn:

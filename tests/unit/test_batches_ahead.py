@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_shard.plugin.steps.ahead import BatchesAhead
+from lightning_shard.plugin.steps.look_ahead import BatchesAhead
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 9])

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lib.sleeping import Sleeping
-from lightning_shard.dryrun.calibrate import calibrate, device_at_hand
 from lightning_shard.dryrun.planning import plan
-from lightning_shard.dryrun.rates import PRODUCTS
+from lightning_shard.dryrun.timing.calibrate import calibrate, device_at_hand
+from lightning_shard.dryrun.timing.rates import PRODUCTS
 
 
 class Block(nn.Module):

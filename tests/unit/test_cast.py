@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_shard.parallel.cast import cast_units, not_cast
+from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 
 WIDTH = 32
 

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.dryrun.planning import plan
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.choice import Choice, best
 from lightning_shard.pipeline.cost import measure, watch
 from lightning_shard.pipeline.placement import Placement, StagePlacement
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin import placing
-from lightning_shard.plugin.placing import blocks_of
+from lightning_shard.pipeline.schedules.choice import Choice, best
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.plugin.assembly import placing
+from lightning_shard.plugin.assembly.placing import blocks_of
 from lightning_shard.plugin.settings import Settings
-from lightning_shard.plugin.steps.schedules import agree, candidates, choose, that_evaluate, that_fit
+from lightning_shard.plugin.steps.schedule_choice import agree, candidates, choose, that_evaluate, that_fit
 
 CPU = torch.device("cpu")
 TWO_PARTS = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from lightning_shard.parallel.compiled import compile_block
-from lightning_shard.parallel.recompute import recompute
+from lightning_shard.parallel.activation_checkpointing import recompute
+from lightning_shard.parallel.compiled_blocks import compile_block
 from lightning_shard.plugin.steps import randomness
 
 

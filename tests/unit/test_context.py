@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, LayoutError, StepError
-from lightning_shard.parallel.context import DealtSequences, sequence_dim
-from lightning_shard.parallel.sequence import Part
-from lightning_shard.plugin.looking import looking_at
+from lightning_shard.parallel.context.blocks import DealtSequences, sequence_dim
+from lightning_shard.parallel.context.chunks import Part
+from lightning_shard.plugin.assembly.probe import looking_at
 
 WIDTH, LENGTH = 8, 16
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.frozen_copies import FrozenCopies
-from lightning_shard.plugin.steps.world_calls import refusing_world_calls
+from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
+from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
 
 
 def stage(index: int) -> nn.Module:

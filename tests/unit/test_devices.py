@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.dryrun.devices import DEVICES, Device, device, size
+from lightning_shard.dryrun.timing.devices import DEVICES, Device, device, size
 from lightning_shard.errors import ConfigurationError
 
 PRINTED = {  # bfloat16 (float16 where there is none) per second, bytes, bytes per second

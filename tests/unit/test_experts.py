@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import LayoutError, PlanError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.expert import resolve_experts
-from lightning_shard.parallel.expert_lists import deal_list
-from lightning_shard.plugin.looking import to_run_again
+from lightning_shard.parallel.experts.module_lists import deal_list
+from lightning_shard.parallel.experts.stacked import resolve_experts
+from lightning_shard.plugin.assembly.probe import to_run_again
 from lightning_shard.testing.layouts import parse
 from tests.mixtures import EXPERTS, NETWORKS, NOISY, Experts, ListedMixture, Mixtures, Noisy
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
-from lightning_shard.dryrun.memory import Held, StageMemory
-from lightning_shard.dryrun.moments import stage_memories
+from lightning_shard.dryrun.counting.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
+from lightning_shard.dryrun.memory.moments import stage_memories
+from lightning_shard.dryrun.memory.peak import Held, StageMemory
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.schedule import Action, Schedule
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 
 BLOCKS, OUTPUT, KEPT, FREED, NUMEL = 8, 100, 1000, 100, 5
 OWED = 300

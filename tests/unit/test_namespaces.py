@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.namespaces import namespaces
-from lightning_shard.plugin.steps.python_state import reachable
+from lightning_shard.plugin.steps.state.python_state import reachable
 
 CODE = """
 class Counts:

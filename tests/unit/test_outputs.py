@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.outputs import merge, with_losses
+from lightning_shard.pipeline.runtime.outputs import merge, with_losses
 
 Pair = namedtuple("Pair", "x y")
 X = torch.arange(24.0).reshape(8, 3)

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.dryrun.drawing import Picture, save, stacked, to_svg
-from lightning_shard.dryrun.page import page
-from lightning_shard.dryrun.pictures import (
+from lightning_shard.dryrun.pictures.drawing import Picture, save, stacked, to_svg
+from lightning_shard.dryrun.pictures.page import page
+from lightning_shard.dryrun.pictures.timelines import (
     draw_balance,
     draw_memory,
     draw_timeline,
@@ -27,8 +27,8 @@ from lightning_shard.dryrun.pictures import (
     ticks,
 )
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 some = settings(max_examples=15, deadline=None)

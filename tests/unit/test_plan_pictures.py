@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import cli, plan
-from lightning_shard.dryrun.pictures import gibibytes
-from lightning_shard.dryrun.plan_pictures import pictures_of
-from lightning_shard.pipeline.simulate import Costs, simulate
+from lightning_shard.dryrun.pictures.plans import pictures_of
+from lightning_shard.dryrun.pictures.timelines import gibibytes
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 
 
 class Net(nn.Module):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from lightning_shard import plan
 from lightning_shard.cli import main
 from lightning_shard.cli_plan import _first_batch
-from lightning_shard.dryrun.counts import TwoParts
-from lightning_shard.dryrun.ledger import Ledger
+from lightning_shard.dryrun.counting.counts import TwoParts
+from lightning_shard.dryrun.counting.ledger import Ledger
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
-from lightning_shard.pipeline.products import backward_but_products
-from lightning_shard.pipeline.schedule import to_csv
+from lightning_shard.pipeline.runtime.split_backward import backward_but_products
+from lightning_shard.pipeline.schedules.schedule import to_csv
 from recipes import plans
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
@@ -156,11 +156,11 @@ class TestMonotone:
 
 class TestCounting:
     def test_like_blocks_are_counted_as_if_each_had_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lightning_shard.dryrun import counting
+        from lightning_shard.dryrun.counting import count
 
         some = planned(pipeline_parallel_size=2)
-        watched = counting.Watched
-        monkeypatch.setattr(counting, "Watched", lambda *args, **_: watched(*args, stands_in=False))
+        watched = count.Watched
+        monkeypatch.setattr(count, "Watched", lambda *args, **_: watched(*args, stands_in=False))
         assert planned(pipeline_parallel_size=2).counts.blocks[1:] == some.counts.blocks[1:]
 
     def test_what_a_forward_keeps_is_what_a_real_one_keeps(self) -> None:

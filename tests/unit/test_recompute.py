@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_shard.errors import ConfigurationError, StepError
-from lightning_shard.parallel.recompute import _policy, chosen, leave_out_caches, recompute
+from lightning_shard.parallel.activation_checkpointing import _policy, chosen, leave_out_caches, recompute
 from lightning_shard.plugin.steps import randomness
 
 WIDTH, SAMPLES, BLOCKS = 8, 16, 3

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lightning_shard.dryrun.record import RecordTimeline, write
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline import step as runtime
-from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.recorded import RecordedStep, Recording, Span, StopWatch, measured_costs
-from lightning_shard.pipeline.simulate import Costs, simulate
+from lightning_shard.pipeline.runtime import step as runtime
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.recorded import RecordedStep, Recording, Span, StopWatch, measured_costs
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 from tests.unit import pipelines
 
 CPU = torch.device("cpu")

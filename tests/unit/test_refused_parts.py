@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_shard.errors import PlanError
-from lightning_shard.plugin.steps.tensor_ranks import refusing_parts
+from lightning_shard.plugin.steps.checks.tensor_ranks import refusing_parts
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.LayerNorm(8), nn.RMSNorm(8)])

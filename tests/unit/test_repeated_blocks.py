@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.ties import Tie
-from lightning_shard.plugin.assemble import _apart
+from lightning_shard.pipeline.stages.tied import Tie
+from lightning_shard.plugin.assembly.assemble import _apart
 from tests.unit.pipelines import assert_alike, on_stages
 
 WIDTH, WORDS = 8, 16

@@ -10,7 +10,7 @@ import torch
 
 from lightning_shard.errors import BatchError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.steps import agreement
+from lightning_shard.plugin.steps.checks import agreement
 
 
 def check(monkeypatch: pytest.MonkeyPatch, batches: list[Any], **sizes: int) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as of_torch
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.schedule import Action, Schedule, read_csv, to_csv
-from lightning_shard.pipeline.simulate import Costs, simulate
+from lightning_shard.pipeline.schedules import named
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.schedule import Action, Schedule, read_csv, to_csv
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 
 
 @st.composite
@@ -258,7 +259,6 @@ def test_what_cant_run_is_refused(name: str, ranks: int, microbatches: int, stag
 
 
 def test_the_table_of_orders_names_each() -> None:
-    from lightning_shard.pipeline import orders
 
-    table = inspect.getdoc(orders) or ""
+    table = inspect.getdoc(named) or ""
     assert all(f"    {name} " in table for name in SCHEDULES)

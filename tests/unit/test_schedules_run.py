@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.orders import build
 from lightning_shard.pipeline.placement import Placement
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.pipeline.simulate import Costs, simulate
-from lightning_shard.pipeline.step import PipelinedStep
-from lightning_shard.plugin.steps import schedules
-from lightning_shard.plugin.steps.schedules import agree, candidates, choose, that_runs
+from lightning_shard.pipeline.runtime.step import PipelinedStep
+from lightning_shard.pipeline.schedules.named import build
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
+from lightning_shard.plugin.steps import schedule_choice
+from lightning_shard.plugin.steps.schedule_choice import agree, candidates, choose, that_runs
 from tests.unit.pipelines import assert_alike, on_stages
 
 OWN = Path(__file__).parents[1] / "ranks" / "ahead.csv"
@@ -41,7 +41,7 @@ def no_stages(schedule: Schedule) -> Placement:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(schedules, "rank_zero_info", told.append)
+    monkeypatch.setattr(schedule_choice, "rank_zero_info", told.append)
     return told
 
 

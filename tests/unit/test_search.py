@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.dryrun import search as searching
-from lightning_shard.dryrun import workshop
-from lightning_shard.dryrun.counting import count_each, count_two_parts
-from lightning_shard.dryrun.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
-from lightning_shard.dryrun.devices import Device, device
-from lightning_shard.dryrun.found import (
+from lightning_shard.dryrun.counting.count import count_each, count_two_parts
+from lightning_shard.dryrun.counting.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
+from lightning_shard.dryrun.counting.model import Model
+from lightning_shard.dryrun.memory.moments import stage_memories
+from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
+from lightning_shard.dryrun.memory.peak import Held
+from lightning_shard.dryrun.search import workshop
+from lightning_shard.dryrun.search.found import (
     CANT_BE_CUT,
     DOESNT_DIVIDE,
     DOESNT_FIT,
@@ -29,22 +31,20 @@ from lightning_shard.dryrun.found import (
     Choice,
     Found,
 )
-from lightning_shard.dryrun.memory import Held
-from lightning_shard.dryrun.model import Model
-from lightning_shard.dryrun.moments import stage_memories
-from lightning_shard.dryrun.optimizer import OptimizerState, ask
-from lightning_shard.dryrun.rates import Rates
-from lightning_shard.dryrun.scaled import ALIKE, between, is_like
-from lightning_shard.dryrun.search import search
-from lightning_shard.dryrun.space import Space, layouts
-from lightning_shard.dryrun.time import Timing
-from lightning_shard.dryrun.workshop import Workshop
+from lightning_shard.dryrun.search.scaled import ALIKE, between, is_like
+from lightning_shard.dryrun.search.search import search
+from lightning_shard.dryrun.search.search import search as searching
+from lightning_shard.dryrun.search.space import Space, layouts
+from lightning_shard.dryrun.search.workshop import Workshop
+from lightning_shard.dryrun.timing.devices import Device, device
+from lightning_shard.dryrun.timing.layout import Timing
+from lightning_shard.dryrun.timing.rates import Rates
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.orders import SCHEDULES, build
 from lightning_shard.pipeline.placement import place
-from lightning_shard.pipeline.schedule import Schedule
-from lightning_shard.plugin.placing import as_run
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.plugin.assembly.placing import as_run
 from lightning_shard.plugin.settings import Settings
 
 WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 4, 8

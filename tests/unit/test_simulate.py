@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.orders import SCHEDULES, build
-from lightning_shard.pipeline.schedule import Action, Schedule
-from lightning_shard.pipeline.simulate import Costs, Timeline, simulate
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.schedule import Action, Schedule
+from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 
 times = st.integers(1, 20).map(float)
 NAMES = sorted(SCHEDULES)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError, StepError
-from lightning_shard.plugin.steps import apart
-from lightning_shard.plugin.steps.schedules import candidates, that_fit
+from lightning_shard.plugin.steps.schedule_choice import candidates, that_fit
+from lightning_shard.plugin.steps.state import per_stage
 from tests.unit.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
 from tests.unit.test_crossing import NETWORKS, WIDTH, Net, WithFeatures, batches, loss, seeded, with_features
 from tests.unit.test_state_of_steps import Counter, Nested
@@ -121,13 +121,13 @@ def test_whatever_a_step_counts_in_is_counted_once() -> None:
 
 
 def test_modules_that_no_run_changes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanged, put_back = [], apart._Attributes.put_back
+    exchanged, put_back = [], per_stage._Attributes.put_back
 
-    def noted(attributes: apart._Attributes) -> None:
+    def noted(attributes: per_stage._Attributes) -> None:
         exchanged.append(attributes.module)
         put_back(attributes)
 
-    monkeypatch.setattr(apart._Attributes, "put_back", noted)
+    monkeypatch.setattr(per_stage._Attributes, "put_back", noted)
     on_stages(seeded(Net), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
     assert not exchanged
     on_stages(seeded(Stem), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
@@ -170,7 +170,7 @@ class Remembers(Net):
 
 
 def test_a_large_tensor_that_a_step_changes_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "LARGEST_COPY_BYTES", 100)
+    monkeypatch.setattr(per_stage, "LARGEST_COPY_BYTES", 100)
     with pytest.raises(StepError, match=r"changes net\.memory in place.*2 stages on this rank"):
         on_stages(seeded(Remembers), loss, batches(), 2, schedule=INTERLEAVED)
 

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_shard.dryrun.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
-from lightning_shard.dryrun.devices import Achieved, Device, Link, device
-from lightning_shard.dryrun.links import Group, Groups, Links
-from lightning_shard.dryrun.memory import Held
-from lightning_shard.dryrun.optimizer import OptimizerState, StateTensor
-from lightning_shard.dryrun.rates import PRODUCTS, Measured, Rates
-from lightning_shard.dryrun.stage_time import DATA, REPLICAS
-from lightning_shard.dryrun.time import IDLE, Timing
+from lightning_shard.dryrun.counting.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
+from lightning_shard.dryrun.memory.optimizer import OptimizerState, StateTensor
+from lightning_shard.dryrun.memory.peak import Held
+from lightning_shard.dryrun.timing.devices import Achieved, Device, Link, device
+from lightning_shard.dryrun.timing.layout import IDLE, Timing
+from lightning_shard.dryrun.timing.links import Group, Groups, Links
+from lightning_shard.dryrun.timing.rates import PRODUCTS, Measured, Rates
+from lightning_shard.dryrun.timing.stage import DATA, REPLICAS
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.orders import build
+from lightning_shard.pipeline.schedules.named import build
 
 some = settings(max_examples=30, deadline=None)
 NOTHING_SET = Held()

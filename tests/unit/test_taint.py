@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.crossing import Passage
-from lightning_shard.pipeline.taint import REMEDY, Hollow, Unknown
-from lightning_shard.pipeline.trace import Trace
+from lightning_shard.pipeline.dataflow.crossing import Passage
+from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown
+from lightning_shard.pipeline.dataflow.trace import Trace
 
 CPU = torch.device("cpu")
 

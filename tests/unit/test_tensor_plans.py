@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_shard.checkpoint.shards import Split, shard, shard_strided_last, strided_factors_fit
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.plans import declared_plan
-from lightning_shard.parallel.styles import BY_HEADS, STYLES, OwnShare, SharedByHeads, SummedGradients
-from lightning_shard.parallel.tensor import resolve_plan
+from lightning_shard.parallel.tensor.plan import resolve_plan
+from lightning_shard.parallel.tensor.styles import BY_HEADS, STYLES, OwnShare, SharedByHeads, SummedGradients
 from lightning_shard.sharding import part_on
 from tests.mixtures import NETWORKS, Mixtures, adapted, transformers_model
 

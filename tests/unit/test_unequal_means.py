@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.plugin.steps.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_shard.parallel.updates import update_shards
+from lightning_shard.parallel.fsdp.adam import update_shards
 from lightning_shard.testing import run_ranks
 
 STEPS = 3

@@ -1,0 +1,1 @@
+"""The user's loaders: dealt to data ranks, and resumed in mid-epoch."""

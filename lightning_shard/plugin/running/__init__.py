@@ -1,0 +1,1 @@
+"""Processes: how they meet, fail and end together."""

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.layout import Layout, check_sizes
-from lightning_shard.parallel.exchange import gather
-from lightning_shard.plugin import loops
+from lightning_shard.parallel.experts.exchange import gather
+from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
@@ -89,8 +89,8 @@ class ConnectedStrategy(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
         trainer = self.lightning_module.trainer
         self._preemption.take_over(trainer)
-        loops.run_within(trainer, self._ending_as_it_should)
-        loops.drop_repeated_predictions(trainer)
+        trainer_private.run_within(trainer, self._ending_as_it_should)
+        trainer_private.drop_repeated_predictions(trainer)
 
     def _setup_distributed(self) -> None:
         """As the parent's, over a store whose keys are of this round of torchrun."""

@@ -34,8 +34,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.plugin import loops
-from lightning_shard.plugin.steps.agreement import SameGradients, SameSettings
+from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 
 __all__ = ["AgreedSIGTERM", "Preemption"]
 
@@ -74,7 +74,7 @@ class Preemption(callbacks.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
-        if loops.is_accumulating(trainer):
+        if trainer_private.is_accumulating(trainer):
             trainer.should_stop = False  # until the others hear of it; and gradients aren't saved
             return
         layout = trainer.strategy.layout  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Lightning's state to and from checkpoints."""

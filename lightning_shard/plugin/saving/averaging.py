@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from lightning_shard.parallel.data import reshard
+from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin.saving.state import fill
 
 

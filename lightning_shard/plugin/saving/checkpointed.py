@@ -24,10 +24,10 @@ from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, plan_
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
-from lightning_shard.parallel.data import reshard
-from lightning_shard.plugin.assemble import Assembly
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
-from lightning_shard.plugin.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
+from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.saving.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
@@ -42,7 +42,7 @@ from lightning_shard.plugin.saving.own_loading import (
 )
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
-from lightning_shard.plugin.steps.agreement import check_copies, check_replicas, same_on_data_ranks
+from lightning_shard.plugin.steps.checks.agreement import check_copies, check_replicas, same_on_data_ranks
 
 _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 

@@ -23,7 +23,7 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard import tree
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin.steps.python_state import attributes, below, is_object, reachable
+from lightning_shard.plugin.steps.state.python_state import attributes, below, is_object, reachable
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")

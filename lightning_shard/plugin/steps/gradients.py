@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_shard.parallel.by_inputs import ByInputs
-from lightning_shard.parallel.data import (
+from lightning_shard.parallel.fsdp.input_gradients import ByInputs
+from lightning_shard.parallel.fsdp.shard import (
     average_gradients,
     end_backward,
     forget_gradients,
@@ -18,8 +18,8 @@ from lightning_shard.parallel.data import (
     reshard,
     scalar_parameters,
 )
-from lightning_shard.plugin import loops
-from lightning_shard.plugin.optimizers import refuse_hooks_on_sums
+from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.optimizers.sharded import refuse_hooks_on_sums
 
 
 class Gradients:
@@ -51,9 +51,9 @@ class Gradients:
     def begin_step(self) -> None:
         """Before a training step: what an accumulation left that was broken off isn't part of it."""
         trainer = self._module.trainer
-        if self.is_accumulating and loops.begins_accumulation(trainer):
+        if self.is_accumulating and trainer_private.begins_accumulation(trainer):
             forget_gradients(self._module)
-        self.is_accumulating = loops.is_accumulating(trainer)
+        self.is_accumulating = trainer_private.is_accumulating(trainer)
         adds_up = self.is_accumulating or (self._is_pipelined and self._reduces_each)
         if adds_up and not self._has_added_up:
             self._has_added_up = True
@@ -62,7 +62,7 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """Before the backward of an automatic step: Lightning has called ``zero_grad`` after backwards in the step."""
-        if loops.begins_accumulation(self._module.trainer):
+        if trainer_private.begins_accumulation(self._module.trainer):
             forget_gradients(self._module)
         self._by_inputs.begin()
 

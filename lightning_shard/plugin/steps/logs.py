@@ -30,9 +30,9 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.taint import refuse
-from lightning_shard.plugin.loops import logging_by
-from lightning_shard.plugin.steps.shown import NotesLogs
+from lightning_shard.pipeline.dataflow.taint import refuse
+from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
+from lightning_shard.plugin.trainer_private import logging_by
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.divisions import without_those_by_zero
+from lightning_shard.plugin.steps.checks.loss_divisors import without_those_by_zero
 
 
 class Weight(NamedTuple):

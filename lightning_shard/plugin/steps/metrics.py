@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_shard.pipeline.stages import Stages
+from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 
 

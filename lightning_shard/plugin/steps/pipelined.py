@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.data import (
+from lightning_shard.parallel.fsdp.shard import (
     end_backward,
     expect_backward_of,
     gathering_ahead,
@@ -26,33 +26,33 @@ from lightning_shard.parallel.data import (
     reduce_gradients,
     reshard,
 )
-from lightning_shard.parallel.units import sharded_units
-from lightning_shard.pipeline.channel import Channel
-from lightning_shard.pipeline.crossing import StageEnd
-from lightning_shard.pipeline.outputs import merge, with_losses
-from lightning_shard.pipeline.recorded import Watch
-from lightning_shard.pipeline.schedule import Row, Schedule
-from lightning_shard.pipeline.search import MemoryBeside
-from lightning_shard.pipeline.stage import Stage
-from lightning_shard.pipeline.stages import Stages
-from lightning_shard.pipeline.step import PipelinedStep
-from lightning_shard.pipeline.taint import refuse
-from lightning_shard.pipeline.ties import Tie, TiedGradients
-from lightning_shard.plugin import loops
+from lightning_shard.parallel.fsdp.units import sharded_units
+from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.search import MemoryBeside
+from lightning_shard.pipeline.dataflow.taint import refuse
+from lightning_shard.pipeline.runtime.channel import Channel
+from lightning_shard.pipeline.runtime.outputs import merge, with_losses
+from lightning_shard.pipeline.runtime.step import PipelinedStep
+from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.pipeline.schedules.schedule import Row, Schedule
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
+from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.agreement import check_what_follows, what_follows
-from lightning_shard.plugin.steps.ahead import Arguments
-from lightning_shard.plugin.steps.apart import StatesApart
-from lightning_shard.plugin.steps.kept import KeptStates
+from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
+from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
-from lightning_shard.plugin.steps.memory import Memory
-from lightning_shard.plugin.steps.overridden import is_told
-from lightning_shard.plugin.steps.python_state import own_generators
 from lightning_shard.plugin.steps.redirect import call_through
-from lightning_shard.plugin.steps.schedules import tell_of_whole_backwards
-from lightning_shard.plugin.steps.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.schedule_choice import tell_of_whole_backwards
+from lightning_shard.plugin.steps.state.after_network import KeptStates
+from lightning_shard.plugin.steps.state.per_stage import StatesApart
+from lightning_shard.plugin.steps.state.python_state import own_generators
+from lightning_shard.plugin.steps.state.snapshot import Memory
+from lightning_shard.plugin.steps.used_hooks import is_told
 
 Draw = Callable[[Arguments], int]
 _HEARERS = {
@@ -143,8 +143,8 @@ class PipelinedSteps:
         """All forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
         module = self._module
         trainer = module.trainer
-        accumulating = loops.is_accumulating(trainer)
-        loops.zero_gradients(trainer, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
+        accumulating = trainer_private.is_accumulating(trainer)
+        trainer_private.zero_gradients(trainer, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
         parts = self._split(batch)
         scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
         weights = self._weights.of(parts)
@@ -315,8 +315,8 @@ class PipelinedSteps:
 
     def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
         trainer = self._module.trainer
-        if not loops.stacks_samples(trainer):
-            tree.refuse_list_of_samples(batch, loops.samples_drawn(trainer), may_be_last=may_be_last)
+        if not trainer_private.stacks_samples(trainer):
+            tree.refuse_list_of_samples(batch, trainer_private.samples_drawn(trainer), may_be_last=may_be_last)
 
     def _most_parts(self, batch: Any) -> int:
         size = tree.batch_size(batch)

@@ -12,15 +12,15 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shard.parallel.data import reshard
-from lightning_shard.parallel.lockstep import Lockstep
-from lightning_shard.parallel.whole import whole_of
+from lightning_shard.parallel.fsdp.lockstep import Lockstep
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.unsharded import whole_of
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.gradients import Gradients
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted_for_backward
-from lightning_shard.plugin.steps.overridden import has_hooks
 from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
-from lightning_shard.plugin.steps.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.used_hooks import has_hooks
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 """Hooks between a step and its backward, for which parameters stay gathered unless these may work on them."""

@@ -1,0 +1,1 @@
+"""One microbatch on fake tensors: operations, memory, and what each part keeps."""

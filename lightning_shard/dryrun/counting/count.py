@@ -1,0 +1,351 @@
+"""A module's step on fake tensors, watched part by part.
+
+Blocks that are alike (of one class, with equal settings and parameters' shapes) and called on tensors alike are run
+twice; where both runs cost the same, those after stand for themselves by tensors of the right shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightning_shard import tree
+from lightning_shard.dryrun.counting.counts import (
+    AROUND,
+    EXPERT,
+    LOSS,
+    TENSOR,
+    Cost,
+    Counts,
+    ParameterCount,
+    PartCount,
+    Work,
+)
+from lightning_shard.dryrun.counting.experts import DealtEvenly, ListDealtEvenly, WholeEvenly, stacks_named
+from lightning_shard.dryrun.counting.fake import fake_ranks, fake_tensors, make_fake
+from lightning_shard.dryrun.counting.model import Model
+from lightning_shard.dryrun.counting.two_parts import accumulators
+from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.containers import with_forward
+from lightning_shard.parallel.experts.module_lists import RunsAgain, deal_list, is_list
+from lightning_shard.parallel.experts.stacked import deal_stack, resolve_experts
+from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
+from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
+
+WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
+
+
+@dataclass
+class _LaidOut:
+    """A module that is cut, in a process that is one of the ranks.
+
+    Attributes:
+        batch: The microbatch that is counted.
+        experts: The names of modules that are dealt.
+        parameters: By who holds them.
+        whole: Experts that aren't dealt.
+        stands_in: Whether blocks alike may stand for each other: not where code needs more than they return.
+        has_added: Whether there have been gradients already, to which a run added.
+        accumulators: Of the parameters' gradients; empty where backwards come in one part.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    experts: Sequence[str]
+    parameters: Mapping[str, tuple[ParameterCount, ...]]
+    whole: Sequence[WholeEvenly]
+    stands_in: bool = True
+    has_added: bool = False
+    accumulators: Sequence[tuple[Tensor, Node]] = ()
+
+
+def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int = 1) -> Counts:
+    """Count one microbatch.
+
+    Args:
+        model: The module and its batch.
+        samples: Of the microbatch: so many of the batch's are taken.
+
+    Raises:
+        ConfigurationError: The module can't be cut so.
+    """
+    (counts,) = count_each(model, tensor_parallel_size, expert_parallel_size, [samples])
+    return counts
+
+
+def count_each(
+    model: Model, tensor_parallel_size: int, expert_parallel_size: int, samples: Sequence[int]
+) -> list[Counts]:
+    """The same for microbatches of several sizes, for which the module is cut once; one that can't be counted is last.
+
+    Raises:
+        ConfigurationError: As :func:`count`.
+    """
+    found: list[Counts] = []
+    batches = [_first(model.batch, number) for number in samples]
+    with _laid_out(model, tensor_parallel_size, expert_parallel_size) as laid, fake_tensors():
+        make_fake(laid.module)
+        for number, laid.batch in zip(samples, batches):
+            found.append(_count(model, laid, tensor_parallel_size, expert_parallel_size, number))
+            if not found[-1].counted:
+                break
+    return found
+
+
+def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_parallel_size: int, samples: int) -> Counts:
+    blocks = model.blocks.names if model.blocks else ()
+    outcomes, reason = _outcomes(laid, model, WAYS if blocks else WAYS[:1])
+    batch, parameters = laid.batch, laid.parameters
+    around = [name for name, _ in model.blocks.parts] if model.blocks else []
+
+    def part(name: str, place: int | None = None) -> PartCount:
+        key = name if place is None else place
+        costs = {
+            way: outcome.cost(key, tensor_parallel_size, expert_parallel_size) for way, outcome in outcomes.items()
+        }
+        plain = costs.get("plain", Cost(*_estimated(model, name)))
+        output = outcomes["plain"].outputs.get(key, 0) if "plain" in outcomes else 0
+        others = (costs.get(way, plain) for way in WAYS[1:])
+        return PartCount(name, parameters.get(name, ()), output, plain, *others)
+
+    integers = [t.numel() for t in tree.tensors(batch) if not t.is_floating_point() and t.ndim > 1]
+    return Counts(
+        blocks=tuple(part(name, place) for place, name in enumerate(blocks)),
+        parts=tuple((place, part(name)) for name, place in (model.blocks.parts if model.blocks else ())),
+        everywhere=(part(AROUND), *(part(name) for name in parameters if name not in {*blocks, *around, AROUND, LOSS})),
+        loss=part(LOSS),
+        samples=samples,
+        tokens=max(integers, default=samples),
+        batch_bytes=_nbytes(tree.tensors(batch)),
+        buffer_bytes=_nbytes(model.module.buffers()),
+        saved_buffer_bytes=_nbytes(_saved_buffers(model.module)),
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
+        counted=not reason,
+        reason=reason,
+        assumed=_assumptions(model, laid, outcomes.values()),
+    )
+
+
+def count_two_parts(model: Model, counts: Counts) -> Counts:
+    """The same, with what backwards in two parts keep between them; what is recomputed leaves nothing for the second.
+
+    Args:
+        counts: Of the model.
+    """
+    if counts.in_two_parts or not counts.counted:
+        return replace(counts, in_two_parts=True)
+    tensor, expert = counts.tensor_parallel_size, counts.expert_parallel_size
+    batch = _first(model.batch, counts.samples)
+    with _laid_out(model, tensor, expert) as laid, fake_tensors():
+        make_fake(laid.module)
+        laid.batch, laid.accumulators = batch, accumulators(laid.module)
+        try:
+            outcome = _tried(laid, model, "plain")
+        except Exception as error:  # of the user's code, and of torch's in it
+            return replace(counts, counted=False, in_two_parts=True, reason=_said(error))
+
+    def with_parts(part: PartCount, place: int | None = None) -> PartCount:
+        key = part.name if place is None else place
+        like = outcome.like(key)
+        names = [p.name for p in laid.parameters.get(like if isinstance(like, str) else counts.blocks[like].name, ())]
+        return replace(part, plain=replace(part.plain, parts=outcome.in_two_parts(key, tensor, expert, names)))
+
+    return replace(
+        counts,
+        blocks=tuple(with_parts(block, place) for place, block in enumerate(counts.blocks)),
+        parts=tuple((place, with_parts(part)) for place, part in counts.parts),
+        everywhere=tuple(map(with_parts, counts.everywhere)),
+        loss=with_parts(counts.loss),
+        in_two_parts=True,
+    )
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _saved_buffers(module: nn.Module) -> Iterable[Tensor]:
+    parts = module.modules()
+    held = ((part, key, buffer) for part in parts for key, buffer in part._buffers.items() if buffer is not None)
+    return {id(b): b for part, key, b in held if key not in part._non_persistent_buffers_set}.values()
+
+
+@contextmanager
+def _laid_out(model: Model, tensor: int, expert: int) -> Iterator[_LaidOut]:
+    """Inside, this process is a rank with its part of the module."""
+    with fake_ranks(max(tensor, expert)):
+        module = model.copy()
+        experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
+        plan = model.settings.expert_parallel_plan if expert == 1 else None
+        parameters = _lay_out(module, model, tensor, expert, experts)
+        yield _LaidOut(module, None, experts, parameters, [*map(WholeEvenly, stacks_named(module, plan))])
+
+
+def _first(batch: Any, samples: int) -> Any:
+    size = tree.batch_size(batch)
+    if size % samples:
+        raise ConfigurationError(
+            f"A batch of {size} samples has no microbatches of {samples}: use a batch size that is a multiple of the"
+            " microbatches."
+        )
+    return tree.split(batch, size // samples)[0]
+
+
+def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> tuple[str, ...]:
+    found = []
+    dealt = [laid.module.get_submodule(name) for name in laid.experts]
+    if any(experts.is_asked for experts in laid.whole):
+        found.append("as many tokens choose each expert")
+    if dealt:
+        each = ", and on each over its experts" if any(map(is_list, dealt)) else ""
+        found.append(f"tokens are spread evenly over the expert-parallel ranks{each}")
+    if model.device_type != "cpu":
+        found.append("attention and dropout are fused kernels, as torch has on GPUs")
+    if any(outcome.takes_unpacked for outcome in outcomes):
+        found.append("a row that comes without a mask and positions is one sequence, so attention needs no mask")
+    return tuple(found)
+
+
+# -- parameters, as a layout cuts them
+
+
+def _lay_out(
+    module: pl.LightningModule, model: Model, tensor: int, expert: int, experts: Sequence[str]
+) -> dict[str, tuple[ParameterCount, ...]]:
+    """Cut the module's tensors over the tensor- and expert-parallel axes, in place; says who holds which parameters.
+
+    Args:
+        experts: Modules to be dealt.
+    """
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    styles = resolve_plan(module, model.settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
+    blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
+    gathered: dict[int, torch.dtype] = {}
+    if model.settings.gathered_dtype is not None:
+        for unit in cast_units(module, [u for name in blocks for u in with_forward(module.get_submodule(name))]):
+            left = not_cast(unit)
+            of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
+            gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
+    names = {id(p): name for name, p in module.named_parameters()}
+    dealt = tuple(f"{name}." for name in experts)  # these stay as they are
+    in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}
+    lists = {name for name in experts if is_list(module.get_submodule(name))}
+    if tensor > 1:
+        apply_tensor_parallel(module, init_device_mesh("cpu", (tensor,), mesh_dim_names=(TENSOR,)), styles)
+    if expert > 1:
+        mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
+        for name in experts:
+            if name in lists:
+                deal_list(module, name, mesh, mesh, _runs_again, ListDealtEvenly)
+            else:
+                deal_stack(module, name, mesh, DealtEvenly)
+
+    def counted(name: str, parameter: Tensor) -> ParameterCount:
+        is_listed = name.startswith(tuple(f"{each}." for each in lists))
+        local = parameter.to_local() if isinstance(parameter, DTensor) and not is_listed else parameter
+        is_expert = name.startswith(dealt) and not is_listed
+        return ParameterCount(
+            name,
+            shapes[name],
+            tuple(local.shape),
+            parameter.dtype,
+            parameter.requires_grad,
+            is_expert,
+            in_half.get(name),
+            is_listed,
+        )
+
+    first_names = {id(p): name for name, p in module.named_parameters()}
+    holders = [*blocks, *(name for name, _ in model.blocks.parts)] if model.blocks else []
+    found: dict[str, dict[str, ParameterCount]] = {holder: {} for holder in holders}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holder = next((h for h in holders if name == h or name.startswith(f"{h}.")), None)
+        if holder is None:
+            holder = name.partition(".")[0] if model.blocks and not name.startswith(model.blocks.network) else AROUND
+        first = first_names[id(parameter)]
+        found.setdefault(holder, {})[first] = counted(first, parameter)
+    for name, dtype in in_half.items():
+        owner, _, key = name.rpartition(".")
+        whole = module.get_parameter(name)
+        module.get_submodule(owner)._parameters[key] = nn.Parameter(whole.detach().to(dtype), whole.requires_grad)
+    return {holder: tuple(held.values()) for holder, held in found.items()}
+
+
+def _runs_again(_owner: nn.Module) -> AbstractContextManager[RunsAgain]:
+    """What a second run changes is of no use to a count."""
+    return nullcontext((lambda: None, nullcontext))
+
+
+def _estimated(model: Model, name: str) -> tuple[Work, Work]:
+    """Operations of a part that wasn't counted, from its parameters."""
+    flops = model.estimated_flops.get(name, 0)
+    return Work(flops), Work(2 * flops)
+
+
+# -- a run
+
+
+def _outcomes(laid: _LaidOut, model: Model, ways: Sequence[Way]) -> tuple[dict[Way, Outcome], str]:
+    """A run each, and why there is none."""
+    outcomes: dict[Way, Outcome] = {}
+    for way in ways:
+        try:
+            outcomes[way] = _tried(laid, model, way, adds=not laid.has_added)
+            laid.has_added = True
+        except Exception as error:  # of the user's code, and of torch's in it
+            return {}, _said(error)
+    return outcomes, ""
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _has_dtensors(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Outcome:
+    """A run that is counted; with all blocks, where it fails without.
+
+    On DTensors an operation's first call finds out its result's shape by another operation. So one isn't counted.
+
+    Args:
+        adds: Whether there were no gradients so far, to which a second run adds: alike in all ways.
+    """
+    try:
+        for _ in range((1 + adds) * _has_dtensors(laid.module)):
+            Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, laid.accumulators)
+        return _outcome(laid, model, way)
+    except Exception:
+        if not laid.stands_in:
+            raise
+    laid.stands_in = False
+    return _tried(laid, model, way, adds=adds)
+
+
+def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
+    for parameter in laid.module.parameters():
+        parameter.grad = None
+
+    def run(watched: Watched) -> Outcome:
+        return watched.run(laid.batch, way, laid.accumulators)
+
+    watched = Watched(laid.module, model, laid.experts, stands_in=laid.stands_in)
+    outcome = run(watched)
+    stands_in = laid.stands_in and not watched.differ(outcome)
+    if laid.stands_in and not stands_in:
+        outcome = run(Watched(laid.module, model, laid.experts, stands_in=False))
+    again = run(Watched(laid.module, model, laid.experts, stands_in=stands_in))
+    return replace(outcome, adding=again.growth)

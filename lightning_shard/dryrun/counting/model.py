@@ -1,0 +1,177 @@
+"""The module that is planned for: built without memory, with its blocks found and its step ready to be called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.dryrun.counting.fake import built_on_meta, copied_to_meta
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.blocks import Blocks
+from lightning_shard.parallel.fsdp.shard import parallelizes_itself
+from lightning_shard.pipeline.cost import ModelCost
+from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.assembly.placing import blocks_of, costs_of
+from lightning_shard.plugin.settings import Settings
+
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A LightningModule on meta, and what is known of it whatever the layout.
+
+    Attributes:
+        module: Of this plan only.
+        batch: What one data-parallel rank reads for a step.
+        settings: As a run would have them.
+        precision: The Trainer's.
+        device_type: Where it is to run: ``"cpu"`` or another.
+        blocks: In running order; ``None`` where there are none.
+        cost: By which they are placed.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    settings: Settings
+    precision: str = "32-true"
+    device_type: str = "cuda"
+    blocks: Blocks | None = None
+    cost: ModelCost | None = None
+
+    @classmethod
+    def of(
+        cls,
+        module: pl.LightningModule | Callable[[], pl.LightningModule],
+        batch: Any,
+        settings: Settings,
+        *,
+        stages: int,
+        precision: str = "32-true",
+        device_type: str = "cuda",
+    ) -> Model:
+        """Find the blocks of a module, or of what a function builds.
+
+        Args:
+            stages: The most that there will be; with several there must be blocks.
+
+        Raises:
+            ConfigurationError: It can't be built without memory, shards itself, or has no blocks where they are needed.
+        """
+        trainer_private.refuse_precision(precision)
+        _check(module, batch, device_type)
+        built = copied_to_meta(module) if isinstance(module, pl.LightningModule) else built_on_meta(module)
+        if not isinstance(built, pl.LightningModule):
+            raise ConfigurationError(
+                f"{built!r:.100} isn't a LightningModule: pass one, or a function that builds one."
+            )
+        _configure(built)
+        if parallelizes_itself(built):
+            raise ConfigurationError(
+                f"{type(built).__name__}.configure_model parallelizes the module itself, so its layout isn't the"
+                " strategy's to plan: plan a module that leaves it to the strategy."
+            )
+        if precision in _DTYPES:
+            built.to(_DTYPES[precision])
+        blocks = blocks_of(built, settings, stages)
+        cost = None
+        if blocks is not None:
+            blocks, cost = costs_of(built, blocks, runs=True)
+        return cls(built, batch, settings, precision, device_type, blocks, cost)
+
+    def copy(self) -> pl.LightningModule:
+        return copied_to_meta(self.module)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtype = trainer_private.GATHERED.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)
+
+    def loss_of(self, module: pl.LightningModule, batch: Any) -> Tensor:
+        """The user's own step on a microbatch.
+
+        Raises:
+            ConfigurationError: It gives no loss.
+        """
+        if not module.automatic_optimization:
+            raise ConfigurationError("it optimizes by itself (automatic_optimization=False)")
+        arguments = [batch, 0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else [batch]
+        result = module.training_step(*arguments)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(f"training_step gives {type(loss).__name__}, and no loss")
+        return loss
+
+    @property
+    def estimated_flops(self) -> dict[str, int]:
+        """Of each part's forward, where its step can't be counted."""
+        if self.cost is None:
+            return {}
+        parts = [*self.cost.blocks, *self.cost.before, *self.cost.after, *(part for _, part in self.cost.between)]
+        return {part.name: part.flops for part in parts}
+
+
+def _check(module: Any, batch: Any, device_type: str) -> None:
+    try:
+        torch.device(device_type)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"device_type={device_type!r} is no kind of device that torch knows: use cuda or cpu. A model of a device"
+            " is named by device."
+        ) from error
+    if isinstance(module, nn.Module) and not isinstance(module, pl.LightningModule):
+        raise ConfigurationError(
+            f"{type(module).__name__} isn't a LightningModule: pass one, or a function that builds one."
+        )
+    if tree.batch_size(batch) < 1:
+        raise ConfigurationError("The batch has no samples: pass one of the size that a data-parallel rank reads.")
+
+
+def _configure(module: pl.LightningModule) -> None:
+    try:
+        with torch.device("meta"):
+            module.configure_model()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_model can't be run without memory, under torch.device('meta')"
+            f" ({type(error).__name__}: {error}): leave what reads weights or computes with them to setup."
+        ) from error
+
+
+@contextmanager
+def fake_trainer(module: pl.LightningModule) -> Iterator[None]:
+    """Inside, a module has a Trainer that it can ask, and what it logs goes nowhere."""
+    level = logging.getLogger("lightning.pytorch").level
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    try:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1000,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    finally:
+        logging.getLogger("lightning.pytorch").setLevel(level)
+    names = ("log", "log_dict")
+    before = module.__dict__.get("_trainer")
+    module.trainer = trainer
+    for name in names:
+        vars(module)[name] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        module._trainer = before
+        for name in names:
+            vars(module).pop(name, None)

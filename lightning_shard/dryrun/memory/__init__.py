@@ -1,0 +1,1 @@
+"""Memory of a layout, by arithmetic on the counts."""

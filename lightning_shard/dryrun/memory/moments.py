@@ -1,0 +1,97 @@
+"""How much memory a rank of a pipeline needs, moment by moment of a step. Pure arithmetic on what its stages hold.
+
+A rank holds, at the moment when it runs one part of one microbatch:
+
+* all buffers, and its shards of parameters and of the optimizer's state, and of gradients from where they are reduced;
+* *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: what isn't in a block for the whole
+  step, blocks for the whole step or while they run, and the buffer of one all-gather;
+* gradients that aren't reduced yet, and the buffer of one reduce-scatter;
+* *activations*: what autograd keeps of the microbatches in flight; apart from these those of the *loss*, with all that
+  runs after the last block;
+* what was *received*: of each microbatch in flight the values and the copy of them that the blocks may change, buffers
+  for what the next action waits for, the gradient that a backward began with, and what is still being sent;
+* *working* memory of the part that runs: by how much memory grows while it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_shard.dryrun.counting.counts import Counts
+from lightning_shard.dryrun.memory.optimizer import OptimizerState
+from lightning_shard.dryrun.memory.peak import Held, Moment, Rank, Stage, StageMemory
+from lightning_shard.dryrun.memory.step import Step
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.schedules.schedule import Row, Schedule
+
+
+def moments_of(rank: Rank) -> Iterator[Moment]:
+    """Of the actions of one optimizer step, and of that."""
+    step = Step(rank)
+    last = max(place for place, action in enumerate(rank.row) if action.kind in "BW")
+    for turn in range(rank.held.accumulates):
+        reduces = turn == rank.held.accumulates - 1
+        step.begin()
+        for place, action in enumerate(rank.row):
+            step.asks_for(*rank.row[place + 1 : place + 2])
+            if action.kind == "F":
+                yield from step.forward(action)
+            else:
+                yield from step.backward(action, ends_batch=place == last, reduces=reduces)
+    trained = (numel * p.dtype.itemsize for p, numel in rank.shards if p.requires_grad)
+    yield step.update(rank.optimizer.steps_with(list(trained)) if rank.optimizer is not None else 0)
+
+
+def memory_of(rank: Rank, *, copies: bool = False) -> StageMemory:
+    """The moments of a step.
+
+    Args:
+        copies: Whether saves are asynchronous, by a copy in the host's memory.
+    """
+    moments = tuple(moments_of(rank))
+    units = (*rank.units, rank.root)
+    state = {
+        "parameters": sum(unit.held for unit in units),
+        "optimizer": rank.state_bytes,
+        "gradients": sum(unit.reduced for unit in units),
+    }
+    host = dict(state) if rank.held.cpu_offload else {}
+    if copies:
+        host["copy"] = state["parameters"] + state["optimizer"]
+    return StageMemory(
+        tuple(rank.stages),
+        tuple(_most_in_flight(rank.row, stage) for stage in rank.stages),
+        max(moments, key=lambda moment: moment.total),
+        host,
+        moments,
+        sum(numel for _, numel in rank.shards),
+    )
+
+
+def _most_in_flight(row: Row, stage: int) -> int:
+    alive = most = 0
+    for action in row:
+        if action.stage == stage:
+            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            most = max(most, alive)
+    return most
+
+
+def stage_memories(
+    counts: Counts,
+    layout: Layout,
+    stages: Sequence[range],
+    schedule: Schedule,
+    held: Held,
+    optimizer: OptimizerState | None,
+    *,
+    copies: bool = False,
+) -> tuple[StageMemory, ...]:
+    """Of each rank of a pipeline.
+
+    Args:
+        stages: Each stage's blocks.
+        copies: Whether saves are asynchronous.
+    """
+    made = {index: Stage(counts, layout, blocks, held, optimizer) for index, blocks in enumerate(stages)}
+    return tuple(memory_of(Rank(made, schedule, rank), copies=copies) for rank in range(len(schedule.rows)))

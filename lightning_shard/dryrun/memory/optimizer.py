@@ -1,0 +1,144 @@
+"""What the module's own optimizer keeps: asked of it, on parameters of a few elements.
+
+``configure_optimizers`` is called on a module without memory. Then each kind of parameter (number of dimensions, type,
+group) is replaced by a small one with sizes that tell its dimensions apart, and one step is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.dryrun.counting.counts import ParameterCount
+from lightning_shard.dryrun.counting.ledger import Ledger
+from lightning_shard.dryrun.counting.model import Model, fake_trainer
+
+_SIZES = (3, 5, 7, 11, 13, 17)
+"""Of a small parameter's dimensions."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor that an optimizer keeps for a parameter.
+
+    Attributes:
+        dims: Which of the parameter's dimensions it has; others were reduced.
+    """
+
+    key: str
+    dims: tuple[int, ...]
+    dtype: torch.dtype
+    is_whole: bool
+
+    def numel(self, parameter: ParameterCount, shard: int) -> int:
+        """For a shard of so many elements."""
+        return shard if self.is_whole else math.prod(parameter.local_shape[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What the optimizers keep for each parameter.
+
+    Attributes:
+        names: Of their classes.
+        tensors: By the parameter's name; nothing for one that no optimizer has.
+        stepping: Bytes that a step needs beside, for each byte of what it works on at a time.
+        at_once: Whether that is all parameters; else it is the largest.
+    """
+
+    names: tuple[str, ...] = ()
+    tensors: Mapping[str, tuple[StateTensor, ...]] = field(default_factory=dict)
+    stepping: float = 0.0
+    at_once: bool = False
+
+    def bytes(self, parameter: ParameterCount, shard: int) -> int:
+        return sum(t.numel(parameter, shard) * t.dtype.itemsize for t in self.tensors.get(parameter.name, ()))
+
+    def steps_with(self, shards: Sequence[int]) -> int:
+        """Bytes that a step needs beside, for shards of so many bytes."""
+        return round(self.stepping * (sum(shards) if self.at_once else max(shards, default=0)))
+
+
+def ask(model: Model) -> tuple[OptimizerState | None, str]:
+    """What the module's optimizers keep; or ``None``, and why that isn't known."""
+    try:
+        return _ask(model), ""
+    except Exception as error:  # of the user's code, or of an optimizer
+        return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _ask(model: Model) -> OptimizerState:
+    module = model.copy()
+    with fake_trainer(module):
+        optimizers = list(_optimizers_in(module.configure_optimizers()))
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    tensors: dict[str, tuple[StateTensor, ...]] = {}
+    stepping, at_once = 0.0, False
+    for optimizer in optimizers:
+        together = [_takes_all_at_once(group, model.device_type) for group in optimizer.param_groups]
+        small = _on_small_ones(optimizer, names)
+        stepping = max(stepping, _step(optimizer))
+        at_once = at_once or any(together)
+        for name, parameter in small.items():
+            tensors[name] = tuple(_kept(optimizer.state.get(parameter, {}), parameter))
+    return OptimizerState(tuple(type(optimizer).__name__ for optimizer in optimizers), tensors, stepping, at_once)
+
+
+def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(configured, torch.optim.Optimizer):
+        yield configured
+    elif isinstance(configured, Mapping):
+        yield from _optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for entry in configured:
+            yield from _optimizers_in(entry)
+
+
+def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
+    """Whether a step works on all parameters together: torch's default on GPUs."""
+    if "foreach" not in group or group.get("fused"):
+        return False
+    return bool(group["foreach"]) or (group["foreach"] is None and device_type != "cpu")
+
+
+def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
+    """Give an optimizer a small parameter for each kind in each group, in place; says which stands for which."""
+    small: dict[str, nn.Parameter] = {}
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        of_kind: dict[Any, nn.Parameter] = {}
+        for parameter in group["params"]:
+            kind = parameter.ndim, parameter.dtype
+            if kind not in of_kind:
+                of_kind[kind] = nn.Parameter(torch.ones(_SIZES[: parameter.ndim], dtype=parameter.dtype))
+            if id(parameter) in names:
+                small[names[id(parameter)]] = of_kind[kind]
+        group["params"] = list(of_kind.values())
+        group.update({key: False for key in ("capturable",) if key in group})
+    return small
+
+
+def _step(optimizer: torch.optim.Optimizer) -> float:
+    """Two steps; what the second needs beside, for each byte of the largest parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        ledger = Ledger()
+        with ledger:
+            ledger.begin("step")
+            optimizer.step()
+    largest = max((p.numel() * p.element_size() for p in parameters), default=1)
+    return ledger.growth["step"] / largest
+
+
+def _kept(state: Mapping[str, Any], parameter: nn.Parameter) -> Iterator[StateTensor]:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            dims = tuple(_SIZES.index(size) for size in value.shape if size in _SIZES[: parameter.ndim])
+            yield StateTensor(key, dims, value.dtype, value.shape == parameter.shape)

@@ -1,0 +1,376 @@
+"""What a rank holds while the actions of a step go by, part by part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from lightning_shard.dryrun.counting.counts import Cost, ParameterCount, PartCount, TwoParts
+from lightning_shard.dryrun.memory.peak import Moment, Rank, Stage, Unit
+from lightning_shard.pipeline.schedules.schedule import Action
+
+_KEPT = ("activations", "received", "loss")
+"""Kinds of what is kept for microbatches in flight."""
+
+
+class Step:
+    """What a rank holds while its actions go by."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._held = held = rank.held
+        stages = rank.stages.values()
+        self._keeps = all(stage.keeps_gathered for stage in stages)
+        self._is_pipeline = any(stage.received or stage.handed_on for stage in stages)
+        self._blocks = 0
+        """Bytes of blocks that stay gathered, or are being gathered to stay so."""
+        self._gathered: set[int] = set()
+        self._whole: dict[int, int] = {}
+        """Bytes of gradients of whole parameters, in the type in which they are added up, by their unit."""
+        self._all_whole = 0
+        """The sum of these."""
+        self._has_gradient: set[str] = set()
+        self._of_root: dict[str, ParameterCount] = {}
+        self._fresh = 0
+        """Bytes of the root's gradients that this backward made in a type in which they aren't added up."""
+        self._reduced = 0
+        self._buffer = 0
+        self._flight: dict[tuple[int, int], Counter[str]] = {}
+        """What is kept of each microbatch, by stage, but for the one that is being run."""
+        self._in_flight: Counter[str] = Counter()
+        """The sum of these."""
+        self._running: Counter[str] = Counter()
+        """What is kept of the one that is being run."""
+        self._leaving = 0
+        self._asked_for = 0
+        offloads = held.cpu_offload
+        counts = next(iter(stages)).counts
+        self._base = {
+            "parameters": 0 if offloads else sum(unit.held for unit in (*rank.units, rank.root)),
+            "optimizer": 0 if offloads else rank.state_bytes,
+            "buffers": counts.buffer_bytes,
+            "batch": counts.batch_bytes * len({action.microbatch for action in rank.row}),
+        }
+
+    def _moment(
+        self, action: Action | None, part: str, gathered: int, gradients: int, working: int, crossing: int = 0
+    ) -> Moment:
+        reduced = 0 if self._held.cpu_offload else self._reduced
+        kept = {kind: self._in_flight[kind] + self._running[kind] for kind in _KEPT}
+        kept["received"] += self._leaving + self._asked_for + crossing
+        return Moment(
+            action,
+            part,
+            {
+                **self._base,
+                "gradients": reduced + self._buffer + self._all_whole + self._fresh + gradients,
+                "gathered": gathered,
+                **kept,
+                "working": working,
+            },
+        )
+
+    def begin(self) -> None:
+        """A batch: a pipeline begins to gather all that stays so."""
+        if self._keeps and self._is_pipeline:
+            self._blocks = sum(unit.flat for unit in self._rank.units)
+
+    def asks_for(self, following: Action | None = None) -> None:
+        """Buffers for what the next action waits for."""
+        if following is None or following.kind == "W":
+            self._asked_for = 0
+        else:
+            crossing = self._rank.brought if following.kind == "F" else self._rank.taken
+            self._asked_for = crossing[following.stage]
+
+    def forward(self, action: Action) -> Iterator[Moment]:
+        rank, stage = self._rank, self._rank.stages[action.stage]
+        kept = self._running = Counter(received=rank.brought[action.stage] + stage.received)
+        flat = 0
+        is_first = stage.received > 0
+        for part, cost in zip(stage.parts, stage.costs):
+            units = stage.units_of(part)
+            gathered = rank.root.gathered
+            for unit in units:
+                if id(unit) not in self._gathered:
+                    flat = unit.flat
+                    if self._keeps:
+                        self._gathered.add(id(unit))
+                        self._blocks += unit.gathered - (unit.flat if self._is_pipeline else 0)
+                    else:
+                        gathered += unit.gathered
+            carried = 0 if is_first and units else cost.carried  # of another stage, and among what was received
+            is_first = is_first and not units
+            yield self._moment(action, part.name, gathered + self._blocks + flat, 0, cost.forward_peak + carried)
+            kept[_kind(stage, part)] += cost.kept
+        self._keep(action)
+
+    def _keep(self, action: Action) -> None:
+        """What is kept of a microbatch stays until another action of it."""
+        self._flight[action.stage, action.microbatch] = self._running
+        self._in_flight.update(self._running)
+        self._running = Counter()
+
+    def _take_up(self, action: Action) -> Counter[str]:
+        """What is kept of a microbatch, for an action that changes it."""
+        self._running = self._flight.pop((action.stage, action.microbatch))
+        self._in_flight.subtract(self._running)
+        return self._running
+
+    def backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
+        """A whole one, or one of its parts.
+
+        Args:
+            ends_batch: It is the rank's last action.
+            reduces: The batch is the last one before an optimizer step.
+        """
+        splits = self._rank.splits
+        each = self._held.reduce_each_microbatch
+        if action.kind == "I":
+            yield from self._of_inputs(action)
+        elif action.kind == "W":
+            yield from self._of_weights(action)
+        else:
+            # where backwards come in two parts, none of them reduces
+            now = not splits and (each or (reduces and ends_batch))
+            yield from self._whole_backward(action, ends_batch=ends_batch and not splits, reduces=now)
+        if splits and action.kind != "I" and ((reduces and ends_batch) or each):
+            yield from self._reduce_all(action, ends_batch=ends_batch)
+        if ends_batch:
+            self._gathered.clear()
+            self._blocks = self._leaving = 0
+            self._buffer = 0 if reduces or each else self._buffer
+
+    def _whole_backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
+        rank, stage = self._rank, self._rank.stages[action.stage]
+        kept = self._take_up(action)
+        order = list(zip(stage.parts, stage.costs))[::-1]
+        to_gather = [unit for part, _ in order for unit in stage.units_of(part)]
+        crossing = 0
+        for part, cost in order:
+            units = stage.units_of(part)
+            gathered = rank.root.gathered + self._blocks
+            if not self._keeps:
+                # FSDP2 begins to gather what comes next where the backward comes to a unit, or to the root
+                del to_gather[: len(units)]
+                gathered += sum(unit.gathered for unit in units) + sum(unit.flat for unit in to_gather[:1])
+            first = units[0] if units else rank.root
+            adds_in_place = id(first) in self._whole and first.reduces_in is None
+            fresh = 0 if adds_in_place else cost.of_gradients
+            working = (cost.adding_peak if adds_in_place else cost.backward_peak) - fresh + part.output
+            is_sent = stage.handed_on > 0 and part is order[0][0]  # a copy of its output lives until the end
+            freed = 0 if is_sent else cost.freed
+            kept[_kind(stage, part)] -= freed
+            yield self._moment(action, part.name, gathered, fresh, working, crossing)
+            if is_sent:
+                crossing = 2 * stage.handed_on  # that copy, and its gradient
+            gone = min(max(0, -part.output - cost.experts_done), cost.kept - freed)
+            for unit in units[:0:-1]:  # experts, which are done before their block is
+                left = max(0, part.output + cost.experts_done)
+                kept[_kind(stage, part)] -= gone
+                gathered, moment = self._done(action, part, unit, gathered, left, crossing, ends_batch, reduces)
+                yield moment
+                kept[_kind(stage, part)] += gone
+            kept[_kind(stage, part)] -= cost.kept - freed
+            if units:
+                _, moment = self._done(action, part, units[0], gathered, part.output, crossing, ends_batch, reduces)
+                yield moment
+            else:
+                self._add_to_root(part.parameters)
+        self._convert_root(reduces=reduces)
+        if reduces:
+            yield from self._reduce_others(action, order[-1][0].name, crossing, ends_batch=ends_batch)
+        self._has_sent(action)
+        self._running = Counter()
+
+    def _of_inputs(self, action: Action) -> Iterator[Moment]:
+        """All but the gradients of products' weights; what these need is kept."""
+        rank, stage = self._rank, self._rank.stages[action.stage]
+        assert stage.counts.in_two_parts, "what is kept between both parts of a backward wasn't counted"
+        kept = self._take_up(action)
+        gathered = rank.root.gathered + self._blocks
+        crossing = 0
+        order = list(zip(stage.parts, stage.costs))[::-1]
+        for part, cost in order:
+            parts = cost.parts or _all_at_once(cost)
+            units = stage.units_of(part)
+            unit = units[0] if units else rank.root
+            now = [p for place, p in enumerate(part.parameters) if p.requires_grad and place not in parts.late]
+            adds_in_place = unit.reduces_in is None and self._has_gradient.issuperset(p.name for p in now)
+            fresh = 0 if adds_in_place else parts.of_gradients
+            working = (parts.inputs_adding_peak if adds_in_place else parts.inputs_peak) - fresh + part.output
+            is_sent = stage.handed_on > 0 and part is order[0][0]
+            freed = 0 if is_sent else parts.freed
+            kept[_kind(stage, part)] -= freed
+            yield self._moment(action, part.name, gathered, fresh, working, crossing)
+            kept[_kind(stage, part)] += parts.owed - (cost.kept - freed)
+            if is_sent:  # its gradient may be among what is owed
+                crossing = stage.handed_on + max(0, stage.handed_on - parts.given)
+            if not units:
+                self._add_to_root(now)
+            for unit in units:
+                names = {p.name for p, _ in unit.padded}
+                own = [p for p in now if p.name in names]
+                if unit.reduces_in is not None and own:
+                    converted = sum(p.gathered_bytes for p in own)
+                    yield self._moment(action, part.name, gathered, converted, part.output, crossing)
+                self._add(unit, own)
+        self._convert_root(reduces=False)
+        self._has_sent(action)
+        kept["received"] = 0
+        self._keep(action)
+
+    def _of_weights(self, action: Action) -> Iterator[Moment]:
+        """What both parts share is kept until all of the stage's weights have their gradients."""
+        rank, stage = self._rank, self._rank.stages[action.stage]
+        gathered = rank.root.gathered + self._blocks
+        self._take_up(action)
+        made: list[tuple[Unit, list[ParameterCount]]] = []
+        fresh = 0
+        for part, cost in list(zip(stage.parts, stage.costs))[::-1]:
+            if cost.parts is None or not cost.parts.late:
+                continue
+            unit = next(iter(stage.units_of(part)), rank.root)  # experts' weights aren't plain matrices
+            late = [part.parameters[place] for place in cost.parts.late]
+            if unit.reduces_in is None and self._has_gradient.issuperset(p.name for p in late):
+                yield self._moment(action, part.name, gathered, fresh, cost.parts.weights_adding_peak)
+                continue
+            own = sum(p.gathered_bytes for p in late)
+            yield self._moment(action, part.name, gathered, fresh + own, max(0, cost.parts.weights_peak - own))
+            if unit.reduces_in is None:
+                self._add(unit, late)
+            else:
+                fresh += own
+                made.append((unit, late))
+        self._running = Counter()
+        for unit, late in made:  # one by one, to the type in which gradients are added up
+            largest = max(p.numel * unit.gradient(p).itemsize for p in late)
+            yield self._moment(action, "", gathered, fresh + largest, 0)
+            self._add(unit, late)
+            fresh -= sum(p.gathered_bytes for p in late)
+
+    def _reduce_all(self, action: Action, *, ends_batch: bool) -> Iterator[Moment]:
+        """One unit after the other, that of what isn't in a block last; a buffer lives until the next."""
+        rank = self._rank
+        root = rank.root.gathered
+        for unit in (*rank.units, rank.root):
+            if id(unit) not in self._whole:
+                continue
+            if ends_batch and unit is rank.root:
+                root = 0
+            elif ends_batch:
+                self._free(unit, ends_batch=True)
+            yield self._reduce(action, "", unit, root + self._blocks)
+
+    def _has_sent(self, action: Action) -> None:
+        """The gradient of what a stage received; and what it had sent itself is let go."""
+        self._send_gradient(action)
+        self._leaving += self._rank.taken[action.stage] if self._held.sends_stay else 0
+
+    def _done(
+        self,
+        action: Action,
+        part: PartCount,
+        unit: Unit,
+        gathered: int,
+        working: int,
+        crossing: int,
+        ends_batch: bool,
+        reduces: bool,
+    ) -> tuple[int, Moment]:
+        """A unit's backward is done; gives what is gathered then, and the moment."""
+        if reduces:
+            gathered -= self._free(unit, ends_batch=ends_batch)
+            return gathered, self._reduce(action, part.name, unit, gathered, working, crossing)
+        converting = unit.fresh if unit.reduces_in is not None else 0
+        moment = self._moment(action, part.name, gathered, converting, working, crossing)
+        self._add(unit, (p for p, _ in unit.padded))
+        return gathered, moment
+
+    def _add(self, unit: Unit, parameters: Iterable[ParameterCount]) -> None:
+        """Gradients of whole parameters are there, in the type in which they are added up."""
+        new = {p.name: p for p in parameters if p.requires_grad and not p.is_listed}
+        for name in self._has_gradient & new.keys():
+            del new[name]
+        if not new:
+            return
+        self._has_gradient |= new.keys()
+        nbytes = sum(p.numel * unit.gradient(p).itemsize for p in new.values())
+        self._whole[id(unit)] = self._whole.get(id(unit), 0) + nbytes
+        self._all_whole += nbytes
+
+    def _add_to_root(self, parameters: Iterable[ParameterCount]) -> None:
+        root = self._rank.root
+        trained = [p for p in parameters if p.requires_grad]
+        if root.reduces_in is not None:
+            self._fresh = min(self._fresh + sum(p.gathered_bytes for p in trained), root.fresh)
+            self._of_root.update((p.name, p) for p in trained)
+        else:
+            self._add(root, trained)
+
+    def _convert_root(self, *, reduces: bool) -> None:
+        """At the end of a backward, to the type in which gradients are added up; or they are reduced as they are."""
+        if self._fresh and not reduces:
+            self._add(self._rank.root, self._of_root.values())
+        self._fresh = 0
+        self._of_root.clear()
+
+    def _reduce_others(self, action: Action, part: str, crossing: int, *, ends_batch: bool) -> Iterator[Moment]:
+        """What isn't in this stage's blocks: the root and, last of all, what the rank's other stages have added up."""
+        rank = self._rank
+        for unit in [unit for unit in rank.units if ends_batch and id(unit) in self._whole]:
+            self._free(unit, ends_batch=True)
+            yield self._reduce(action, part, unit, rank.root.gathered + self._blocks, crossing=crossing)
+        yield self._reduce(action, part, rank.root, 0 if ends_batch else rank.root.gathered, crossing=crossing)
+
+    def _send_gradient(self, action: Action) -> None:
+        sent = self._rank.brought[action.stage]
+        self._leaving = self._leaving + sent if self._held.sends_stay else sent
+
+    def _free(self, unit: Unit, *, ends_batch: bool) -> int:
+        """Before a unit is reduced; bytes of it that were gathered and aren't any more."""
+        if not self._keeps:
+            return unit.gathered
+        if not ends_batch or id(unit) not in self._gathered:
+            return 0
+        self._gathered.remove(id(unit))
+        self._blocks -= unit.gathered
+        return unit.gathered
+
+    def _reduce(
+        self, action: Action, part: str, unit: Unit, gathered: int, working: int = 0, crossing: int = 0
+    ) -> Moment:
+        """Whole gradients into the buffer of a reduce-scatter, and then that to shards.
+
+        The buffer of the unit before has been freed.
+        """
+        self._buffer = 0
+        whole = self._whole.pop(id(unit), None)
+        self._all_whole -= whole or 0
+        self._has_gradient.difference_update(p.name for p, _ in unit.padded)
+        gradients = unit.fresh if whole is None else unit.accumulated
+        if unit.is_sharded:
+            gradients = unit.reducing + max(gradients, unit.reduced)
+        moment = self._moment(action, part, gathered, gradients, working, crossing)
+        self._buffer = unit.reducing
+        whole_rank = (*self._rank.units, self._rank.root)
+        self._reduced = min(self._reduced + unit.reduced, sum(u.reduced for u in whole_rank))
+        return moment
+
+    def update(self, working: int) -> Moment:
+        """The optimizer's step."""
+        return self._moment(None, "", 0, 0, 0 if self._held.cpu_offload else working)
+
+
+def _kind(stage: Stage, part: PartCount) -> str:
+    return "loss" if part.name in stage.of_loss else "activations"
+
+
+def _all_at_once(cost: Cost) -> TwoParts:
+    """Nothing of it can come later."""
+    return TwoParts(
+        freed=cost.freed,
+        inputs_peak=cost.backward_peak,
+        inputs_adding_peak=cost.adding_peak,
+        of_gradients=cost.of_gradients,
+    )

@@ -1,0 +1,169 @@
+"""What a checkpoint of a layout is: files, bytes, its manifest, and what a save and a load ask of a store.
+
+The checkpoint's own planners say what a rank writes, for one rank of each stage; the others of a stage write as much,
+but for a few bytes of what all of them hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
+from lightning_shard.checkpoint.format.header import header_of
+from lightning_shard.checkpoint.format.text import chunk_text, place_text, tensor_head, tensor_line
+from lightning_shard.checkpoint.saving.files import Outline, plan_file
+from lightning_shard.checkpoint.saving.part import Outlined, my_cuts
+from lightning_shard.checkpoint.shards import Split, local_boxes, shard_strided_last
+from lightning_shard.checkpoint.store.remote import RANGE_BYTES
+from lightning_shard.checkpoint.store.s3 import PART_BYTES
+from lightning_shard.checkpoint.tensors import Frame, Place, Spread
+from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
+from lightning_shard.dryrun.memory.optimizer import OptimizerState
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.placement import seconds_text, size_text
+
+_ATTEMPT = "0" * 12
+_OF_A_FILE = len(f'"model/rank-00000-{_ATTEMPT}.safetensors"') + 110
+"""Bytes that the manifest has of each file: its path, sizes and digest."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes, if nothing else is said.
+
+    Attributes:
+        files: The manifest and the Trainer's state among them.
+        rank_bytes: What the rank that writes most writes, or reads on the same layout.
+        manifest_bytes: About.
+        puts: Requests of that rank to an S3 store for a save.
+        gets: The same for a load on the same layout.
+        has_optimizer: Whether the optimizer's state is in all this.
+    """
+
+    bytes: int
+    files: int
+    rank_bytes: int
+    manifest_bytes: int
+    puts: int
+    gets: int
+    has_optimizer: bool = True
+
+    def seconds(self, bytes_per_s: float) -> float:
+        """How long a save, or a load, takes where a rank has this much of a disk's or store's bandwidth."""
+        return (self.rank_bytes + self.manifest_bytes) / bytes_per_s
+
+    def __str__(self) -> str:
+        without = "" if self.has_optimizer else " without the optimizer's state, which isn't known"
+        return (
+            f"checkpoint{without}: {size_text(self.bytes)} in {self.files:,} files, at most"
+            f" {size_text(self.rank_bytes)} of a rank, its manifest about {size_text(self.manifest_bytes)};\n"
+            f"  {seconds_text(self.seconds(10**9))} at 1 GB/s for each rank; on S3 {self.puts:,} requests of a rank to"
+            f" save, {self.gets:,} to load"
+        )
+
+
+def stored(
+    counts: Counts, layout: Layout, ranks: Sequence[Sequence[range]], optimizer: OptimizerState | None
+) -> Stored:
+    """A checkpoint of all ranks.
+
+    Args:
+        ranks: The blocks of each stage of each rank of a pipeline.
+    """
+    held = [
+        {p.name: p for blocks in stages for part in counts.of_stage(blocks) for p in part.parameters}
+        for stages in ranks
+    ]
+    owners = {name: index for index, parameters in enumerate(held) for name in parameters}
+    per_rank: list[list[int]] = []
+    total = files = manifest = 0
+    for index, parameters in enumerate(held):
+        own = [p for name, p in parameters.items() if owners[name] == index]  # a tied one is saved by its last rank
+        written, rows = _of_rank(own, layout, index, optimizer)
+        total += sum(written) * layout.stage_size
+        files += len(written) * layout.stage_size
+        manifest += rows * layout.stage_size + len(written) * layout.stage_size * _OF_A_FILE
+        per_rank.append(written)
+    most = max(per_rank, key=sum)
+    return Stored(
+        total + counts.saved_buffer_bytes + manifest,
+        files + 2,
+        sum(most),
+        manifest,
+        sum(1 if nbytes <= PART_BYTES else 2 + math.ceil(nbytes / PART_BYTES) for nbytes in most),
+        1 + sum(math.ceil(nbytes / RANGE_BYTES) for nbytes in most),
+        optimizer is not None,
+    )
+
+
+def _of_rank(
+    parameters: Sequence[ParameterCount], layout: Layout, stage: int, optimizer: OptimizerState | None
+) -> tuple[list[int], int]:
+    """Bytes of each file of the stage's first rank, and of what the manifest says of them."""
+    ranks = torch.tensor(layout.stages()[stage]).view(layout.data_parallel_replicas, layout.shard_size, -1)
+    frame = Frame(ranks, int(ranks[0, 0, 0]))
+    place = Place(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
+    spreads: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Spread] = {}
+    plain = Spread((), tuple(local_boxes(())))
+
+    def spread(parameter: ParameterCount) -> Spread:
+        key = parameter.shape, parameter.local_shape, parameter.is_expert
+        if key not in spreads:
+            spreads[key] = _spread(parameter, layout, place)
+        return spreads[key]
+
+    sections: dict[str, list[Outlined]] = {"model": [Outlined(p.name, p.dtype, spread(p)) for p in parameters]}
+    sections["optimizer"] = [
+        Outlined(f"{p.name}.{kept.key}", kept.dtype, spread(p) if kept.is_whole else plain)
+        for p in parameters
+        for kept in (optimizer.tensors.get(p.name, ()) if optimizer is not None else ())
+    ]
+    files, rows = [], 0
+    for tensors in sections.values():
+        cuts = my_cuts(list(enumerate(tensors)), frame)
+        if not cuts:
+            continue
+        outlined = [(tensors[cut.number], cut.box) for cut in cuts]
+        plan = plan_file([Outline(t.name, t.dtype, t.spread.shape, box) for t, box in outlined])
+        files.append(len(header_of(plan.header, plan.places)) + plan.data_bytes)
+        rows += sum(_row_bytes(tensor, box.offsets, box.sizes, layout) for tensor, box in outlined)
+    return files, rows
+
+
+def _row_bytes(tensor: Outlined, offsets: Sequence[int], sizes: Sequence[int], layout: Layout) -> int:
+    """Of a chunk in the manifest, with its share of what stands there once for a tensor."""
+    nbytes = math.prod(sizes) * tensor.dtype.itemsize
+    digests = "0" * DIGEST_HEX_CHARS * -(-nbytes // BLOCK_BYTES)
+    # numbers of files and bytes have about as many digits as these
+    chunk = chunk_text(
+        layout.world_size, 10**9, 10**9, place_text([max(offsets, default=0)] * len(sizes), sizes), digests
+    )
+    head = len(tensor_line(tensor_head("F32", tensor.spread.shape), ())) + len(tensor.name) + 5
+    return len(chunk) + 1 + head // layout.stage_size
+
+
+def _spread(parameter: ParameterCount, layout: Layout, place: Place) -> Spread:
+    """Over the stage's replicas, shards and tensor ranks, as FSDP2 over tensor parallelism has it."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    cut = [d for d, (whole, local) in enumerate(zip(parameter.shape, parameter.local_shape)) if whole != local]
+    splits = list(_splits(parameter, layout, cut))
+    tensor = Replicate() if not cut or parameter.is_expert else Shard(cut[0])
+    boxes = tuple(local_boxes(shard_strided_last(parameter.shape, splits)))
+    return Spread(parameter.shape, boxes, place, (Replicate(), Shard(0) if parameter.shape else Replicate(), tensor))
+
+
+def _splits(parameter: ParameterCount, layout: Layout, cut: Sequence[int]) -> Iterator[Split]:
+    if not parameter.shape:
+        return
+    if parameter.is_expert:
+        yield Split(0, layout.shard_size, 0)  # over both of the experts' axes: as many bytes, whatever the dims
+        return
+    factor = layout.tensor_parallel_size if cut and cut[0] == 0 else 1
+    yield Split(0, layout.shard_size, 0, factor)
+    if cut:
+        yield Split(cut[0], layout.tensor_parallel_size, 0)

@@ -1,0 +1,1 @@
+"""Timelines and plans, drawn."""

@@ -1,0 +1,1 @@
+"""The fastest layout of all that there are."""

@@ -1,0 +1,164 @@
+"""What a search says: the layouts that it found, and how many it threw out for which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lightning_shard.dryrun.timing.step import StepTime, share_text
+from lightning_shard.layout import Layout
+from lightning_shard.parallel.activation_checkpointing import Recomputing
+from lightning_shard.pipeline.placement import seconds_text, size_text, table
+
+CANT_BE_CUT = "the module can't be cut so"
+CANT_BE_COUNTED = "its step can't be counted when it is cut so"
+DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
+TOO_FEW = "too few microbatches for the stages, or the schedule"
+TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"
+NOT_IN_PARTS = "nothing of a backward can come later with these settings, as its schedule has it"
+DOESNT_FIT = "a device's memory is too small"
+SLOWER = "slower than those listed, whatever it would need"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout with its settings.
+
+    Attributes:
+        schedule: ``None`` with one stage.
+        samples: Of a microbatch.
+        microbatches: Of a step of one data rank: a pipeline's, or accumulated batches.
+        activation_checkpointing: As the strategy's.
+        bound: Seconds that no step of it can go below.
+        step: Its step; ``None`` where it wasn't simulated.
+        peak_bytes: Of its fullest stage.
+    """
+
+    layout: Layout
+    schedule: str | None
+    samples: int
+    microbatches: int
+    activation_checkpointing: Recomputing
+    bound: float = 0.0
+    step: StepTime | None = None
+    peak_bytes: int = 0
+
+    HEADER: ClassVar = (
+        *("pipeline", "tensor", "data", "replicas", "experts", "schedule", "microbatches", "checkpointing"),
+        *("step", "MFU", "tokens/s", "bubble", "memory"),
+    )
+
+    @property
+    def row(self) -> list[str]:
+        """Of a table."""
+        layout, step = self.layout, self.step
+        assert step is not None
+        optional = (layout.data_parallel_replicas, layout.expert_parallel_size)
+        return [
+            *map(str, (layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.data_parallel_size)),
+            *(str(size) if size > 1 else "" for size in optional),
+            self.schedule or "",
+            f"{self.microbatches} × {self.samples}",
+            "" if self.activation_checkpointing is None else str(self.activation_checkpointing).lower(),
+            seconds_text(step.step),
+            "" if step.mfu is None else f"{100 * step.mfu:.1f} %",
+            f"{step.tokens_per_s:,.0f}",
+            f"{100 * step.bubble:.1f} %",
+            size_text(self.peak_bytes),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        assert self.step is not None
+        settings = ("schedule", "samples", "microbatches", "activation_checkpointing", "peak_bytes", "overrides")
+        return {
+            "layout": self.layout.sizes,
+            **{name: getattr(self, name) for name in settings},
+            "time": self.step.to_json(),
+        }
+
+    @property
+    def overrides(self) -> str:
+        """The line for a recipe."""
+        layout, several = self.layout, self.schedule is not None
+        found: dict[str, Any] = {
+            "strategy.pipeline_parallel_size": layout.pipeline_parallel_size,
+            "strategy.tensor_parallel_size": layout.tensor_parallel_size,
+            "strategy.data_parallel_size": layout.data_parallel_size,
+        }
+        if layout.data_parallel_replicas > 1:
+            found["strategy.data_parallel_replicas"] = layout.data_parallel_replicas
+        if layout.expert_parallel_size > 1:
+            found["strategy.expert_parallel_size"] = layout.expert_parallel_size
+        if self.schedule is not None:
+            found |= {"strategy.schedule": self.schedule, "strategy.microbatches": self.microbatches}
+        if self.activation_checkpointing:
+            way = self.activation_checkpointing
+            found["strategy.activation_checkpointing"] = "true" if way is True else way
+        found["data.batch_size"] = self.samples * (self.microbatches if several else 1)
+        if not several and self.microbatches > 1:
+            found["trainer.accumulate_grad_batches"] = self.microbatches
+        return " ".join(f"{name}={value}" for name, value in found.items())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found; ``str()`` is a table.
+
+    Attributes:
+        choices: The fastest first.
+        dropped: How many were thrown out, by the reason.
+        considered: How many there were.
+        simulated: How many were put on a clock.
+        devices: How many.
+        device: The profile's name.
+        global_batch: Samples of a step.
+        device_memory: Bytes that tensors can have of a device.
+        assumed: What the numbers were taken for.
+        unknown: What isn't in them.
+    """
+
+    choices: tuple[Choice, ...]
+    dropped: Mapping[str, int]
+    considered: int
+    simulated: int
+    devices: int
+    device: str
+    global_batch: int
+    device_memory: int
+    assumed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: bytes, seconds and numbers."""
+        facts = {name: value for name, value in vars(self).items() if name != "choices"}
+        return {**facts, "choices": [choice.to_json() for choice in self.choices]}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.considered} ways to use {self.devices} × {self.device} for {self.global_batch} samples a step, with"
+            f" {size_text(self.device_memory)} for tensors on each; {self.simulated} simulated"
+        ]
+        if self.choices:
+            rows = _merged([choice.row for choice in self.choices])
+            numbers = (*Choice.HEADER[:5], "microbatches", *Choice.HEADER[-5:])
+            lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), "", "the fastest, for a recipe:"]
+            lines += [f"  {self.choices[0].overrides}"]
+            best = self.choices[0].step
+            assert best is not None
+            lines += [f"  its busiest device: {share_text(best)}"]
+        else:
+            lines += ["", "none fits: use more devices, devices with more memory, or a smaller global batch or model"]
+        lines += ["", *(f"thrown out: {number}, {why}" for why, number in self.dropped.items() if number)]
+        lines += [f"assumed: {text}" for text in self.assumed]
+        lines += [f"unknown: {text}" for text in self.unknown]
+        return "\n".join(lines)
+
+
+def _merged(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Rows that differ in nothing but their schedules' names become one."""
+    place = Choice.HEADER.index("schedule")
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        found.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
+    return [[*rest[:place], " or ".join(names), *rest[place:]] for rest, names in found.items()]

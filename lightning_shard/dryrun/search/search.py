@@ -1,0 +1,183 @@
+"""All layouts of so many devices, and the fastest of those that fit.
+
+For each pair of pipeline and tensor sizes, number of replicas and of expert ranks, microbatch, schedule and way to
+checkpoint activations there is a bound that its step can't go below, cheap to compute. Layouts are simulated in the
+order of their bounds until the best of those that fit can't be beaten by what is left: so the best are the best of all,
+though few are simulated.
+
+Every layout takes the same global batch for a step. With one stage, its microbatches are batches whose gradients are
+accumulated. For bounds, operations and bytes of a microbatch are those of one sample and those of each further one;
+what is put on a clock is counted, and if that disagrees by more than bounds are lowered for it, everything is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_shard import tree
+from lightning_shard.dryrun.counting.model import Model
+from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
+from lightning_shard.dryrun.memory.peak import Held, usable
+from lightning_shard.dryrun.search.found import CANT_BE_COUNTED, DOESNT_FIT, SLOWER, Choice, Found
+from lightning_shard.dryrun.search.space import Space
+from lightning_shard.dryrun.search.workshop import Unlike, Workshop
+from lightning_shard.dryrun.timing.devices import Device
+from lightning_shard.dryrun.timing.devices import device as device_of
+from lightning_shard.dryrun.timing.rates import Rates, dtype_of
+from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.parallel.experts.stacked import ExpertPlan
+from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
+from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.settings import Settings
+
+
+def search_module(
+    module: pl.LightningModule | Callable[[], pl.LightningModule],
+    batch: Any,
+    *,
+    devices: int,
+    device: str | Mapping[str, Any] | Device,
+    global_batch: int,
+    device_memory: int | None = None,
+    most: int = 10,
+    precision: str = "32-true",
+    device_type: str = "cuda",
+    pipeline_blocks: str | Sequence[str] | None = None,
+    tensor_parallel_plan: TensorPlan | None = None,
+    expert_parallel_plan: ExpertPlan | None = None,
+    reduce_each_microbatch: bool = False,
+    reshard_after_forward: bool | None = None,
+) -> Found:
+    """The fastest layouts of a module on so many devices; the other arguments are those of ``lightning_shard.plan``.
+
+    Args:
+        batch: To count on: its shapes count, and its samples are the most that a microbatch can have.
+        devices: How many.
+        device: A profile: its name, the path of a YAML file, or a mapping.
+        global_batch: Samples of a step, of all data ranks together.
+        device_memory: Bytes of each device; default: the profile's.
+        most: How many to list.
+
+    Raises:
+        ConfigurationError: What a run would refuse too, or what can't be compared; says what.
+    """
+    profile = device_of(device)
+    settings = Settings(
+        "auto",
+        pipeline_blocks,
+        tensor_parallel_plan,
+        expert_parallel_plan,
+        reshard_after_forward=reshard_after_forward,
+        gathered_dtype=trainer_private.GATHERED.get(precision),
+    )
+    make = partial(Model.of, module, batch, settings, precision=precision, device_type=device_type)
+    try:
+        model = make(stages=2)
+    except PlacementError:
+        model = make(stages=1)  # nothing to cut between: one stage
+    optimizer, reason = ask(model)
+    if optimizer is None:
+        raise ConfigurationError(
+            f"Layouts can't be searched for, since the optimizer's state isn't known ({reason}), and so not what fits:"
+            " change what configure_optimizers does, or plan single layouts, which say what is known."
+        )
+    samples = tree.batch_size(batch)
+    space = Space(
+        devices,
+        global_batch,
+        usable(profile.memory if device_memory is None else device_memory),
+        most_samples=max(n for n in (1, 2, 4, 8) if samples % n == 0),
+        held=Held(
+            reduce_each_microbatch=reduce_each_microbatch,
+            reshard_after_forward=reshard_after_forward,
+            sends_stay=device_type == "cpu",
+        ),
+    )
+    return search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
+
+
+def search(
+    model: Model,
+    optimizer: OptimizerState,
+    space: Space,
+    rates: Rates,
+    *,
+    most: int = 10,
+    exhaustively: bool = False,
+) -> Found:
+    """The fastest layouts that fit.
+
+    Args:
+        most: How many to list.
+        exhaustively: Simulate all that fit, not only those that could be among the fastest.
+
+    Raises:
+        ConfigurationError: The step can't be counted, or numbers can't be.
+    """
+    for name, value in (("devices", space.devices), ("global_batch", space.global_batch), ("most", most)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
+    if space.held.cpu_offload:
+        raise ConfigurationError(
+            "cpu_offload=True can't be searched, since an optimizer's step on the host isn't timed: leave it out, and"
+            " plan the layout that was found with it."
+        )
+    workshop = Workshop(model, optimizer, space, rates)
+    try:
+        return _searched(workshop, most, exhaustively)
+    except Unlike:
+        workshop.scales = False
+        return _searched(workshop, most, exhaustively)
+
+
+def _searched(workshop: Workshop, most: int, exhaustively: bool) -> Found:
+    space = workshop.space
+    dropped: Counter[str] = Counter()
+    candidates = list(workshop.bounded(dropped))
+    considered = len(candidates) + dropped.total()
+    candidates.sort(key=lambda candidate: (candidate.bound, candidate.layout.tensor_parallel_size, candidate.samples))
+    best: list[Choice] = []
+    simulated = 0
+    for number, candidate in enumerate(candidates):
+        if not exhaustively and len(best) >= most and candidate.bound > _seconds(best[most - 1]):
+            dropped[SLOWER] += len(candidates) - number
+            break
+        if workshop.least_peak(candidate) > space.device_memory:  # counting takes longer than all else
+            dropped[DOESNT_FIT] += 1
+            continue
+        if not workshop.can_be_counted(candidate):
+            dropped[CANT_BE_COUNTED] += 1
+            continue
+        peak = workshop.peak(candidate)
+        if peak > space.device_memory:
+            dropped[DOESNT_FIT] += 1
+            continue
+        simulated += 1
+        best.append(replace(candidate, step=workshop.timing(candidate).simulated(workshop.flops), peak_bytes=peak))
+        best.sort(key=_seconds)
+        if not exhaustively and len(best) > most:
+            best.pop()
+            dropped[SLOWER] += 1
+    return Found(
+        tuple(best[:most]),
+        dict(dropped),
+        considered,
+        simulated,
+        space.devices,
+        workshop.rates.device.name,
+        space.global_batch,
+        space.device_memory,
+        workshop.assumed,
+        best[0].step.unknown if best and best[0].step is not None else (),
+    )
+
+
+def _seconds(choice: Choice) -> float:
+    assert choice.step is not None
+    return choice.step.step

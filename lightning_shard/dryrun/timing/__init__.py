@@ -1,0 +1,1 @@
+"""Time of a step on a device, by arithmetic on the counts."""

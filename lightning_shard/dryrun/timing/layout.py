@@ -1,0 +1,264 @@
+"""How long a step takes: counts × layout × settings × device. Pure arithmetic, and the schedule's own order on a clock.
+
+Stages (``stage.py``) run in the schedule's order (``pipeline/schedules/simulate.py``): a receive begins when its rank
+asks for it. After the last backward the optimizer reads gradients, and reads and writes its state and the parameters.
+
+Not counted: launching kernels, the host's own work, reading data, logging, norms and clipping, and slow ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
+from lightning_shard.dryrun.memory.optimizer import OptimizerState
+from lightning_shard.dryrun.memory.peak import Held, Stage, shard_numel
+from lightning_shard.dryrun.timing.links import Groups
+from lightning_shard.dryrun.timing.rates import Rates
+from lightning_shard.dryrun.timing.stage import DATA, StageTime, Turns, sent, stage_time, total
+from lightning_shard.dryrun.timing.step import StepTime
+from lightning_shard.layout import Layout
+from lightning_shard.pipeline.schedules.schedule import Action, Schedule
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
+
+LEFT_OUT = "launching kernels, reading data and the host's own work take no time"
+IDLE, OPTIMIZER, PIPELINE = "idle", "optimizer", "pipeline"
+
+
+class Timing:
+    """The costs of a step's actions: made once, bounded from below, and simulated.
+
+    Args:
+        counts: Of one microbatch, for the layout's tensor and expert axes.
+        stages: In the order of the network.
+        times: What each spends.
+        crossing: Bytes of a microbatch that cross each cut.
+        tied: Bytes of a rank's shards of weights that several stages have, with the first and the last of these.
+        microbatches: Where there are others than the order has: to be bounded, and not to be simulated.
+    """
+
+    def __init__(
+        self,
+        counts: Counts,
+        layout: Layout,
+        schedule: Schedule,
+        held: Held,
+        rates: Rates,
+        groups: Groups,
+        stages: Sequence[Stage],
+        times: Sequence[StageTime],
+        crossing: Sequence[int],
+        tied: Sequence[tuple[int, int, int]],
+        *,
+        microbatches: int | None = None,
+    ) -> None:
+        self.counts, self.layout, self.schedule, self.held, self.rates = counts, layout, schedule, held, rates
+        self._groups = groups
+        self._turns = Turns(microbatches or schedule.microbatches, held.accumulates)
+        self._made = stages
+        self.stages = tuple(times)
+        self._crossing = crossing
+        self._tied = tied
+        self._own: list[list[int]] = [[] for _ in schedule.rows]
+        for stage in range(schedule.stages):
+            self._own[schedule.rank_of[stage]].append(stage)
+
+    @classmethod
+    def of(
+        cls,
+        counts: Counts,
+        layout: Layout,
+        blocks: Sequence[range],
+        schedule: Schedule,
+        held: Held,
+        rates: Rates,
+        optimizer: OptimizerState | None = None,
+    ) -> Timing:
+        """Of one plan.
+
+        Args:
+            blocks: Each stage's.
+            optimizer: What is kept for parameters; ``None`` where that isn't known.
+        """
+        groups = Groups(layout, rates.device.per_machine)
+        stages = [Stage(counts, layout, own, held, optimizer) for own in blocks]
+        splits = schedule.splits_backwards
+        times = [stage_time(stage, counts.samples, held, groups, rates, splits=splits) for stage in stages]
+        crossing, tied = crossings(counts, blocks), ties(counts, layout, blocks)
+        return cls(counts, layout, schedule, held, rates, groups, stages, times, crossing, tied)
+
+    @cached_property
+    def transfers(self) -> list[float]:
+        """Over each cut; 0 between stages of one rank."""
+        holder = self.schedule.rank_of
+        pairs = [(holder[cut], holder[cut + 1]) for cut in range(len(self._crossing))]
+        return [
+            self.rates.links.transfer(self._groups.between(one, other), nbytes) if one != other else 0.0
+            for (one, other), nbytes in zip(pairs, self._crossing)
+        ]
+
+    def costs(self, *, reduces: bool = True) -> Costs:
+        """Of a batch's actions.
+
+        Args:
+            reduces: Whether its last backward is the last before an optimizer step.
+        """
+        backward = [(stage.backward_s - stage.weights, stage.weights) for stage in self.stages]
+        once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
+        if reduces:
+            for rank, row in enumerate(self.schedule.rows):
+                once[row[-1]] = sum(self._last(rank).values())
+        return Costs(
+            [stage.forward_s for stage in self.stages],
+            [inputs for inputs, _ in backward],
+            [weights for _, weights in backward],
+            self.transfers,
+            once,
+            receives_late=True,
+        )
+
+    def _last(self, rank: int) -> dict[int, float]:
+        """What a rank's last action takes beside, by stage: gradients of other stages wait for it to be reduced."""
+        row = self.schedule.rows[rank]
+        beside = None if self.schedule.splits_backwards else row[-1].stage
+        return {s: self.stages[s].last if s == beside else self.stages[s].reduces for s in self._own[rank]}
+
+    @cached_property
+    def optimizer(self) -> float:
+        return max(sum(self.stages[stage].optimizer for stage in own) for own in self._own)
+
+    @cached_property
+    def ties(self) -> float:
+        """To add the gradients of weights that several stages have, to and fro between the outermost ones."""
+        found = 0.0
+        for first, last, nbytes in self._tied:
+            one, other = self.schedule.rank_of[first], self.schedule.rank_of[last]
+            if one != other:
+                found += 2 * self.rates.links.transfer(self._groups.between(one, other), nbytes)
+        return found
+
+    def bound(self) -> float:
+        """What no order of a schedule's actions can go below."""
+        batches = self._turns.batches
+        return (batches - 1) * self._bound(0) + self._bound(1) + self.optimizer + self.ties
+
+    def _bound(self, reduces: int) -> float:
+        """Of a batch: a rank computes all microbatches, and receives what they need.
+
+        Before that, the first one has passed the stages before; after it, the last gradients have yet to, unless what
+        the rank does last are gradients of weights.
+        """
+        costs = self.costs(reduces=bool(reduces))
+        splits, several = self.schedule.splits_backwards, self.schedule.stages > len(self.schedule.rows)
+        transfers = [*self.transfers, 0.0]
+        passing, longest = 0.0, 0.0
+        passed = []
+        for index, stage in enumerate(self.stages):
+            received = transfers[index - 1] if index else 0.0  # the rank's own, counted with what it does for each
+            passed.append(passing - received)
+            passing += costs.forward[index] + transfers[index]
+            if not splits:
+                passing += costs.backward_input[index] + costs.backward_weight[index] + transfers[index]
+                passing += 0.0 if several else stage.first + reduces * stage.last
+        for rank, own in enumerate(self._own):
+            each = sum(costs.forward[s] + costs.backward_input[s] + costs.backward_weight[s] for s in own)
+            each += sum(transfers[s] for s in own) + sum(transfers[s - 1] for s in own if s)
+            once = sum(self.stages[s].first for s in own) + reduces * sum(self._last(rank).values())
+            longest = max(longest, self._turns.microbatches * each + once + passed[own[0]])
+        return longest
+
+    def simulated(self, flops_per_sample: float | None = None) -> StepTime:
+        """The step on a clock.
+
+        Args:
+            flops_per_sample: Of the model itself, forward and backward; on one device, without recomputation.
+        """
+        counts, layout, batches = self.counts, self.layout, self._turns.batches
+        timeline = simulate(self.schedule, self.costs())
+        before = simulate(self.schedule, self.costs(reduces=False)).duration if batches > 1 else 0.0
+        step = (batches - 1) * before + timeline.duration + self.optimizer + self.ties
+        times = self._turns.microbatches * batches * layout.data_parallel_size
+        flops = None if flops_per_sample is None else flops_per_sample * counts.samples * times
+        runs = self._turns.microbatches * batches
+        bytes_sent = []
+        for own in self._own:
+            crossing = sum(self._crossing[cut] for stage in own for cut in self._cuts_of(stage) if self.transfers[cut])
+            of_stages = [sent(self._made[stage], self.held, layout, self._turns) for stage in own]
+            # values one way, gradients the other
+            bytes_sent.append(total([*of_stages, *([{PIPELINE: runs * crossing}] if crossing else [])]))
+        axes = dict.fromkeys(axis for of in bytes_sent for axis in of)
+        return StepTime(
+            device=self.rates.device.name,
+            step=step,
+            timeline=timeline,
+            stages=self.stages,
+            optimizer=self.optimizer,
+            ties=self.ties,
+            bubble=timeline.bubble,
+            tokens_per_s=counts.tokens * times / step if step else float("inf"),
+            mfu=None if flops is None or not step else flops / (step * layout.world_size * self.rates.peak),
+            spent=self._spent(step),
+            sent={axis: max(of.get(axis, 0.0) for of in bytes_sent) for axis in axes},
+            unknown=self._unknown(),
+            assumed=(*self.rates.device.assumptions, *counts.assumed, LEFT_OUT),
+        )
+
+    def _cuts_of(self, stage: int) -> range:
+        """The cuts at a stage's ends."""
+        return range(max(0, stage - 1), min(stage + 1, len(self._crossing)))
+
+    def _spent(self, step: float) -> dict[str, float]:
+        """The busiest rank's step, by what."""
+        runs = self._turns.microbatches * self._turns.batches
+        ranks = []
+        for rank, own in enumerate(self._own):
+            times = [self.stages[stage] for stage in own]
+            found = total(
+                [
+                    *({what: runs * of for what, of in stage.forward.items()} for stage in times),
+                    *({what: runs * of for what, of in stage.backward.items()} for stage in times),
+                    {DATA: sum(self._turns.batches * s.first for s in times) + sum(self._last(rank).values())},
+                    {OPTIMIZER: sum(stage.optimizer for stage in times)},
+                ]
+            )
+            ranks.append(found)
+        busiest = max(ranks, key=lambda found: sum(found.values()))
+        busiest[IDLE] = max(0.0, step - sum(busiest.values()))
+        return busiest
+
+    def _unknown(self) -> tuple[str, ...]:
+        found = []
+        if not self._made[0].knows_optimizer:
+            found.append("the optimizer's state, which its step reads and writes")
+        if self.held.cpu_offload:
+            found.append("the optimizer's step in the host's memory")
+            if self.rates.device.host_bandwidth is None:
+                found.append("copies to and from the host's memory: the device's profile doesn't say host_bandwidth")
+        return tuple(found)
+
+
+def model_flops(counts: Counts) -> float:
+    """Of the model itself, for one sample, forward and backward: of counts without tensor and expert axes."""
+    parts = [*counts.blocks, *(part for _, part in counts.parts), *counts.everywhere, counts.loss]
+    return sum(part.plain.forward.flops + part.plain.backward.flops for part in parts) / counts.samples
+
+
+def crossings(counts: Counts, blocks: Sequence[range]) -> list[int]:
+    """Bytes of a microbatch that cross each cut."""
+    return [counts.blocks[own.start - 1].output for own in blocks[1:]]
+
+
+def ties(counts: Counts, layout: Layout, blocks: Sequence[range]) -> list[tuple[int, int, int]]:
+    """The weights of several stages: the first and the last of these, and bytes of a rank's shard."""
+    holders: dict[str, list[tuple[int, ParameterCount]]] = {}
+    for index, own in enumerate(blocks):
+        held = {p.name: p for part in counts.of_stage(own) for p in part.parameters if p.requires_grad}
+        for name, parameter in held.items():
+            holders.setdefault(name, []).append((index, parameter))
+    return [
+        (found[0][0], found[-1][0], shard_numel(parameter, layout.shard_size) * parameter.dtype.itemsize)
+        for found in holders.values()
+        if len(found) > 1
+        for parameter in (found[0][1],)
+    ]

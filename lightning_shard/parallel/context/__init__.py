@@ -1,0 +1,1 @@
+"""Context parallelism: blocks on parts of sequences, attention over whole ones."""

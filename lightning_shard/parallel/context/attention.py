@@ -1,0 +1,129 @@
+"""Attention of this rank's queries to all positions' keys and values.
+
+A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is exchanged while the block runs. Keys and
+values are gathered from the context ranks, in the order of the sequence, and each of this rank's two chunks of queries
+attends to them. Every device's kernels can do that, and each query's softmax is computed at once, as in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.context.chunks import Gather, Part
+
+_SEQUENCE = -2
+"""The dim of queries, keys and values, ``[…, sequence, features]``, and of a mask's rows."""
+_PLAIN = F.scaled_dot_product_attention
+
+
+@contextmanager
+def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, ``F.scaled_dot_product_attention`` is another function, and ``nn.MultiheadAttention`` calls it.
+
+    Who has imported the function itself by its name calls torch's.
+    """
+    before, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
+    F.scaled_dot_product_attention = function  # type: ignore[assignment]
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@functools.cache
+def _lower_right(size: int, end: int) -> Tensor:
+    """The causal mask of the queries of a chunk, the last of which is at position ``end − 1``."""
+    return causal_lower_right(size, end)
+
+
+def make_masks(part: Part, length: int) -> None:
+    """Make those that :func:`over_ranks` needs; not under a mode that follows operations, which can't take their class.
+
+    Such as that of selective checkpointing.
+    """
+    for place in part.chunks:
+        _lower_right(length // 2, (place + 1) * (length // 2))
+
+
+def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:
+    """``scaled_dot_product_attention`` of this rank's ``length`` positions of each sequence."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p:
+            raise StepError(
+                f"Attention has dropout_p={dropout_p}, and context ranks would drop other weights than one process: set"
+                " the dropout of attention to 0, or use context_parallel_size=1."
+            )
+        for name, tensor in (("queries", query), ("keys", key), ("values", value)):
+            if tensor.size(_SEQUENCE) != length:
+                raise StepError(
+                    f"Attention in a block has {name} of {tensor.size(_SEQUENCE)} positions, and this rank's part of"
+                    f" the block's sequence has {length}: context_parallel_size deals attention among all positions of"
+                    " the block's own sequence only. Use context_parallel_size=1."
+                )
+        rows = None if attn_mask is None else _own_rows(attn_mask, part, length)
+        query, key, value = _cast(query, key, value)
+        key, value = Gather.apply(_SEQUENCE, part, 1, key, value)
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        with attention_by(_PLAIN):
+            if is_causal and attn_mask is None:
+                size = length // 2
+                outputs = [
+                    _causal(chunk, key, value, (place + 1) * size, options)
+                    for chunk, place in zip(query.split(size, _SEQUENCE), part.chunks)
+                ]
+                return torch.cat(outputs, _SEQUENCE)
+            return _PLAIN(query, key, value, attn_mask=rows, is_causal=is_causal, **options)
+
+    return attention
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, end: int, options: dict[str, Any]) -> Tensor:
+    """Of queries whose last one is at position ``end − 1``; later keys aren't read."""
+    size = query.size(_SEQUENCE)
+    key, value = key.narrow(_SEQUENCE, 0, end), value.narrow(_SEQUENCE, 0, end)
+    if end == size:
+        return _PLAIN(query, key, value, is_causal=True, **options)
+    return _PLAIN(query, key, value, attn_mask=_lower_right(size, end), **options)
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast would where attention begins, so that less is sent, and kernels are given one type."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def _own_rows(mask: Tensor, part: Part, length: int) -> Tensor:
+    """Of a mask ``[…, queries or 1, keys or 1]`` over whole sequences."""
+    whole = part.ranks * length
+    rows, columns = (mask.size(_SEQUENCE) if mask.ndim > 1 else 1), mask.size(-1)
+    if rows not in (1, whole) or columns not in (1, whole):
+        raise StepError(
+            f"Attention in a block has a mask of {rows} rows and {columns} columns, and its sequences have {whole}"
+            f" positions, of which this rank computes {length}: with context_parallel_size masks must be of whole"
+            " sequences, made outside of blocks and given to them, or use is_causal=True."
+        )
+    return mask if rows == 1 else part.cut(mask, _SEQUENCE)

@@ -1,0 +1,274 @@
+"""Context parallelism: each block runs on this rank's part of every sequence.
+
+A block's ``forward`` is replaced on the instance: what it is given is cut, and what it returns is joined. So whatever
+runs around blocks, and between them, sees whole sequences: positions, labels, losses, hooks on blocks. Within,
+attention sees all positions (:mod:`.attention`), and nothing else mixes them, which is looked into
+(:mod:`.positions`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.context.attention import attention_by, make_masks, over_ranks
+from lightning_shard.parallel.context.check_positions import (
+    POSITIONS,
+    Arguments,
+    Looking,
+    check_positions,
+    draws,
+    outputs_of,
+    random_state,
+)
+from lightning_shard.parallel.context.chunks import Cut, Part, join, share
+from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
+
+_LIBRARIES = ("torch.", "lightning_shard.")
+_ONE = " Use context_parallel_size=1."
+
+
+class DealtSequences:
+    """The blocks of a model whose sequences are dealt to ranks.
+
+    Args:
+        part: This rank's.
+        looking_at: Gives what a run of a block inside leaves behind, and puts it back.
+    """
+
+    def __init__(self, part: Part, looking_at: Looking) -> None:
+        self._part = part
+        self._looking_at = looking_at
+        self._runs_whole = False
+        self._caches: WeakKeyDictionary[Any, set[nn.Module]] = WeakKeyDictionary()
+
+    def attend(self, block: nn.Module) -> Callable[..., Any]:
+        """Have a block's attention see all positions, in place; runs inside of what runs the block again.
+
+        Returns:
+            Its forward as it was.
+        """
+        plain = block.forward
+
+        @functools.wraps(plain)
+        def attending(*args: Any, **kwargs: Any) -> Any:
+            if self._runs_whole:
+                return plain(*args, **kwargs)
+            hidden = _hidden_states(block, args, kwargs)
+            before = random_state(hidden.device)
+            with attention_by(over_ranks(self._part, hidden.size(1))):
+                returned = plain(*args, **kwargs)
+            if random_state(hidden.device) != before:
+                raise StepError(draws(block))
+            return returned
+
+        block.__dict__["forward"] = attending
+        return plain
+
+    def deal(self, block: nn.Module, plain: Callable[..., Any]) -> None:
+        """Cut what a block is given, and join what it returns, in place; all ranks of the context call it alike.
+
+        Args:
+            block: After :meth:`attend`, which gave ``plain``.
+        """
+        forward = block.forward
+        inner = [module for module in block.modules() if module is not block]
+        checked: set[Any] = set()
+
+        @functools.wraps(forward)
+        def dealt(*args: Any, **kwargs: Any) -> Any:
+            if self._runs_whole:
+                return forward(*args, **kwargs)
+            _refuse_hooks(block, inner)
+            args, kwargs = self._without_caches(block, args, kwargs)
+            hidden = _hidden_states(block, args, kwargs)
+            length = self._checked_length(hidden)
+            cut = partial(_each_tensor, block, hidden)
+            kind = (block.training, torch.is_grad_enabled(), _kind_of(args), _kind_of(sorted(kwargs.items())))
+            if kind not in checked:
+                self._check(block, plain, (args, kwargs), cut, length)
+                checked.add(kind)
+            make_masks(self._part, length // self._part.ranks)
+            returned = forward(*cut(args, take=self._cut), **cut(kwargs, take=self._cut))
+            outputs_of(returned, length // self._part.ranks)
+            return self._joined(returned)
+
+        block.__dict__["forward"] = dealt
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every rank runs blocks on whole sequences, as one process does."""
+        before, self._runs_whole = self._runs_whole, True
+        try:
+            yield
+        finally:
+            self._runs_whole = before
+
+    def generate_whole(self, root: nn.Module) -> None:
+        """Have transformers' ``generate`` run on whole sequences, of all networks below ``root``.
+
+        Its calls are of any length, and add to a cache of keys and values.
+        """
+        for network in root.modules():
+            if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
+                network.generate = MethodType(self._generating(type(network).generate), network)  # type: ignore
+
+    def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(generate)
+        def generate_whole(network: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.whole():
+                return generate(network, *args, **kwargs)
+
+        return generate_whole
+
+    def _checked_length(self, hidden: Tensor) -> int:
+        length, chunks = hidden.size(1), 2 * self._part.ranks
+        if length % chunks or not length:
+            raise StepError(
+                f"Sequences of {length} positions can't be dealt to context_parallel_size={self._part.ranks} ranks, of"
+                f" which each gets two chunks of one size: pad batches to a multiple of {chunks} positions.{_ONE}"
+            )
+        return length
+
+    def _cut(self, whole: Tensor, dim: int | None) -> Tensor:
+        if not whole.requires_grad or not torch.is_grad_enabled():
+            return whole if dim is None else self._part.cut(whole, dim)
+        given: Tensor = share(whole, self._part) if dim is None else Cut.apply(whole, dim, self._part)
+        return given
+
+    def _joined(self, returned: Any) -> Any:
+        if isinstance(returned, Tensor):
+            return join(returned, 1, self._part)
+        if isinstance(returned, (tuple, list)):
+            return tree.rebuild(returned, [self._joined(value) for value in returned])
+        return returned
+
+    def _check(
+        self, block: nn.Module, plain: Callable[..., Any], given: Arguments, cut: Callable[..., Any], length: int
+    ) -> None:
+        count = min(length // self._part.ranks, POSITIONS) // 2 * 2
+
+        def of(begin: int, end: int) -> Arguments:
+            def few(whole: Tensor, dim: int | None) -> Tensor:
+                own = whole if dim is None else self._part.cut(whole.detach(), dim).narrow(dim, begin, end - begin)
+                return own.detach().float() if own.is_floating_point() else own.detach()
+
+            return cut(given[0], take=few), cut(given[1], take=few)
+
+        def poison(arguments: Arguments, position: int) -> Arguments:
+            _hidden_states(block, *arguments)[:, position] = torch.nan
+            return arguments
+
+        check_positions(block, plain, of, poison, count, self._looking_at)
+
+    def _without_caches(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+        """Leave out transformers' caches of keys and values, to which each rank would add its own part's.
+
+        Raises:
+            StepError: For one that was filled, or would have been by an earlier call.
+        """
+
+        def left_out(value: Any) -> Any:
+            if not is_cache(value):
+                return value
+            if value.get_seq_length() or block in self._caches.setdefault(value, set()):
+                raise StepError(
+                    f"{type(block).__name__} is called with keys and values of an earlier call, which"
+                    " context_parallel_size keeps none of: call generate(), or use context_parallel_size=1."
+                )
+            self._caches[value].add(block)
+            return None
+
+        named = {name: left_out(value) for name, value in kwargs.items()}
+        if named.get("use_cache"):
+            named["use_cache"] = False
+        return tuple(map(left_out, args)), named
+
+
+def _hidden_states(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor that a block is given, ``[batch, sequence, features]``."""
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if first is None or first.ndim != 3 or not first.is_floating_point():
+        what = "no tensor" if first is None else f"{first.dtype} of shape {tuple(first.shape)}"
+        raise StepError(
+            f"{type(block).__name__} is given {what} first: with context_parallel_size blocks are given hidden states"
+            f" [batch, sequence, features].{_ONE}"
+        )
+    return first
+
+
+def _each_tensor(block: nn.Module, hidden: Tensor, given: Any, take: Callable[[Tensor, int | None], Tensor]) -> Any:
+    """What a block is given, with each tensor exchanged for what ``take`` makes of it and its dim of positions."""
+    if isinstance(given, Tensor):
+        return take(given, 1 if given is hidden else sequence_dim(given, hidden.size(1)))
+    if isinstance(given, (tuple, list)):
+        return tree.rebuild(given, [_each_tensor(block, hidden, value, take) for value in given])
+    if type(given) is dict:
+        return {name: _each_tensor(block, hidden, value, take) for name, value in given.items()}
+    if not isinstance(given, PLAIN):
+        raise StepError(
+            f"{type(block).__name__} is given a {type(given).__name__}, of which it isn't known what it holds of a"
+            f" sequence: give it tensors, or tuples and dicts of them.{_ONE}"
+        )
+    return given
+
+
+def sequence_dim(tensor: Tensor, length: int) -> int | None:
+    """Which dim of an argument beside the hidden states is cut; ``None`` where each rank has all, as of masks.
+
+    A wrong answer shows as sizes that don't fit, since no rank's part is as long as the whole.
+
+    Raises:
+        StepError: It can't be known.
+    """
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == length]
+    is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not dims or (tensor.ndim == 3 and dims in ([2], [1, 2])):  # masks
+        return None
+    if tensor.ndim == 1 or (tensor.ndim == 2 and dims == [0]):  # of each position
+        return 0
+    if tensor.ndim == 2 and (dims == [1] or not is_index):  # positions of each sample; or masks
+        return 1 if is_index else None
+    if tensor.ndim == 3 and dims == [1]:
+        return 1
+    if tensor.ndim == 4 and 3 in dims and tensor.size(2) in (1, length):  # masks
+        return None
+    if tensor.ndim == 4 and len(dims) == 1 and dims[0]:
+        return dims[0]
+    raise StepError(
+        f"A block is given a tensor of shape {tuple(tensor.shape)} beside sequences of {length} positions, and which of"
+        " its dims is of these isn't known: with context_parallel_size give it [sequence, …], [batch, sequence, …], or"
+        f" masks [batch, heads, sequence, sequence].{_ONE}"
+    )
+
+
+def _kind_of(given: Any) -> Any:
+    """What a block's code may branch on."""
+    if isinstance(given, Tensor):
+        return given.ndim, given.dtype
+    if isinstance(given, (tuple, list)):
+        return tuple(map(_kind_of, given))
+    if isinstance(given, dict):
+        return tuple((name, _kind_of(value)) for name, value in sorted(given.items()))
+    return given if isinstance(given, (bool, str, type(None))) else type(given)
+
+
+def _refuse_hooks(block: nn.Module, inner: Sequence[nn.Module]) -> None:
+    for module in inner:
+        if has_other_hooks(module, _LIBRARIES):
+            raise StepError(
+                f"A {type(module).__name__} within {type(block).__name__} has a forward hook, which with"
+                " context_parallel_size would see this rank's part of sequences: put it on the block, which sees"
+                " whole ones. (transformers puts some there for output_hidden_states, output_attentions and"
+                f" output_router_logits.){_ONE}"
+            )

@@ -1,0 +1,181 @@
+"""The parameters of a list's experts: sharded over all data ranks, and whole where an expert computes.
+
+Each expert keeps its own, under its own names. Where they lie mustn't depend on the expert, or ranks would hold
+parameters of different names: so they are sharded over all data ranks, as any other. In a forward each rank gathers
+those of its own experts only, by an all-to-all: ``1/p`` of what fully sharded data parallelism gathers. Under autocast,
+what it would cast is gathered in its type. Gradients go back the same way in 32 bits, and are averaged over all data
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.parallel.experts.exchange import all_to_all
+from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
+from lightning_shard.sharding import chunk
+
+
+class _Kind(NamedTuple):
+    """One parameter of each of the experts, which are alike."""
+
+    shape: torch.Size
+    dim: int
+    gathered_in: torch.dtype
+
+
+def slots_of(expert: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where its parameters are, in the order of their names."""
+    return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
+
+
+def _cast_to(expert: nn.Module, device_type: str) -> dict[nn.Parameter, torch.dtype]:
+    """The parameters that autocast, where it is on, is known to cast, with its type."""
+    alone = nn.ModuleList([expert])  # so that an expert that is a norm, or a stack of matrices, is seen as one
+    if not torch.is_autocast_enabled(device_type) or not cast_units(alone, [alone]):
+        return {}
+    left = not_cast(alone)
+    return {p: torch.get_autocast_dtype(device_type) for p in expert.parameters() if p not in left}
+
+
+class ExpertWeights:
+    """The parameters of a list's experts, from shards on all data ranks to whole ones where they compute, and back.
+
+    Args:
+        experts: The list.
+        parts: Over how many neighbours among the data ranks they are dealt.
+        mesh: Of the data ranks, the shards' axis last.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], parts: int, mesh: DeviceMesh) -> None:
+        self._mesh, self._parts = mesh, parts
+        self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+        self.here = len(experts) // parts
+        self._slots = [slots_of(expert) for expert in experts]
+        self._device = torch.device(mesh.device_type)
+        cast_to = _cast_to(experts[0], self._device.type)
+        self._kinds: list[_Kind] = []
+        for module, key in self._slots[0]:
+            parameter = module._parameters[key]
+            assert isinstance(parameter, DTensor)
+            dim: int = parameter.placements[-1].dim  # type: ignore[attr-defined]
+            self._kinds.append(_Kind(parameter.shape, dim, cast_to.get(parameter, parameter.dtype)))
+        first = self._rank % parts * self.here
+        self.own = experts[first : first + self.here]
+        self._own_slots = self._slots[first : first + self.here]
+
+    def shards(self) -> list[Tensor]:
+        """The parameters of every expert in turn, as this rank holds them."""
+        return [module._parameters[key] for slots in self._slots for module, key in slots]  # type: ignore[misc]
+
+    @contextmanager
+    def in_place(self, place: int, full: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, one of this rank's experts holds its whole parameters."""
+        slots = self._own_slots[place]
+        held = [module._parameters[key] for module, key in slots]
+        for (module, key), whole in zip(slots, full[place * len(slots) :]):
+            module._parameters[key] = whole  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (module, key), shard in zip(slots, held):
+                module._parameters[key] = shard
+
+    def gather(self, shards: Sequence[DTensor]) -> list[Tensor]:
+        """This rank's experts' whole parameters; under autocast, what it casts in its type."""
+        local = [shard.to_local().to(self._device) for shard in shards]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, kind in enumerate(self._kinds):
+            by_dtype.setdefault(kind.gathered_in, []).append(number)
+        whole: dict[tuple[int, int], Tensor] = {}
+        for dtype, numbers in by_dtype.items():
+            for_rank = [
+                torch.cat([local[place].to(dtype).reshape(-1) for place in self._places(part, numbers)])
+                for part in range(self._parts)
+            ]
+            kinds = [self._kinds[number] for number in numbers] * self.here
+            taken = [self._elements(kinds, rank) for rank in range(self._ranks)]
+            came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], taken)
+            from_ranks = [self._cut(flat, kinds, rank) for rank, flat in enumerate(came)]
+            keys = [(place, number) for place in range(self.here) for number in numbers]
+            for key, kind, pieces in zip(keys, kinds, zip(*from_ranks)):
+                whole[key] = torch.cat(pieces, kind.dim)
+        return [whole[key] for key in sorted(whole)]
+
+    def give_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of this rank's shards, the mean over all data ranks, from those of its experts' parameters."""
+        kinds = self._kinds * self.here
+        for_ranks = [
+            torch.cat([chunk(g, kind.dim, self._ranks, rank).reshape(-1) for g, kind in zip(gradients, kinds)])
+            for rank in range(self._ranks)
+        ]
+        own = self._elements(kinds, self._rank)
+        came = self._exchange(for_ranks, [own] * self._ranks)
+        own_experts = [torch.stack(came[i :: self._parts]).sum(0) for i in range(self._parts)]
+        total = torch.cat(own_experts) / self._ranks
+        for axis in range(self._mesh.ndim - 1):
+            dist.all_reduce(total, group=self._mesh.get_group(axis))
+            total /= self._mesh.size(axis)
+        return self._cut(total, self._kinds * len(self._slots), self._rank)
+
+    def _places(self, part: int, numbers: Sequence[int]) -> Iterator[int]:
+        """Among the shards of every expert, those of some kinds of the experts of one part."""
+        for place in range(part * self.here, (part + 1) * self.here):
+            yield from (place * len(self._kinds) + number for number in numbers)
+
+    def _exchange(self, given: Sequence[Tensor], taken: list[int]) -> list[Tensor]:
+        group = self._mesh.get_group(self._mesh.ndim - 1)
+        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], taken).split(taken))
+
+    def _shape(self, kind: _Kind, rank: int) -> list[int]:
+        size = -(-kind.shape[kind.dim] // self._ranks)
+        part = max(0, min(size, kind.shape[kind.dim] - rank * size))
+        return [*kind.shape[: kind.dim], part, *kind.shape[kind.dim + 1 :]]
+
+    def _elements(self, kinds: Sequence[_Kind], rank: int) -> int:
+        """Of the shards on a rank."""
+        return sum(torch.Size(self._shape(kind, rank)).numel() for kind in kinds)
+
+    def _cut(self, flat: Tensor, kinds: Sequence[_Kind], rank: int) -> list[Tensor]:
+        shapes = [self._shape(kind, rank) for kind in kinds]
+        pieces = flat.split([torch.Size(shape).numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+
+
+class Gathered(torch.autograd.Function):
+    """Shards to this rank's experts' whole parameters; ``called`` says, when gradients come, which experts have any.
+
+    From the parameters and not from their local parts: torch 2.11's ``to_local`` makes zeros of no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: ExpertWeights, called: list[bool], *shards: DTensor) -> tuple[Tensor, ...]:
+        ctx.weights, ctx.called, ctx.shards = weights, called, shards
+        return tuple(weights.gather(shards))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weights: ExpertWeights = ctx.weights
+        shards: tuple[DTensor, ...] = ctx.shards
+        kinds = len(gradients) // weights.here
+        reduced_in = torch.promote_types(shards[0].dtype, torch.float32)
+        back = weights.give_back([gradient.to(reduced_in) for gradient in gradients])
+        # an expert that one process wouldn't have called has no gradient there
+        has = [has_any for has_any in ctx.called for _ in range(kinds)]
+        return None, None, *(_laid_out(g, shard) if h else None for g, shard, h in zip(back, shards, has))
+
+
+def _laid_out(local: Tensor, like: DTensor) -> Tensor:
+    local = local.to(like.device, like.dtype)
+    size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)

@@ -1,0 +1,231 @@
+"""What users do with parameters between steps, as with any tensor, and torch's DTensors (2.11 to 2.13) don't take.
+
+- ``p.data = values`` changes nothing, since a DTensor's values are those of the local tensor inside: averages that are
+  swapped in would be lost without a word. Here it is over the memory of what was assigned, as any tensor is then.
+- ``float(p.norm())``, ``p.sum().item()``, ``bool((p > 0).all())`` are of this rank's part, and another number on each
+  rank. Here they are of the whole.
+- ``p.copy_(values)`` and ``load_state_dict`` take no plain tensors. Here these have all values, the same on all ranks,
+  and each rank takes its part; and a plain tensor takes a whole DTensor's.
+- ``p[:4] = 0`` and ``p.grad[mask] = 0`` failed. Here they set what they say.
+- ``p[:4].zero_()``, ``p.grad[0].mul_(0.5)`` changed nothing: across shards, a part is a copy. Here they are refused.
+- ``torch.stack([p.grad.norm() for p in module.parameters()])`` failed where some are split over tensor ranks and others
+  aren't, since these are laid out on other meshes; so did any operation on both, and ``total += p.grad.norm()``. Here
+  numbers are those of the whole, and what is joined of both, as by ``torch.cat``, is a plain tensor: all of them are
+  gathered at once.
+
+- ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` counted a column once for each rank, and ``nn.init.eye_(p)`` gave
+  each rank all of it. Here they are of the whole; and so are random numbers (``dtensor_random.py``).
+- ``total += p.norm()`` of a plain ``total`` fails by a bare assertion, once torch knows the sum of two sharded numbers.
+  Then it is refused.
+
+All but the first and the refused ones are collective calls over the parameter's ranks, where it isn't laid out alike:
+all have to make them.
+
+Private: ``DTensor._local_tensor``, the handlers of ``DTensor._op_dispatcher``, and its
+``_dispatch_fast_path_python_tail`` (2.13), through which operations in place go, and
+``_propagate_op_sharding_dispatch_slow_path`` (2.13), which says how an operation runs the first time that it is met, or
+gives its result; what fails there isn't remembered.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp import dtensor_random
+from lightning_shard.sharding import full_tensor, local_part
+
+_DATA: Any = torch.Tensor.data
+_SET: Any = torch.Tensor.__setitem__
+_END = "_dispatch_fast_path_python_tail"
+_PLAN = "_propagate_op_sharding_dispatch_slow_path"
+_REDUCING = {
+    torch.ops.aten.sum.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.linalg_vector_norm.default,
+}
+"""What torch takes of norms, or of largest values, of each rank's part as if they were of the whole."""
+
+
+def behave_as_tensors() -> None:
+    """Have all DTensors of this process do so."""
+    sharded: Any = DTensor
+    sharded.data = property(_DATA.__get__, _assign)
+    handlers = sharded._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    handlers[torch.ops.aten.copy_.default] = _copy
+    handlers[torch.ops.aten.fill_.Tensor] = _copy
+    handlers.update((getattr(torch.ops.aten.any, each), _any) for each in ("default", "dim", "dims"))
+    handlers.update(dtensor_random.handlers())
+    sharded.__setitem__ = _set
+    dispatcher = type(sharded._op_dispatcher)
+    for name, wrap in ((_END, _refusing_lost_writes), (_PLAN, _over_meshes)):
+        plain = getattr(dispatcher, name, None)
+        if plain is not None and not hasattr(plain, "__wrapped__"):
+            setattr(dispatcher, name, wrap(plain))
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+        given = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise StepError(
+            f"A sharded tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, was assigned other data ({given}): it"
+            " can take values of its own shape and type only. Make it what it should be in __init__ or configure_model."
+        )
+    local = _part_of(value, tensor).to(tensor._local_tensor.device)
+    if not local.is_contiguous() or local.untyped_storage().nbytes() != local.numel() * local.itemsize:
+        local = local.clone(memory_format=torch.contiguous_format)  # who gathers it tells memory by its beginning
+    tensor._local_tensor = local
+
+
+def _number(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    return full_tensor(args[0]).item()
+
+
+def _copy(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    target, value = args[:2]
+    if isinstance(target, DTensor):
+        _check_kept(target)
+        held: Any = target
+        held._local_tensor.copy_(_part_of(value, target))
+    else:
+        target.copy_(full_tensor(value))
+    return target
+
+
+def _any(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.all(args[0] == 0, *args[1:], **kwargs).logical_not()
+
+
+def _set(tensor: Any, index: Any, value: Any) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _SET(tensor, index, value)  # raises, or is part of a graph
+        return
+    _check_kept(tensor)
+    whole = full_tensor(tensor).clone()
+    whole[_whole(index)] = _whole(value)
+    tensor._local_tensor.copy_(_part_of(whole, tensor))
+
+
+def _whole(index: Any) -> Any:
+    if isinstance(index, (tuple, list)):
+        return type(index)(map(_whole, index))
+    return full_tensor(index) if isinstance(index, Tensor) else index
+
+
+def _refusing_lost_writes(ends: Any) -> Any:
+    @wraps(ends)
+    def end(dispatcher: Any, operation: Any, args: Any, *rest: Any) -> Any:
+        is_plain = isinstance(args[0], Tensor) and not isinstance(args[0], DTensor)
+        if is_plain and _written(operation) == [0]:
+            raise StepError(
+                "A plain tensor is changed in place by a sharded one, as by total += p.norm() or values.add_(p), and"
+                " here it would be by this rank's part of it: take the whole (total += float(p.norm()),"
+                " values.add_(p.full_tensor())), or a new tensor (total = total + p.norm())."
+            )
+        if isinstance(args[0], DTensor) and args[0]._is_view() and operation._schema.is_mutable:
+            _check_kept(args[0])
+        return ends(dispatcher, operation, args, *rest)
+
+    return end
+
+
+def _over_meshes(plan: Any) -> Any:
+    @wraps(plan)
+    def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        written = _written(operation)
+        if written not in ([], [0]):
+            out = kwargs.get("out")
+            if isinstance(out, DTensor) and not _meshes(args):  # torch.eye(…, out=p), of nn.init
+                return out.copy_(operation(*args, **{**kwargs, "out": full_tensor(out).clone()}))
+            return plan(dispatcher, operation, args, kwargs, *rest)
+        if operation in _REDUCING and any(map(_isnt_sum, args[0].placements)):
+            return operation(_reduced(args[0]), *args[1:], **kwargs)
+        writes = bool(written)
+        if writes and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
+            return operation(args[0], *_plain(args[1:]), **_plain(kwargs))
+        try:
+            return plan(dispatcher, operation, args, kwargs, *rest)
+        except RuntimeError:
+            target, others = (args[:1], args[1:]) if writes else ((), args)
+            has_numbers = any(isinstance(leaf, DTensor) and not leaf.ndim for leaf in _leaves((others, kwargs)))
+            if len(_meshes((args, kwargs))) == 1 or (writes and not has_numbers):
+                raise
+            others, options = _plain((others, kwargs), only_numbers=True)
+            if not writes and len(_meshes((others, options))) > 1:
+                others, options = _plain((others, options))
+            return operation(*target, *others, **options)
+
+    return planned
+
+
+def _isnt_sum(placement: Placement) -> bool:
+    return placement.is_partial() and not (placement.is_partial("sum") and type(placement) is Partial)
+
+
+def _reduced(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(placements=[Replicate() if each.is_partial() else each for each in tensor.placements])
+
+
+def _written(operation: Any) -> list[int]:
+    """The places of the arguments that an operation changes."""
+    arguments = enumerate(operation._schema.arguments)
+    return [place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+
+
+def _meshes(value: Any) -> set[DeviceMesh]:
+    return {leaf.device_mesh for leaf in _leaves(value) if isinstance(leaf, DTensor)}
+
+
+def _plain(value: Any, *, only_numbers: bool = False) -> Any:
+    """With whole tensors in the place of DTensors.
+
+    Args:
+        only_numbers: Of those without dimensions only, which go with DTensors of any mesh.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)(_plain(each, only_numbers=only_numbers) for each in value)
+    if isinstance(value, dict):
+        return {key: _plain(each, only_numbers=only_numbers) for key, each in value.items()}
+    if not isinstance(value, DTensor) or (only_numbers and value.ndim):
+        return value
+    return full_tensor(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _check_kept(target: Any) -> None:
+    """
+    Raises:
+        StepError: It was made as a view, and what is written to it doesn't reach what it was made of.
+    """
+    base = target._base if target._is_view() else None
+    if not isinstance(base, DTensor):
+        return
+    held: Any = base
+    if held._local_tensor.untyped_storage().data_ptr() != target._local_tensor.untyped_storage().data_ptr():
+        raise StepError(
+            f"A part, of shape {tuple(target.shape)}, of a sharded tensor of shape {tuple(base.shape)} is changed in"
+            " place. It is a copy, gathered from the ranks that hold it, so the change would be lost: assign to it"
+            " (p.grad[:4] = values), or change the whole (values = p.full_tensor(); values[:4].mul_(0.5);"
+            " p.copy_(values))."
+        )
+
+
+def _part_of(value: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of values, as ``like`` is laid out: the local tensor itself where they are laid out so."""
+    laid_out = like.shape, like.device_mesh, like.placements
+    if isinstance(value, DTensor) and (value.shape, value.device_mesh, value.placements) == laid_out:
+        given: Any = value
+        return given._local_tensor.detach()  # type: ignore[no-any-return]
+    return local_part(full_tensor(value).expand(like.shape), like)

@@ -1,0 +1,137 @@
+"""Gradients by inputs within a step, as of a penalty on slopes, under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_gradients
+from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
+
+
+class ByInputs:
+    """Backwards within steps that give inputs their gradients; graphs that they make use parameters again.
+
+    FSDP2 gathers a unit when a gradient of its output comes. In the backward of such a graph that may be later than its
+    weights are used, or never. Nor does the end of a unit's backward say that all gradients of its parameters are
+    there: a thread of autograd's numbers what it records by itself, and what it recorded may run after all else. So
+    from the first such graph of a step on, all that these graphs use is gathered before each backward, and nothing is
+    reduced or freed before all of that backward is over.
+
+    Private (torch 2.11 to 2.13): the one function through which all of autograd's backwards run, as torch's compiler
+    replaces it; a user may have taken ``torch.autograd.grad`` by its name.
+
+    Args:
+        root: The model, with its units.
+        reduces: Whether the next backward of a step is to reduce gradients.
+        frees: Free at once what was gathered for gradients by inputs: where an optimizer may step within the step, and
+            what is gathered would have the weights of before.
+    """
+
+    def __init__(self, root: nn.Module, reduces: Callable[[], bool], *, frees: bool) -> None:
+        self._root, self._reduces, self._frees = root, reduces, frees
+        self._units = list(sharded_units(root))
+        self._used: list[FSDPModule] = []
+        self._runs = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A step runs inside."""
+        self._used = []
+        if not self._units:
+            yield
+            return
+        autograd: Any = torch.autograd
+        plain = autograd._engine_run_backward
+
+        def run(outputs: Any, gradients: Any, keeps: Any, creates: bool, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            def differentiate() -> Any:
+                return plain(outputs, gradients, keeps, creates, inputs, *args, **kwargs)
+
+            if self._runs:  # from within one, as of a checkpoint that is reentrant
+                return differentiate()
+            self._runs = True
+            try:
+                if not inputs:
+                    return self._of_parameters(differentiate, creates)
+                self._refuse_parameters(inputs)
+                return self._by_inputs(differentiate, creates)
+            finally:
+                self._runs = False
+
+        autograd._engine_run_backward = run
+        try:
+            yield
+        finally:
+            autograd._engine_run_backward = plain
+
+    def begin(self) -> None:
+        """Before a backward: gather what created graphs use, and hold what it gives."""
+        if self._used:
+            expect_backward(self._root, reduces=False, reshards=False)
+            _gather(self._used)
+
+    def end(self) -> None:
+        """After any backward, since a loss need not be of what was differentiated: reduce and free what was held."""
+        if not self._used:
+            return
+        expect_backward(self._root, reduces=self._reduces())
+        for unit in self._units:
+            for group in groups_of(unit):
+                if group.is_unsharded or has_unreduced_gradients(group):
+                    group.post_backward()
+                    group.finalize_backward()
+
+    def _of_parameters(self, differentiate: Callable[[], Any], creates: bool) -> Any:
+        if creates:
+            raise StepError(
+                "A step calls backward(create_graph=True), whose graph would be of gathered parameters and of gradients"
+                " that aren't reduced over the ranks: take the gradients that are wanted by"
+                " torch.autograd.grad(…, create_graph=True), or name them by backward(inputs=[…], create_graph=True)."
+            )
+        self.begin()
+        try:
+            return differentiate()
+        finally:
+            self.end()
+
+    def _refuse_parameters(self, inputs: Iterable[Any]) -> None:
+        """Those that no graph is of: between calls they are sharded, and backwards would pass them over silently."""
+        groups = (group for unit in self._units for group in groups_of(unit))
+        sharded = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+        if any(id(each) in sharded for each in inputs):
+            raise StepError(
+                "A step takes gradients by parameters (inputs of torch.autograd.grad or backward) that are sharded over"
+                " data ranks, so no graph is of them, and there are none: leave inputs out and freeze the others by"
+                " toggle_optimizer or requires_grad_(False), or use data_parallel_size=1."
+            )
+
+    def _by_inputs(self, differentiate: Callable[[], Any], creates: bool) -> Any:
+        before = [unit for unit in self._units if _is_gathered(unit)]
+        expect_backward(self._root, reduces=False, reshards=False)
+        _gather(self._used)
+        try:
+            return differentiate()
+        finally:
+            expect_backward(self._root, reduces=self._reduces())
+            if creates:
+                self._used = [unit for unit in self._units if unit in self._used or _is_gathered(unit)]
+            for unit in self._units if self._frees else ():
+                if unit not in before:
+                    unit.reshard()
+
+
+def _is_gathered(unit: FSDPModule) -> bool:
+    return any(group.is_unsharded for group in groups_of(unit))
+
+
+def _gather(units: Iterable[FSDPModule]) -> None:
+    for unit in units:
+        if not _is_gathered(unit):
+            unit.unshard()

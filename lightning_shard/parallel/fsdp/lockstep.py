@@ -1,0 +1,87 @@
+"""Evaluation steps in which data ranks call the network different numbers of times, as where they generate text.
+
+A unit's parameters are gathered from all data ranks for each of its calls, so a rank that calls it once more than the
+others would wait for them forever. In an evaluation step, therefore, a rank says before it calls a unit again which one
+that is. A rank whose step is over stays, and gathers what the others say, until the step is over on all.
+
+A step that calls each unit once costs one small exchange, at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.shard import gather_along
+
+_OVER = -1
+
+
+class Lockstep:
+    """The steps of this rank and of the others.
+
+    Args:
+        units: What is gathered while it is called, in the same order on all ranks.
+        group: All ranks, between their hosts.
+        deals_experts: Calls of the network bring tokens to other ranks' experts: one that is done can't follow those.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, *, deals_experts: bool = False) -> None:
+        self._units = units
+        self._group = group
+        self._deals_experts = deals_experts
+        self._called: set[int] = set()
+        self._in_step = self._calls_again = False
+        for index, unit in enumerate(units):
+            unit.register_forward_pre_hook(partial(self._before_call, index), prepend=True)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """An evaluation step runs inside; a collective call over all ranks."""
+        self._called.clear()
+        self._in_step, self._calls_again = True, False
+        try:
+            yield
+        finally:
+            self._in_step = False
+        while (index := self._agree(_OVER)) != _OVER:
+            if self._deals_experts:
+                raise StepError(
+                    "Data ranks call the network different numbers of times in an evaluation step, and its experts are"
+                    " dealt to all of them: call it equally often on all (generate as many tokens), or use"
+                    " expert_parallel_size=1."
+                )
+            gather_along(self._units[index])
+
+    def _before_call(self, index: int, *_: Any) -> None:
+        if not self._in_step:
+            return
+        self._calls_again = self._calls_again or index in self._called
+        self._called.add(index)
+        if self._calls_again:
+            self._agree(index)
+
+    def _agree(self, index: int) -> int:
+        """Which unit is called next.
+
+        Raises:
+            StepError: On all ranks, where two call different ones.
+        """
+        is_calling = index != _OVER
+        least_and_most = torch.tensor([-index if is_calling else -len(self._units), index])
+        dist.all_reduce(least_and_most, op=dist.ReduceOp.MAX, group=self._group)
+        least, most = -int(least_and_most[0]), int(least_and_most[1])
+        if most not in (_OVER, least):
+            raise StepError(
+                "Data ranks call different parts of the network at once, in an evaluation step that calls parts several"
+                " times, and each part is gathered from all of them: the parts must run in one order on all ranks, only"
+                " how often may differ."
+            )
+        return most

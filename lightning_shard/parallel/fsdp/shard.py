@@ -1,0 +1,323 @@
+"""Fully sharded data parallelism: FSDP2, a unit per block and one for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.containers import called_below, with_forward
+from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
+from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
+from lightning_shard.parallel.fsdp.units import groups_of, groups_under, look_before_gathering, sharded_units
+from lightning_shard.parallel.fsdp.unsharded import hold_whole, whole_of
+from lightning_shard.sharding import local_tensor
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are held and gathered.
+
+    Attributes:
+        keeps_gathered: Keep blocks gathered from a forward to its backward. In a pipeline the same blocks run for every
+            microbatch, so to gather once per step is to gather ``2 × microbatches`` times less.
+        gathered_dtype: Under autocast, its type: what it would cast is gathered so. ``None``: as it is held.
+        offloads: Hold shards, their gradients and so the optimizer's state in the host's memory.
+    """
+
+    keeps_gathered: bool = False
+    gathered_dtype: torch.dtype | None = None
+    offloads: bool = False
+
+
+def apply_fully_sharded(
+    root: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    *,
+    whole_steps: bool,
+    experts: Iterable[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
+    sharded: Collection[nn.Parameter] = (),
+) -> None:
+    """Shard ``root``'s parameters over ``mesh``, in place; where that is one rank, hold them without FSDP2's copies.
+
+    Args:
+        root: The model.
+        blocks: Modules that become a unit each, gathered while they run.
+        mesh: One axis to shard over, or two: replicate over the first, shard over the second.
+        sharding: How.
+        whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call.
+            If not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is
+            gathered while it is called itself, and sharded between calls: what is set there, such as
+            ``requires_grad``, is set on what is trained, and no call has the weights of before an optimizer's step.
+        experts: Modules within blocks that become units over ``expert_mesh``, the axes of the ranks that hold the same
+            experts.
+        sharded: Parameters that are sharded already, and gathered by who uses them.
+
+    Raises:
+        ConfigurationError: Without whole steps, a parameter that ``root`` holds itself; parameters of several types in
+            one module.
+    """
+    if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
+        hold_whole(root, mesh)
+        return
+    if not whole_steps:
+        sharding = replace(sharding, keeps_gathered=False)
+    # of these FSDP2 has no shards, or can't reduce their gradients
+    whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
+    whole.update(sharded)
+    for parameter in root.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # as of channels_last
+            parameter.data = parameter.data.contiguous()
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
+    for unit in experts:
+        assert expert_mesh is not None
+        fully_shard(
+            unit,
+            mesh=expert_mesh,
+            offload_policy=on_host,
+            reshard_after_forward=not sharding.keeps_gathered,
+            shard_placement_fn=partial(_even_dim, parts=expert_mesh.size(-1)),
+            mp_policy=_policy([unit]),
+        )
+    apply = partial(fully_shard, mesh=mesh, offload_policy=on_host)
+    units = list(of_one_dtype(chain.from_iterable(map(with_forward, blocks)), root if whole_steps else None, whole))
+    cast = cast_units(root, units, whole) if whole_steps and sharding.gathered_dtype else set()
+    elsewhere = whole
+    if whole_steps:
+        in_units = _in_units(root, units, cast)
+        of_root = [slot for slot in _slots(root) if slot[0].get_parameter(slot[1]) not in in_units]
+        apply(root, mp_policy=_policy([root]), ignored_params=whole | in_units)
+        elsewhere = whole.union(module.get_parameter(name) for module, name in of_root)
+    for unit in units:
+        policy = _policy([unit], sharding.gathered_dtype if unit in cast else None)
+        apply(unit, reshard_after_forward=not sharding.keeps_gathered, mp_policy=policy, ignored_params=elsewhere)
+    if whole_steps:
+        return
+    bare = [name for name, _ in root.named_parameters(recurse=False)]
+    if bare:
+        raise ConfigurationError(
+            f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into"
+            " a module that is called."
+        )
+    called = list(called_below(root))
+    for group in tied_parameters(root):
+        tied = root.get_parameter(group[0])
+        if sum(any(parameter is tied for parameter in module.parameters()) for module in called) > 1:
+            raise ConfigurationError(
+                f"With manual optimization, {' and '.join(group)} can't be one tied parameter of two modules: put both"
+                " modules into one, or untie them."
+            )
+    for module in called:
+        for unit in of_one_dtype([] if isinstance(module, FSDPModule) else [module], None, whole):
+            apply(unit, reshard_after_forward=True, mp_policy=_policy([unit]), ignored_params=whole)
+
+
+def _nothing_is_sharded(root: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> bool:
+    """Nor is there anything else that FSDP2 does: cast weights once a step, add gradients in 32 bits, offload."""
+    if mesh.size() > 1 or mesh.ndim > 1 or sharding.offloads or sharding.gathered_dtype is not None:
+        return False
+    return all(p.dtype.is_complex or p.dtype in (torch.float32, torch.float64) for p in root.parameters())
+
+
+def _slots(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where parameters are held: tied ones in several."""
+    for module in root.modules():
+        yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
+
+
+def _in_units(root: nn.Module, units: Iterable[nn.Module], cast: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that one unit holds and nothing else, without those of ``cast`` ones that aren't cast."""
+    unit_of = {module: unit for unit in reversed(list(units)) for module in unit.modules()}
+    holders: dict[nn.Parameter, set[nn.Module | None]] = {}
+    for module, name in _slots(root):
+        holders.setdefault(module.get_parameter(name), set()).add(unit_of.get(module))
+    alone = {parameter for parameter, held_by in holders.items() if len(held_by) == 1 and None not in held_by}
+    return alone.difference(*map(not_cast, cast))
+
+
+def _policy(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Gradients are added over microbatches and ranks in 32 bits, also where they are computed in 16."""
+    halves = any(p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters())
+    return MixedPrecisionPolicy(dtype, torch.float32 if dtype or halves else None, cast_forward_inputs=False)
+
+
+def _even_dim(parameter: nn.Parameter, parts: int) -> Shard:
+    """The first dim that divides evenly: a rank has few experts, and more ranks may share them."""
+    local = local_tensor(parameter)
+    return Shard(next((dim for dim, size in enumerate(local.shape) if size % parts == 0), 0))
+
+
+def to_device(root: nn.Module, device: torch.device, sharding: Sharding) -> None:
+    """Move what isn't held there yet; of what is offloaded, all but the shards."""
+    if not sharding.offloads:
+        root.to(device)
+        return
+    for parameter in scalar_parameters(root):
+        parameter.data = parameter.data.to(device)
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def scalar_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters without dimensions, of which FSDP2 has no shards: each rank holds them whole."""
+    return [parameter for parameter in root.parameters() if not parameter.ndim]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients of scalar parameters over a group's ranks, in place; one that no rank has stays ``None``.
+
+    A collective call of the group. What an earlier call has averaged may be among them.
+    """
+    parameters = list(parameters)
+    if not parameters or dist.get_world_size(group) == 1:
+        return
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    present = [torch.zeros_like(p) if p.grad is None else torch.ones_like(p) for p in parameters]
+    both = torch.stack([*gradients, *present]).float()
+    dist.all_reduce(both, group=group)
+    means, ranks = (both / dist.get_world_size(group)).chunk(2)
+    for parameter, mean, any_rank in zip(parameters, means, ranks.tolist()):
+        if any_rank:
+            parameter.grad = mean.to(parameter.dtype)
+
+
+def parallelizes_itself(root: nn.Module) -> bool:
+    """Whether a module was sharded by its own ``configure_model``, as Lightning's ModelParallelStrategy expects."""
+    return any(isinstance(parameter, DTensor) for parameter in root.parameters())
+
+
+def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is_last: bool | None = None) -> None:
+    """Prepare for the next backward.
+
+    Args:
+        root: The model.
+        reduces: Whether it reduces gradients over the ranks; the last one before an optimizer step must.
+        reshards: Whether it frees gathered parameters; ``False`` where another microbatch's backward needs them.
+        is_last: Whether it is the last one of the forwards so far. Default: if it frees parameters.
+    """
+    expect_backward_of(sharded_units(root), reduces=reduces, reshards=reshards, is_last=is_last)
+
+
+def expect_backward_of(
+    units: Iterable[FSDPModule], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
+) -> None:
+    """The same for all of a model's units, where they are known: to look for them goes through all modules."""
+    for unit in units:
+        unit.set_requires_gradient_sync(reduces, recurse=False)
+        unit.set_reshard_after_backward(reshards, recurse=False)
+        unit.set_is_last_backward(reshards if is_last is None else is_last)
+
+
+@contextmanager
+def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
+    """Begin to gather what a step inside calls first, or all of it; a call of each unit waits for its own.
+
+    Not before the first call of ``root``, which sets FSDP2 up.
+    """
+    units = list(sharded_units(root))
+    look_before_gathering(root)
+    handles = [unit.unshard(async_op=True) for unit in (units if all_units else units[:1])]
+    yield
+    for handle in handles:
+        assert handle is not None
+        handle.wait()  # of what wasn't called: the next step would take it for its own weights
+    if handles:
+        reshard(root)
+
+
+def reshard(root: nn.Module) -> None:
+    """Free gathered parameters and register the sharded ones."""
+    if (held := whole_of(root)) is not None:
+        held.free()
+    for unit in sharded_units(root):
+        unit.reshard()
+
+
+@contextmanager
+def no_gradient_sync(root: nn.Module) -> Iterator[None]:
+    expect_backward(root, reduces=False)
+    try:
+        yield
+    finally:
+        expect_backward(root, reduces=True)
+
+
+def end_backward(root: nn.Module, *, reduces: bool) -> None:
+    """After the last backward of a step: what FSDP2 does by itself, where nothing is sharded."""
+    if (held := whole_of(root)) is not None:
+        if reduces:
+            held.hand_over_gradients()
+        held.free()
+
+
+def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
+    """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none.
+
+    Args:
+        root: The model.
+        reshards: Whether to free the gathered parameters of what has such gradients.
+    """
+    if (held := whole_of(root)) is not None:
+        held.hand_over_gradients()
+    for group in groups_under(root):
+        if has_unreduced_gradients(group):
+            group.reduce_grads = group.all_reduce_grads = True  # over shards and over replicas
+            group.reshard_after_backward = reshards
+            group.post_backward()
+            group.finalize_backward()
+
+
+def hold_gradients(units: Iterable[FSDPModule]) -> None:
+    """Hold gradients in 32 bits that came after the end of a unit's backward, as that does which doesn't reduce."""
+    for group in chain.from_iterable(map(groups_of, units)):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def forget_gradients(root: nn.Module) -> None:
+    """Drop gradients that were not reduced, as of an accumulation that was broken off: ``zero_grad`` doesn't."""
+    if (held := whole_of(root)) is not None:
+        held.forget_gradients()
+    for group in groups_under(root):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
+
+
+def gather_along(unit: FSDPModule) -> None:
+    """Take part where other ranks gather a unit to call it, and leave it as the call does."""
+    groups = list(groups_of(unit))
+    if any(group.is_unsharded for group in groups):
+        return  # they have it too
+    unit.unshard()
+    if any(group._reshard_after_forward for group in groups):
+        unit.reshard()
+
+
+def has_unreduced_gradients(group: Any) -> bool:
+    """Whether backwards have left any to a group of FSDP2's parameters."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None)
+        for parameter in group.fsdp_params
+    )

@@ -1,0 +1,209 @@
+"""Parameters that aren't sharded over data ranks: there is one, and no experts are dealt.
+
+FSDP2 would copy them for every gather, beside the ones that it keeps, and run hooks for each unit. Here the module
+holds, as everywhere between steps, DTensors (a checkpoint, a callback's averages and an optimizer ask what a rank holds
+of a whole), and while steps run in their place plain parameters over the same memory; where a tensor-parallel plan has
+split them, DTensors over it. What is gathered and freed by :mod:`lightning_shard.parallel.fsdp.shard` elsewhere is an
+exchange of references then, and as there a parameter has no gradient before the last backward.
+
+Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2.13), for each parameter in each step;
+``to_local()`` and ``from_local()`` are operations of autograd, and take ten times as long and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_shard.errors import StepError
+
+_OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
+_OF_PART: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
+_PLACEMENT = (Shard(0),)
+COPIED = (
+    "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
+    " keep a state_dict."
+)
+_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
+
+
+def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Make ``root``'s parameters DTensors of one rank, in place; a call of ``root`` runs on others over their memory.
+
+    Args:
+        root: The model, on any device or on meta. Parameters without dimensions or elements, and DTensors, are left as
+            they are.
+        mesh: Of this rank alone, with one axis.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.ndim and parameter.numel() and not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
+                    made[parameter] = nn.Parameter(own, parameter.requires_grad)
+                    made[parameter].__dict__.update(parameter.__dict__)
+                _put(module, name, made[parameter])
+    whole = _OF[root] = WholeParameters(mesh)
+    root.register_forward_pre_hook(_gather, prepend=True)
+    for module in root.modules():
+        _OF_PART[module] = whole  # copies have the hooks too
+        module.register_state_dict_pre_hook(_free)
+        module.register_load_state_dict_pre_hook(_free)
+
+
+def _gather(root: nn.Module, _: Any) -> None:
+    held = whole_of(root)
+    if held is None:
+        raise StepError(COPIED.format(kind=type(root).__name__))
+    held.gather(root)
+
+
+def _free(module: nn.Module, *_: Any, **__: Any) -> None:
+    if (whole := _OF_PART.get(module)) is not None:
+        whole.free()
+
+
+def whole_of(root: nn.Module) -> WholeParameters | None:
+    """What :func:`hold_whole` made, if it did."""
+    return _OF.get(root)
+
+
+class WholeParameters:
+    """The parameters that run in place of a module's own: plain ones where these are on ``mesh``."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._running: dict[nn.Parameter, nn.Parameter] = {}
+        self._slots: list[_Slot] = []
+        self._watched: set[nn.Parameter] = set()
+        self.is_gathered = False
+        self.in_microbatches = False
+        """A step's code runs several times, for parts of a batch, and would change a parameter each time. Nothing is
+        called between steps."""
+        self._versions: list[int] = []
+
+    def gather(self, root: nn.Module) -> None:
+        """Put those that run in place; what trains, and what memory they are over, may have changed."""
+        if self.is_gathered:
+            return
+        if not self._slots:  # not before: weights may be materialised, and moved, until the first call
+            self._slots = list(self._find(root))
+        for module, name, held, running in self._slots:
+            _check_same(module, name, held)
+            if isinstance(running, DTensor):
+                running._local_tensor = _local(held)
+            else:
+                running.data = _local(held)
+            if running.requires_grad != held.requires_grad:
+                running.requires_grad_(held.requires_grad)
+            # a hook keeps a weight's gradient from coming in a backward's second part (runtime/split_backward.py)
+            if held.requires_grad and held not in self._watched and not self.in_microbatches:
+                self._watched.add(held)
+                running.register_post_accumulate_grad_hook(partial(self._arrived, held))
+            _put(module, name, running)
+        self._versions = self._seen_versions()
+        self.is_gathered = True
+
+    def _find(self, root: nn.Module) -> Iterator[_Slot]:
+        for module in root.modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    if parameter not in self._running:
+                        same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
+                        self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
+                    yield module, name, parameter, self._running[parameter]
+
+    def free(self) -> None:
+        """Put the module's own in place, with what a step has set on those that ran."""
+        if self.is_gathered:
+            for module, name, held, running in self._slots:
+                _check_same(module, name, running)
+                _put(module, name, held)
+                if held.requires_grad != running.requires_grad:
+                    held.requires_grad_(running.requires_grad)
+                if _local(held).data_ptr() != _local(running).data_ptr():  # by an assignment to its data
+                    _local(held).data.copy_(_local(running).data)
+            self.is_gathered = False
+            for (module, name, _, running), before, now in zip(self._slots, self._versions, self._seen_versions()):
+                if before != now:
+                    raise StepError(
+                        f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(running.shape)}, was"
+                        " changed in place in a step, which runs once for each microbatch: make the change in"
+                        " on_train_batch_start or on_train_batch_end, or keep it as a buffer."
+                    )
+
+    def _seen_versions(self) -> list[int]:
+        return [running._version for _, _, _, running in self._slots] if self.in_microbatches else []
+
+    @torch.no_grad()
+    def hand_over_gradients(self) -> None:
+        """Give the module's own the gradients that backwards left on those that ran."""
+        for held, running in self._running.items():
+            if running.grad is not None:
+                self._hand_over(held, running)
+
+    def _hand_over(self, held: nn.Parameter, running: nn.Parameter) -> None:
+        assert running.grad is not None
+        gradient = self._laid_out(running.grad, held)
+        running.grad = None
+        held.grad = gradient if held.grad is None else held.grad + gradient
+        hooks: Any = getattr(held, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            hook(held)
+
+    @torch.no_grad()
+    def _arrived(self, held: nn.Parameter, running: Tensor) -> None:
+        """The gradient of a part that was called between steps: nobody else would hand it over."""
+        if not self.is_gathered:
+            assert isinstance(running, nn.Parameter)
+            self._hand_over(held, running)
+
+    def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """As the parameter is; split ones may have got it whole, or in summands, on each tensor rank."""
+        assert isinstance(like, DTensor)
+        if not isinstance(gradient, DTensor):
+            if _form(gradient) == _form(_local(like)):
+                return DTensor(gradient, like._spec, requires_grad=False)
+            return DTensor.from_local(gradient, self._mesh, _PLACEMENT, run_check=False)
+        if gradient.placements == like.placements:
+            return gradient
+        return gradient.redistribute(placements=like.placements)
+
+    def forget_gradients(self) -> None:
+        for running in self._running.values():
+            running.grad = None
+
+
+def _local(parameter: Tensor) -> Tensor:
+    held: Any = parameter
+    return held._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _form(tensor: Tensor) -> object:
+    """None where it isn't a strided one."""
+    return (tensor.shape, tensor.stride(), tensor.dtype) if tensor.layout == torch.strided else None
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Some modules keep their parameters in other places too, as recurrent layers do."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
+
+
+def _check_same(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if module._parameters.get(name) is not parameter:
+        raise StepError(
+            f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or"
+            " removed after the module was laid out on ranks, and the optimizer trains the former one: change its"
+            " values in place, as by copy_, or replace it before the fit."
+        )

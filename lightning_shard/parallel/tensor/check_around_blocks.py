@@ -1,0 +1,302 @@
+"""Whether split layers that a module holds beside its blocks compute what they compute whole.
+
+So a backbone with a projection of its own before its blocks, or a LightningModule that holds all itself. To run such a
+module on whole parameters would take all of them. So it is run twice more before its first call in training: split,
+and then with the layers beside the blocks whole, where each block returns what it returned in the first of these. What
+layers give whole, what the first block is given, and what the module returns must be the same.
+
+A layer that is given whole features and gives whole ones is right by itself: where there are no others, nothing is run.
+
+Not seen: what :mod:`lightning_shard.parallel.tensor.check_blocks` doesn't see, what is given or returned in parts, and
+code that can't run a second time without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_shard import tree
+from lightning_shard.errors import PlanError
+from lightning_shard.parallel.context.check_positions import Looking, random_state
+from lightning_shard.parallel.tensor.check_blocks import (
+    Alike,
+    OpaqueError,
+    are_alike,
+    copied,
+    is_called,
+    is_watched,
+    tell_of_draws,
+)
+from lightning_shard.parallel.tensor.small_weights import enlarged
+from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
+from lightning_shard.sharding import full_tensor
+
+Outcomes = list[tuple[str, list[Tensor]]]
+"""What was given to the first block, came from layers, and was returned: where, and its tensors."""
+
+
+class SplitAround:
+    """Modules that hold blocks, and split layers beside them, which are to be compared.
+
+    Args:
+        root: Whole, before anything wraps it.
+        blocks: Names of all blocks.
+        parts: Names of modules without blocks that are compared by themselves.
+        styles: Of modules, by name.
+        step: The name of the method by which ``root`` is called; ``None`` where it can't be run again.
+        looking_at: Gives what a run inside leaves behind, and puts it back; of ``root`` ``looking_at_step`` does.
+        alike: Over all ranks of a stage: blocks that run inside are gathered from the data ranks.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        blocks: Collection[str],
+        parts: Collection[str],
+        styles: Mapping[str, ParallelStyle],
+        step: str | None,
+        looking_at: Looking,
+        looking_at_step: Looking,
+        alike: Alike,
+    ) -> None:
+        inside = tuple(f"{name}." for name in (*blocks, *parts))
+        around = [name for name in styles if not f"{name}.".startswith(inside)]
+        crossing = [name for name in around if not _is_whole_outside(styles[name])]
+        owners = {_owner(root, name) for name in crossing}
+        owners.update("" for part in parts if _hands_on(part, styles))
+        if step is None:
+            owners.discard("")
+        if any(isinstance(style, ScatterSequence) for style in styles.values()):
+            owners.clear()
+        self._owners = [name for name in owners if not any(_is_in(name, other) for other in owners)]
+        self._blocks = [name for name in blocks if not any(_is_in(name, other) for other in blocks)]
+        within = tuple(f"{name}." for name in blocks)
+        self._layers = {name: style for name, style in styles.items() if not f"{name}.".startswith(within)}
+        self._forwards = {name: vars(root.get_submodule(name)).get("forward") for name in self._layers}
+        self._step = step
+        self._looking_at = looking_at
+        self._looking_at_step = looking_at_step
+        self._alike = alike
+
+    def compare(self, root: nn.Module) -> None:
+        """Have them compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
+        for name in self._owners:
+            owner = root.get_submodule(name)
+            blocks = {each: root.get_submodule(each) for each in self._blocks if _is_in(each, name)}
+            layers = {each: root.get_submodule(each) for each in self._layers if _is_in(each, name)}
+            if name:
+                self._compare_first_call(owner, name, "forward", blocks, layers, self._looking_at)
+            elif self._step:
+                self._compare_first_call(owner, self._step, self._step, blocks, layers, self._looking_at_step)
+
+    def _compare_first_call(
+        self,
+        owner: nn.Module,
+        name: str,
+        method: str,
+        blocks: Mapping[str, nn.Module],
+        layers: Mapping[str, nn.Module],
+        looking_at: Looking,
+    ) -> None:
+        own, had = getattr(owner, method), method in vars(owner)
+
+        @wraps(own)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            if not owner.training or not torch.is_grad_enabled() or is_watched(owner):
+                return own(*args, **kwargs)
+            if had:
+                vars(owner)[method] = own
+            else:
+                del vars(owner)[method]
+            inside = {parameter for block in blocks.values() for parameter in block.parameters()}
+            with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
+                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, looking_at)
+            if apart is not None:
+                raise PlanError(
+                    f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
+                    f" blocks are split than whole, first in {apart}. What follows a 'colwise' layer, up to a 'rowwise'"
+                    " one, must work on a part of its features: a norm or softmax over them, or things that lie one"
+                    " after the other in them, need all. Choose 'colwise_gather_output', and 'rowwise_split_input' for"
+                    " the layer behind it, or leave both out of the plan."
+                )
+            return own(*args, **kwargs)
+
+        vars(owner)[method] = compared
+
+    def _first_apart(
+        self,
+        owner: nn.Module,
+        name: str,
+        own: Callable[..., Any],
+        arguments: tuple[Any, Any],
+        blocks: Mapping[str, nn.Module],
+        layers: Mapping[str, nn.Module],
+        looking_at: Looking,
+    ) -> str | None:
+        """What isn't the same, in the order of the code; ``None`` also where that can't be known."""
+        device = next((parameter.device for parameter in owner.parameters()), torch.device("cpu"))
+        calls: list[_Call] = []
+        whole_outside = {name: layer for name, layer in layers.items() if _gives_whole(self._layers[name])}
+
+        def outcomes(replayed: Iterator[_Call] | None) -> tuple[Outcomes, bytes]:
+            args, kwargs = copied(arguments)
+            seen: Outcomes = []
+            with ExitStack() as inside:
+                for each, layer in whole_outside.items():
+                    inside.callback(layer.register_forward_hook(partial(_note_returned, each, seen)).remove)
+                if replayed is not None:
+                    for each, layer in layers.items():
+                        inside.enter_context(_whole(layer, self._forwards[each], keeps=each in whole_outside))
+                for each, block in blocks.items():
+                    if replayed is None:
+                        given = block.register_forward_pre_hook(partial(_note_given, each, seen), with_kwargs=True)
+                        left = block.register_forward_hook(partial(_record, each, calls, device))
+                        inside.callback(given.remove)
+                        inside.callback(left.remove)
+                    else:
+                        inside.enter_context(_replaying(each, block, seen, replayed))
+                returned = own(*args, **kwargs)
+            seen.append(("what it returns", _copies(returned)))
+            return seen, random_state(device)
+
+        with looking_at(owner) as traces:
+            whole = None
+            try:
+                with self._alike(name or "the step"):
+                    owner.eval()
+                    split, drawn = outcomes(None)
+                    traces.put_back()
+                    owner.eval()
+                    whole, drawn_whole = outcomes(iter(calls))
+            finally:
+                traces.put_back()
+        if whole is None:
+            return None  # the real run raises what is wrong by itself
+        if drawn != drawn_whole:
+            tell_of_draws(owner, name)
+        if drawn != drawn_whole or [where for where, _ in split] != [where for where, _ in whole]:
+            return None
+        for (where, ours), (_, theirs) in zip(split, whole):
+            pairs = [(a, b) for a, b in zip(ours, theirs) if a.shape == b.shape]  # others are given in parts
+            if not all(are_alike(a, b, None) for a, b in pairs):
+                return where
+        return None
+
+
+class _Call:
+    """One call of a block: which, what it returned, and the generators after it."""
+
+    def __init__(self, name: str, returned: Any, device: torch.device) -> None:
+        self.name = name
+        self.returned = returned
+        self._device = device
+        self._states = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def again(self) -> Any:
+        host, own = self._states
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, self._device)
+        return copied(self.returned)
+
+
+def _note_given(name: str, seen: Outcomes, _: nn.Module, args: Any, kwargs: Any) -> None:
+    """Of the first block: the others are given what blocks return, all of which would take much memory."""
+    if not any(where.endswith(_GIVEN) for where, _ in seen):
+        seen.append((f"what {name}{_GIVEN}", _copies((args, kwargs))))
+
+
+_GIVEN = " is given"
+
+
+def _record(name: str, calls: list[_Call], device: torch.device, _: nn.Module, __: Any, returned: Any) -> None:
+    calls.append(_Call(name, copied(returned), device))
+
+
+@contextmanager
+def _replaying(name: str, block: nn.Module, seen: Outcomes, calls: Iterator[_Call]) -> Iterator[None]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        _note_given(name, seen, block, args, kwargs)
+        call = next(calls, None)
+        if call is None or call.name != name:
+            raise OpaqueError
+        return call.again()
+
+    with _exchanged(block, forward):
+        yield
+
+
+@contextmanager
+def _whole(layer: nn.Module, forward: Callable[..., Any] | None, *, keeps: bool) -> Iterator[None]:
+    """Inside, a split layer is what it was before, but that the last of its hooks stays where it ``keeps`` that."""
+    last = [*layer._forward_hooks.items()][-1:] if keeps else []
+    parameters = [(part, dict(part._parameters)) for part in layer.modules()]
+    with _exchanged(layer, forward):
+        layer._forward_hooks.update(last)
+        for part, own in parameters:
+            part._parameters.update({k: None if p is None else full_tensor(p) for k, p in own.items()})  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            for part, own in parameters:
+                part._parameters.update(own)
+
+
+@contextmanager
+def _exchanged(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside, a module has no hooks, and another forward; ``None`` for its class' own."""
+    own: dict[str, Any] = vars(module)
+    before: dict[str, Any] = {
+        name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
+    }
+    own.update(_forward_hooks=type(own["_forward_hooks"])(), _forward_pre_hooks=type(own["_forward_pre_hooks"])())
+    own.pop("forward", None)
+    if forward is not None:
+        own["forward"] = forward
+    try:
+        yield
+    finally:
+        own.pop("forward", None)
+        own.update(before)
+
+
+def _note_returned(name: str, seen: Outcomes, _: nn.Module, __: Any, returned: Any) -> None:
+    seen.append((f"what {name} returns", _copies(returned)))
+
+
+def _copies(value: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tree.tensors(value)]
+
+
+def _owner(root: nn.Module, name: str) -> str:
+    """The nearest module around another that is called; the root is, by its step."""
+    while name:
+        name = name.rpartition(".")[0]
+        if is_called(root.get_submodule(name)):
+            return name
+    return ""
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def _is_whole_outside(style: ParallelStyle) -> bool:
+    return isinstance(style, Split) and style.given == REPLICATED and style.produced == REPLICATED
+
+
+def _gives_whole(style: ParallelStyle) -> bool:
+    return isinstance(style, Split) and style.produced == REPLICATED
+
+
+def _hands_on(part: str, styles: Mapping[str, ParallelStyle]) -> bool:
+    """Whether a part takes split features that none of it gives, or the other way round."""
+    own = [style for name, style in styles.items() if _is_in(name, part) and isinstance(style, Split)]
+    return any(style.given != REPLICATED for style in own) != any(style.produced != REPLICATED for style in own)

@@ -1,0 +1,283 @@
+"""Whether blocks that a user's own tensor-parallel plan splits compute what they compute whole.
+
+A plan that doesn't fit the code needn't fail: of a layer whose output is queries, keys and values, ``colwise`` gives
+each rank a part of them, one after the other, which the code then takes for other queries, keys and values. So in the
+first training step one block of each kind is run once more, on whole parameters, and what it adds is compared; and so
+is each module beside the blocks that holds split layers, such as a head of several. A model's own plan is believed, but
+for blocks that hold modules of a user's.
+
+What modules with blocks hold beside them is compared by :mod:`lightning_shard.parallel.tensor.check_around_blocks`.
+
+Trained parameters that begin as zeros, or small, hold other numbers meanwhile (``small_weights.py``).
+
+Not seen: blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or
+return a part of the features, what draws random numbers for a part of them, of which is told, and plans that deal
+sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.func import functional_call
+
+from lightning_shard import tree
+from lightning_shard.errors import PlanError
+from lightning_shard.parallel.context.check_positions import Looking, Traces, random_state
+from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
+from lightning_shard.parallel.tensor.small_weights import enlarged
+from lightning_shard.parallel.tensor.styles import ScatterSequence
+from lightning_shard.sharding import full_tensor
+
+_APART = {torch.float64: 0.02, torch.float32: 0.02}
+_APART_IN_16_BITS = 0.2
+"""By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
+
+_PACKAGES = ("torch.", "transformers.", "peft.")
+Alike = Callable[[str], AbstractContextManager[None]]
+"""Around a run that may fail, by a name: an error in it is left out where all ranks of a run have one."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class SplitBlocks:
+    """Blocks of which one of each kind is to be compared.
+
+    Args:
+        blocks: Whole, by name, before anything wraps them.
+        parts: Others, that may be given or return a part of the features.
+        styles: Of modules, by name.
+        looking_at: Gives what a run inside leaves behind, and puts it back.
+        alike: Over the tensor ranks, and those that experts in blocks are dealt to.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        parts: Mapping[str, nn.Module],
+        styles: Mapping[str, ParallelStyle],
+        looking_at: Looking,
+        alike: Alike,
+    ) -> None:
+        kinds: dict[Any, str] = {}
+        deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
+        modules_by_name = {**blocks, **parts}
+        for name, block in modules_by_name.items() if not deals_sequences else ():
+            inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
+            if inside and not _is_hooked(block):
+                modules = tuple((n, type(module)) for n, module in block.named_modules())
+                kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
+        self._copies = {name: _without_hooks(modules_by_name[name]) for name in kinds.values()}
+        self._parts = parts.keys()
+        self._looking_at = looking_at
+        self._alike = alike
+
+    def compare(self, root: nn.Module) -> None:
+        """Have the blocks compared in their first call in training, on all tensor ranks.
+
+        ``root`` isn't sharded or cut yet: what stands in for a block's calls is to call what compares it.
+        """
+        for name, whole in self._copies.items():
+            block, is_part = root.get_submodule(name), name in self._parts
+            _compare_first_call(block, name, whole, self._looking_at, self._alike, is_part)
+
+
+def beside_blocks(root: nn.Module, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
+    """The outermost modules below ``root`` that hold split layers and no blocks."""
+    for name, _ in root.named_children():
+        yield from _beside(root, name, blocks, styles)
+
+
+def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
+    module = root.get_submodule(name)
+    if name in blocks or not any(style.startswith(f"{name}.") for style in styles):
+        return
+    if is_called(module) and not any(block.startswith(f"{name}.") for block in blocks):
+        yield name
+        return
+    for key, _ in module.named_children():
+        yield from _beside(root, f"{name}.{key}", blocks, styles)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether it has code of its own, as containers haven't."""
+    return type(module).forward is not nn.Module.forward
+
+
+def holds_others(block: nn.Module) -> bool:
+    """Whether some module in it is neither torch's nor of the libraries whose models declare plans."""
+    return any(not type(module).__module__.startswith(_PACKAGES) for module in block.modules())
+
+
+def _is_hooked(block: nn.Module) -> bool:
+    """Whether what a copy without hooks computes may be something else, as where torch's older weight_norm is one."""
+    return any(has_other_hooks(module, ()) for module in block.modules() if module is not block)
+
+
+def _without_hooks(block: nn.Module) -> nn.Module:
+    """A copy without memory for its parameters. Generators stay the block's: both draw from where they stand."""
+    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in block.buffers()}
+    for module in block.modules():
+        memo.update({id(value): value for value in vars(module).values() if isinstance(value, _GENERATORS)})
+    for parameter in block.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    whole = copy.deepcopy(block, memo)
+    for module in whole.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    return whole.eval()
+
+
+def _compare_first_call(
+    block: nn.Module, name: str, whole: nn.Module, looking_at: Looking, alike: Alike, is_part: bool
+) -> None:
+    own, had, is_done = block.forward, "forward" in block.__dict__, False
+
+    @wraps(own)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_done
+        if is_done or not block.training or not torch.is_grad_enabled() or is_watched(block):
+            return own(*args, **kwargs)
+        is_done = True
+        if block.__dict__.get("forward") is compared:  # and not what stands in for it, and calls this
+            if had:
+                block.__dict__["forward"] = own
+            else:
+                del block.__dict__["forward"]
+        with suppress(OpaqueError), torch.no_grad(), enlarged(block.parameters()):
+            _check(block, name, own, whole, looking_at, alike, (args, kwargs), is_part)
+        return own(*args, **kwargs)
+
+    block.__dict__["forward"] = compared
+
+
+def is_watched(block: nn.Module) -> bool:
+    """Whether a user's hooks inside would see one run more."""
+    return any(
+        has_other_hooks(module, ("torch.", "lightning_shard.", "lightning."))
+        for module in block.modules()
+        if module is not block
+    )
+
+
+class OpaqueError(Exception):
+    """Arguments that a run could change, and that can't be copied."""
+
+
+def copied(value: Any) -> Any:
+    """Arguments for one run more, which may write to them; transformers' caches, to which it would add, are left out.
+
+    Raises:
+        OpaqueError: It isn't known what a run would do to them.
+    """
+    if isinstance(value, Tensor):
+        return value.clone()
+    if is_cache(value):
+        return None
+    if tree.is_node(value):
+        return tree.rebuild(value, [copied(each) for _, each in tree.children(value)])
+    if isinstance(value, PLAIN):
+        return value
+    raise OpaqueError
+
+
+def _check(
+    block: nn.Module,
+    name: str,
+    own: Callable[..., Any],
+    whole: nn.Module,
+    looking_at: Looking,
+    alike: Alike,
+    arguments: tuple[Any, Any],
+    is_part: bool,
+) -> None:
+    tensors = {key: full_tensor(value) for key, value in chain(block.named_parameters(), block.named_buffers())}
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+    # a run may write to what it is given, and to buffers
+
+    def split_run() -> Any:
+        args, kwargs = copied(arguments)
+        return own(*args, **kwargs)
+
+    def whole_run() -> Any:
+        buffers = {key: tensors[key].clone() for key, _ in block.named_buffers()}
+        return functional_call(whole, tensors | buffers, *copied(arguments))
+
+    with looking_at(block) as traces:
+        for own_part, part in zip(block.modules(), whole.modules()):
+            part.training = own_part.training
+        with alike(name):  # a part may be given a part of the features
+            _, drawn = _outcome(split_run, traces, device)
+            _, drawn_whole = _outcome(whole_run, traces, device)
+            if drawn != drawn_whole:
+                tell_of_draws(block, name)
+        whole.eval()
+        block.eval()
+        split, drawn = _outcome(split_run, traces, device)
+        expected = None
+        with alike(name) if is_part else nullcontext():
+            expected, drawn_whole = _outcome(whole_run, traces, device)
+        if expected is None:
+            return  # it is given a part of the features
+    given = next(iter(tree.tensors(arguments)), None)
+    pairs = list(zip(split, expected))
+    if is_part and any(ours.shape != theirs.shape for ours, theirs in pairs):
+        return  # what follows takes a part of the features
+    drew_alike = drawn == drawn_whole  # else it draws for its part of the features, so other numbers
+    for ours, theirs in pairs:
+        if ours.shape != theirs.shape or (drew_alike and not are_alike(ours, theirs, given)):
+            raise PlanError(
+                f"tensor_parallel_plan: {name} computes something else when it is split than whole. A layer whose"
+                " output holds several things one after the other, such as queries, keys and values, can't be"
+                " 'colwise', which gives each rank a part of all its features: choose 'colwise_gather_output', and"
+                " 'rowwise_split_input' for the layer behind it, or a layer for each. What follows a 'colwise' layer,"
+                " up to a 'rowwise' one, must work on a part of its features or heads."
+            )
+
+
+def tell_of_draws(module: nn.Module, name: str) -> None:
+    """Warn, on one tensor rank, of a module that draws random numbers for features that are split."""
+    meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
+    coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
+    if coordinate and not any(coordinate):
+        warnings.warn(
+            f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
+            " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
+            " one process, but features of different ranks are dropped together. Where that matters, drop features"
+            " where they are whole (behind the 'rowwise' layer), or give the layers around it the styles"
+            " 'colwise_gather_output' and 'rowwise_split_input'.",
+            stacklevel=2,
+        )
+
+
+def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tuple[list[Tensor], bytes]:
+    """Tensors that it returns, and where it leaves the generators; then all is as before it."""
+    try:
+        # clones, since what it returns may be a buffer, which is put back
+        return [tensor.clone() for tensor in tree.tensors(run())], random_state(device)
+    finally:
+        traces.put_back()
+
+
+def are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
+    if not theirs.is_floating_point() or not theirs.numel():
+        return True
+    largest = theirs.abs().max()
+    rounding = 4 * torch.finfo(theirs.dtype).eps * largest
+    if given is not None and given.shape == theirs.shape:  # where it adds to that
+        largest = torch.minimum(largest, (theirs - given).abs().max())
+    apart = _APART.get(ours.dtype, _APART_IN_16_BITS) * largest + rounding
+    return not bool((ours - theirs).abs().max() > apart)

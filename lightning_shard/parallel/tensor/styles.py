@@ -1,0 +1,251 @@
+"""Styles of tensor parallelism: how one module is split over the tensor axis.
+
+For a layer ``Y = X·W + b`` on ``p`` ranks:
+
+* ``colwise``: ``W = [W_1 … W_p]`` by output features; every rank has all of ``X`` and its columns of ``Y``.
+* ``rowwise``: ``W`` by input features; every rank has its columns of ``X``, and ``Y = Σ X_i·W_i`` is all-reduced.
+
+so colwise followed by rowwise costs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_shard import tree
+from lightning_shard.errors import PlanError
+from lightning_shard.parallel.tensor.local_modules import (
+    computing_with,
+    local_parameters,
+    shared,
+    split_parameter,
+    summed,
+)
+
+REPLICATED, LAST, _SEQUENCE, _HEADS = Replicate(), Shard(-1), Shard(1), Shard(-2)
+
+
+class IndivisibleError(PlanError):
+    """A parameter's size isn't a multiple of the tensor axis."""
+
+
+@dataclass(frozen=True)
+class Split(ParallelStyle):
+    """How one module's parameters, input and output lie on the tensor axis.
+
+    Attributes:
+        features: ``"out"``, ``"in"`` (of a linear layer), ``"rows"`` (of an embedding's table), or ``None`` for
+            replicated parameters.
+        given: How the input is handed to the module, a plain tensor on every rank.
+        wanted: How the module computes with it.
+        produced: How the output is handed on, again as a plain tensor.
+    """
+
+    features: str | None
+    given: Placement
+    wanted: Placement
+    produced: Placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._split, self._take, self._hand_on)  # type: ignore[arg-type]
+
+    def _split(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            placement = self.placement(module, f"{name}.{key}", parameter, mesh.size())
+            # Every rank holds the same full values here, so each takes its own part and nothing is sent.
+            part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+            module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+    def placement(self, module: nn.Module, name: str, parameter: nn.Parameter, parts: int) -> Placement:
+        """Where one of a module's parameters goes.
+
+        Raises:
+            IndivisibleError: Its size doesn't divide.
+        """
+        if self.features is None:
+            return REPLICATED
+        if self.features == "rows":
+            dim = 0
+        else:
+            # transformers' Conv1D (GPT-2) keeps its weight as [in, out], nn.Linear as [out, in]; a bias is [out].
+            out_dim = parameter.ndim - 1 if type(module).__name__ == "Conv1D" else 0
+            if parameter.ndim == 1:
+                if self.features == "in":
+                    return REPLICATED
+                dim = 0
+            else:
+                dim = out_dim if self.features == "out" else 1 - out_dim
+        if parameter.size(dim) % parts:
+            raise IndivisibleError(
+                f"{name} of a {type(module).__name__} has {parameter.size(dim)} {self.features} features, which"
+                f" tensor_parallel_size ({parts}) must divide: choose another size, or leave it out of the plan."
+            )
+        return Shard(dim)
+
+    def _take(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if not inputs:
+            raise PlanError(
+                f"A {type(module).__name__} of the tensor-parallel plan was called without positional input."
+            )
+        first = inputs[0]
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, mesh, [self._on(self.given, first)], run_check=False)
+        return (first.redistribute(mesh, [self._on(self.wanted, first)]), *inputs[1:])
+
+    def _hand_on(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        if not isinstance(output, DTensor):
+            return output
+        return output.redistribute(mesh, [self._on(self.produced, output)]).to_local()
+
+    @staticmethod
+    def _on(placement: Placement, tensor: Tensor) -> Placement:
+        return Shard(placement.dim % tensor.ndim) if isinstance(placement, Shard) else placement
+
+
+class ScatterSequence(ParallelStyle):
+    """Cut a module's input ``[batch, sequence, …]`` by sequence: from here on each rank has its own part of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def scatter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole = DTensor.from_local(inputs[0], device_mesh, [REPLICATED], run_check=False)
+            return (whole.redistribute(device_mesh, [_SEQUENCE]).to_local(), *inputs[1:])
+
+        module.register_forward_pre_hook(scatter)
+        return module
+
+
+class OwnShare(ParallelStyle):
+    """A module that runs by its own code on this rank's part of its parameters, and returns a summand of its output.
+
+    So a mixture's experts, ``[experts, features, features]``: each rank has a part of every expert's inner features.
+
+    Args:
+        placements: Of all its parameters, by name.
+    """
+
+    def __init__(self, placements: Mapping[str, Placement]) -> None:
+        self._placements = placements
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for key, placement in self._placements.items():
+            split_parameter(module, key, device_mesh, [placement])
+        own_forward: Any = type(module).forward
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            given = [_to_shares(value, device_mesh) for value in args]
+            named = {key: _to_shares(value, device_mesh) for key, value in kwargs.items()}
+            with local_parameters(module):
+                return summed(own_forward(module, *given, **named), device_mesh.get_group())
+
+        module.forward = MethodType(forward, module)  # a method, so that a copy of the module has one of its own
+        return module
+
+
+class SummedGradients(ParallelStyle):
+    """A module that every rank runs on features or heads of its own, with parameters that all ranks hold alike.
+
+    So a norm over each head, or an activation with a trained slope: a rank's gradients are summands.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own_forward: Any = type(module).forward
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with computing_with(module, partial(_to_shares, mesh=device_mesh)):
+                return own_forward(module, *args, **kwargs)
+
+        module.forward = MethodType(forward, module)
+        return module
+
+
+class SharedOutput(ParallelStyle):
+    """A module computed alike on all ranks, of whose output each has use for features or heads of its own.
+
+    So a single head's keys and values beside queries that are split, or a gate: gradients are summands there.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_: nn.Module, __: Any, output: Any) -> Any:
+            return tree.map_leaves(partial(_to_shares, mesh=device_mesh), output)
+
+        module.register_forward_hook(share)
+        return module
+
+
+class SharedByHeads(ParallelStyle):
+    """A module computed alike on all ranks, of whose output the last features go to each rank's own heads.
+
+    Their gradients are summands; those of the others come from a column-wise layer, whole.
+
+    Args:
+        features: How many.
+    """
+
+    def __init__(self, features: int) -> None:
+        self._features = features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            rest, shared = output.split([output.size(-1) - self._features, self._features], dim=-1)
+            return torch.cat([rest, _to_shares(shared, device_mesh)], dim=-1)
+
+        module.register_forward_hook(share)
+        return module
+
+
+def _to_shares(value: Any, mesh: DeviceMesh) -> Any:
+    """A tensor that all ranks hold alike, and each uses for its part of a computation: gradients are added up."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return shared(value, mesh.get_group())
+
+
+#: The styles by name. Names shared with transformers' plans mean the same.
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": Split("out", REPLICATED, REPLICATED, LAST),
+    "colwise_gather_output": Split("out", REPLICATED, REPLICATED, REPLICATED),
+    "rowwise": Split("in", LAST, LAST, REPLICATED),
+    "rowwise_split_input": Split("in", REPLICATED, LAST, REPLICATED),
+    "embedding_rowwise": Split("rows", REPLICATED, REPLICATED, REPLICATED),
+    "replicated_with_grad_allreduce": SummedGradients(),
+    "shared_output": SharedOutput(),
+    # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is split by sequence. It begins
+    # with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
+    "scatter_sequence": ScatterSequence(),
+    "sequence": Split(None, _SEQUENCE, _SEQUENCE, _SEQUENCE),
+    "colwise_sequence": Split("out", _SEQUENCE, REPLICATED, LAST),
+    "rowwise_sequence": Split("in", LAST, LAST, _SEQUENCE),
+    "gather_sequence": Split(None, _SEQUENCE, REPLICATED, REPLICATED),
+}
+BY_HEADS = Split("out", _HEADS, _HEADS, _HEADS)
+"""A module with ``[heads, head size]`` of parameters, on ``[…, heads, head size]``."""
+EXPERTS, MLA = "moe_tp_experts", "mla_kv_a_proj"
+"""Styles of transformers' plans that depend on the module."""
+MODULE_STYLE_NAMES = {*STYLES, EXPERTS, MLA}
+
+#: How a parameter of experts, ``[experts, …, …]``, is cut: the dim from its end, and of how many matrices it is packed.
+CUTS: dict[str, tuple[int, int]] = {
+    "colwise": (2, 1),
+    "rowwise": (1, 1),
+    "packed_colwise": (2, 2),
+    "packed_rowwise": (1, 2),
+}
+STYLE_NAMES = {*MODULE_STYLE_NAMES, *CUTS}
+"""All that a plan may name, of modules and of parameters."""

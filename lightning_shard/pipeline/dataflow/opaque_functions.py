@@ -1,0 +1,100 @@
+"""Functions met as a whole: a model's own autograd functions, ``torch.func``'s transforms, scripted functions.
+
+torch's function modes see the operations inside of ``Function.forward``, where gradients are off, and not the function
+itself. Inside of a transform, such as ``vmap``, or of a scripted function tensors lose their class, and with it that
+they aren't known. So while a thread traces, such calls are told as one operation.
+
+Private (torch 2.11 to 2.13): the functions that ``torch.func``'s transforms call.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch._functorch import apis, eager_transforms
+from torch.autograd import Function
+
+from lightning_shard.pipeline.dataflow.taint import Unknown, met_inside
+
+
+class Watcher(Protocol):
+    def begins(self, args: Any) -> None: ...
+
+    def ends(self, name: str, result: Any, *, unknown: list[Unknown]) -> Any: ...
+
+
+_apply: Any = Function.__dict__["apply"]
+_of_thread = threading.local()
+_lock = threading.Lock()
+_told_now: list[Watcher] = []
+
+
+def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    call = _apply.__get__(None, cls)
+    watcher: Watcher | None = getattr(_of_thread, "watcher", None)
+    if watcher is None:
+        return call(*args, **kwargs)
+    watcher.begins((args, kwargs))
+    return watcher.ends(cls.__name__, call(*args, **kwargs), unknown=[])
+
+
+def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        watcher: Watcher | None = getattr(_of_thread, "watcher", None)
+        if watcher is None:
+            return call(*args, **kwargs)
+        watcher.begins((args, kwargs))
+        with met_inside((args, kwargs)) as unknown:  # or in a closure
+            result = call(*args, **kwargs)
+        return watcher.ends(call.__name__, result, unknown=unknown)
+
+    return told
+
+
+_WHOLE: list[tuple[Any, str, Any, Any]] = [
+    (Function, "apply", _apply, classmethod(_told_apply)),
+    *(
+        (holder, name, getattr(holder, name), _telling(getattr(holder, name)))
+        for holder, name in [
+            (apis, "vmap_impl"),
+            (eager_transforms, "_jvp_with_argnums"),
+            (torch.jit.ScriptFunction, "__call__"),
+        ]
+    ),
+]
+"""Who holds a function, its name, the function, and the one that tells of it."""
+
+
+@contextmanager
+def told_to(watcher: Watcher) -> Iterator[None]:
+    """Inside, on this thread, each such call is told to ``watcher``, which may change its result."""
+    with _lock:
+        _told_now.append(watcher)
+        for holder, name, _, telling in _WHOLE:
+            setattr(holder, name, telling)
+    _of_thread.watcher = watcher
+    try:
+        yield
+    finally:
+        _of_thread.watcher = None
+        with _lock:
+            _told_now.remove(watcher)
+            if not _told_now:
+                for holder, name, plain, _ in _WHOLE:
+                    setattr(holder, name, plain)
+
+
+def is_inside() -> bool:
+    """Whether the caller runs within an autograd function, however it was called: what it computes has no gradient."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _apply.__func__.__code__:
+            return True
+        frame = frame.f_back
+    return False

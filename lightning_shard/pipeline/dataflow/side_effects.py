@@ -1,0 +1,186 @@
+"""What blocks change beside what they return, by writing to arguments and setting attributes; what can be sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.namespaces import is_machinery, namespaces
+from lightning_shard.pipeline.dataflow.crossing import Slot
+
+_GIVEN = "a list, dict or dataclass that it is given"
+_LISTS = (list, dict, set, deque)
+_SIMPLE = (Tensor, bool, int, float, str, tuple)
+"""What code of a user's keeps under names of its own; libraries keep other things under such."""
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
+"""Attributes of every module, such as its hooks, and what stands in for its method."""
+_RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a block could change, as it was before its call.
+
+    Attributes:
+        lists: Lists, dicts, sets and dataclasses that it could add to: where they are, themselves, and what was in
+            them.
+        objects: Objects of other classes that it is given, and the tensors among their attributes.
+        beside: What its code keeps under global names, and as attributes of classes and functions; ``None`` where that
+            isn't looked at.
+    """
+
+    block: nn.Module
+    arguments: list[tuple[Any, int]]
+    lists: list[tuple[str, Any, list[Any]]]
+    objects: list[tuple[Any, list[Tensor]]]
+    attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
+    beside: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, block: nn.Module, arguments: Any, *, looks_beside: bool = False) -> Before:
+        """
+        Args:
+            looks_beside: Whether what its code keeps beside objects is looked at, which takes longer.
+        """
+        noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
+        given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
+        objects = [(leaf, _tensors_of(leaf)) for _, leaf in tree.walk(arguments) if _is_opaque(leaf)]
+        own = [
+            (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
+            for path, module in block.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, _LISTS) and key not in _OF_TORCH
+        ]
+        beside = _beside(block) if looks_beside else None
+        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in beside or () if isinstance(v, _LISTS)]
+        attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
+        return cls(block, noted, [*given, *own], objects, attributes, None if beside is None else dict(beside))
+
+    def slot(self, leaf: Any) -> Any:
+        """An output's; it may be an argument, handed on."""
+        place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
+        return replace(Slot.of(leaf), argument=place) if isinstance(leaf, Tensor) else leaf
+
+    def handed_on(self, output: Any) -> tuple[tuple[int | None, int], ...]:
+        """Which containers that it was given a block returns: their place in a tuple, if it's one, and in these."""
+        places = {id(each): place for place, (what, each, _) in enumerate(self.lists) if what == _GIVEN}
+        if id(output) in places:
+            return ((None, places[id(output)]),)
+        returned = output if type(output) is tuple else ()
+        return tuple((number, places[id(each)]) for number, each in enumerate(returned) if id(each) in places)
+
+    def changed(self, name: str, output: Any) -> list[tuple[int, Tensor]]:
+        """The tensors among the arguments that were written to, by their place.
+
+        Args:
+            name: The block's.
+            output: What it returned: containers that it was given may be changed and returned.
+
+        Raises:
+            StepError: Another container among them has other entries, an object other tensors, or a list of the
+                block's own, or what its code keeps beside objects, new ones with gradients: what else it keeps there,
+                such as masks made once, is its matter.
+        """
+        returned = {id(each) for each in tree.containers(output)}
+        for what, each, entries in self.lists:
+            now = _entries(each)
+            known = set(map(id, entries))
+            is_changed = (
+                id(each) not in returned and not tree.same_entries(entries, now)
+                if what == _GIVEN
+                else _has_gradients([entry for entry in now if id(entry) not in known])
+            )
+            if is_changed:
+                raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
+        for each, tensors in self.objects:
+            if not tree.same_entries(tensors, _tensors_of(each)):
+                raise StepError(
+                    f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
+                    " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
+                )
+        for key, value in _beside(self.block) if self.beside is not None else ():
+            if value is not (self.beside or {}).get(key) and _has_gradients([value]):
+                raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
+        places = enumerate(self.arguments)
+        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
+
+    def kept(self) -> list[tuple[str, str, Any]]:
+        """The attributes and buffers that modules of the block have set, or written to."""
+        return [
+            (path, key, value)
+            for path, module, before in self.attributes
+            for key, (value, version) in _attributes(module)
+            if before.get(key, (before, 0))[0] is not value or before[key][1] != version
+        ]
+
+
+def check_sendable(name: str, output: Any) -> None:
+    """Of what a block returns, tensors are sent, and what is the same for each microbatch.
+
+    Raises:
+        StepError: It returns objects that hold tensors, an iterator, or tensors that aren't dense.
+    """
+    for _, leaf in tree.walk(output):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            raise StepError(
+                f"{name} returns a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}, which"
+                " can't be sent to another pipeline stage: return dense ones, padded, and make it of them where it is"
+                " used; or use pipeline_parallel_size=1."
+            )
+        if isinstance(leaf, Iterator) or (_is_opaque(leaf) and _tensors_of(leaf)):
+            raise StepError(
+                f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return"
+                " tensors, or tuples, lists, dicts or dataclasses of these; or use pipeline_parallel_size=1."
+            )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
+    for key, value in chain(vars(module).items(), module._buffers.items()):
+        if key not in _OF_TORCH and (not key.startswith("_") or isinstance(value, _SIMPLE)):
+            yield key, (value, _version(value))
+
+
+def _beside(block: nn.Module) -> list[tuple[str, Any]]:
+    """What its code keeps beside objects, and what objects there hold, by names."""
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
+    found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
+    objects = {name: value for name, value in found.items() if _is_opaque(value) and not is_machinery(value)}
+    return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
+
+
+def _entries(container: Any) -> list[Any]:
+    """What is in it; sharding exchanges parameters, also in lists of them.
+
+    Of a dict by the builtin's own methods: those of transformers' mappings of all models import each.
+    """
+    if dataclasses.is_dataclass(container):
+        return [value for _, value in tree.children(container)]
+    entries = [*dict.keys(container), *dict.values(container)] if isinstance(container, dict) else list(container)
+    return [entry for entry in entries if not isinstance(entry, nn.Parameter)]
+
+
+def _has_gradients(values: list[Any]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in tree.walk(values))
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether it is an object that isn't looked into, neither a tensor nor any nesting of these."""
+    return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """An opaque object's attributes that are tensors."""
+    return [each for each in vars(value).values() if isinstance(each, Tensor)]

@@ -1,0 +1,155 @@
+"""State that a microbatch leaves, and the next one reads.
+
+In one process a step is called once for a batch, and goes on from what the batch before left: counters, averages, the
+states of recurrent layers. Here it is called for each microbatch, and on an earlier stage it ends where the stage does.
+So the state isn't that of one process; where what is computed depends on it, neither is the result.
+
+That is seen by running a microbatch twice: from what the one before has left, and from what that one began with. It is
+asked once for each kind of step, in whatever way state is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.crossing import Counted
+from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, run_anew
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Of a tensor's largest value, on the CPU: what the first run has cached may be rounded once more."""
+_TOLERANCE_IN_HALF = 1e-2
+_TOLERANCE_ON_DEVICES = 1e-3
+"""At least, where sums are taken in no fixed order."""
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A microbatch that ran, and the state that this rank's first stage began it with.
+
+    Attributes:
+        counted: The operations of each stage.
+    """
+
+    i: int
+    memory: Memory
+    counted: dict[int, Counted] = field(default_factory=dict)
+
+
+class LeftState:
+    """Of the kinds of steps, those of which it is known that they read no state that microbatches leave.
+
+    Args:
+        remember: Notes what a step may change beside gradients.
+    """
+
+    def __init__(self, remember: Callable[[], Memory]) -> None:
+        self._remember = remember
+        self._known: set[str] = set()
+        self._begun: _Begun | None = None
+        self._checked = 0  # stages of this rank, in this batch
+
+    def begins(self, kind: str, keys: Sequence[Hashable], i: int) -> None:
+        """Microbatch ``i`` is about to run on a stage; it is known what crosses.
+
+        Args:
+            keys: All microbatches' signatures.
+        """
+        if self._begun is None and self._asks(kind, keys, i):
+            self._begun = _Begun(i, self._remember())
+
+    def searched(
+        self, kind: str, keys: Sequence[Hashable], i: int, memory: Memory, ran: Sequence[Ran], run: RunStep
+    ) -> None:
+        """Microbatch ``i`` has run on all of this rank's stages, to find out what crosses.
+
+        Args:
+            memory: The state that it began with; forgotten here, or later.
+        """
+        if self._begun is None or i != self._begun.i + 1 or not all(map(self._is_comparable, ran)):
+            self.ends()
+            if self._asks(kind, keys, i):
+                self._begun = _Begun(i, memory, {each.stage.index: each.passage.counted for each in ran})
+                return
+        memory.forget()
+        for each in ran:
+            self.ran(kind, keys, i, each, len(ran), run)
+
+    def ran(self, kind: str, keys: Sequence[Hashable], i: int, ran: Ran, stages: int, run: RunStep) -> None:
+        """Microbatch ``i`` has, on one of this rank's stages.
+
+        Raises:
+            StepError: It would have gone another way from the state of the microbatch before.
+        """
+        if self._begun is None:
+            return
+        self._begun.counted.setdefault(ran.stage.index, ran.passage.counted)
+        if i != self._begun.i + 1 or not self._is_comparable(ran):
+            return
+        before = self._begun.memory
+        changed, now = before.changed(), self._remember()
+        before.put_back()
+        is_same = _same(ran, run_anew(ran, run, i))
+        now.put_back()
+        now.forget()
+        if not is_same:
+            raise _reads_what_is_left(changed, len(keys))
+        self._checked += 1
+        if self._checked == stages:
+            self._known.add(kind)
+            self.ends()
+
+    def ends(self) -> None:
+        """The batch does."""
+        if self._begun is not None:
+            self._begun.memory.forget()
+        self._begun, self._checked = None, 0
+
+    def _is_comparable(self, ran: Ran) -> bool:
+        """Whether values have the names that they had for the microbatch before, where these are numbers.
+
+        A first microbatch may run more operations, to fill caches.
+        """
+        assert self._begun is not None
+        return not ran.crossing.is_traced() or self._begun.counted.get(ran.stage.index) == ran.passage.counted
+
+    def _asks(self, kind: str, keys: Sequence[Hashable], i: int) -> bool:
+        return kind not in self._known and keys[i : i + 1] == keys[i + 1 : i + 2]
+
+
+def _reads_what_is_left(changed: Sequence[str], microbatches: int) -> StepError:
+    named = [path or "attributes of the LightningModule" for path in changed]
+    kept = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "")
+    return StepError(
+        "The result of a step depends on what the step before has left"
+        f" ({kept or 'something that is kept outside of the LightningModule'} changes). A batch goes through the"
+        f" pipeline in {microbatches} microbatches, each a call of the step, and an earlier stage leaves the step after"
+        " its last block: one process would go on from what the batch before has left. Set it anew where the step"
+        " begins, change it in on_train_batch_start or on_train_batch_end, or use pipeline_parallel_size=1."
+    )
+
+
+def _same(one: Ran, other: Ran) -> bool:
+    first, second = (tree.tensors((each.passage.sent, each.result)) for each in (one, other))
+    return len(first) == len(second) and all(map(_close, first, second))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Waits for the device."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other) or not one.numel():
+        return True
+    if not one.is_floating_point():
+        return False
+    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE_IN_HALF)
+    if one.device.type != "cpu":
+        tolerance = max(tolerance, _TOLERANCE_ON_DEVICES)
+    largest = float(one.detach().nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(one, other, rtol=0, atol=tolerance * largest, equal_nan=True)

@@ -1,0 +1,172 @@
+"""What the user's code does around the blocks, operation by operation, where results of operations cross a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow import opaque_functions
+from lightning_shard.pipeline.dataflow.crossing import Key, Passage, Value, keep, value_of
+from lightning_shard.pipeline.dataflow.taint import (
+    Hollow,
+    Unknown,
+    base_of,
+    computed,
+    leaves,
+    mark,
+    mark_all,
+    memory_of,
+    writes,
+)
+
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+class Trace(TorchFunctionMode):
+    """Counts the operations of the user's code outside of the blocks, and puts what was received in their place.
+
+    Every function of torch that gives or changes a tensor counts, in the order of the calls, and as a whole every call
+    of a part around the blocks and of an autograd function: the same on each stage.
+    """
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self._passage = passage
+        self._suspended = 0
+        self._off = False
+        self._parents: tuple[Value, ...] = ()
+        self._written: dict[int, Unknown] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended or (
+            not torch.is_grad_enabled() and self._passage.differentiates and opaque_functions.is_inside()
+        ):
+            return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            raise StepError(
+                f"The step takes gradients itself ({func.__name__}), and with several pipeline stages they would be of"
+                " one stage only: use pipeline_parallel_size=1."
+            )
+        self.see_written((args, kwargs))
+        parents = self._unknown_in((args, kwargs))
+        result = computed(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
+        changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
+        result = self._counted(name, result, changed, parents)
+        if self._passage.searching:
+            unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
+            self._written.update((memory_of(leaf), leaf) for leaf in unknown)
+        return result
+
+    def see_written(self, value: Any) -> None:
+        """Have known tensors be unknown whose memory was written to, by another view, with what isn't known."""
+        for leaf in leaves(value) if self._written else ():
+            if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
+                unknown: Any = mark(leaf, source.origin)
+                unknown.value = source.value
+
+    def begins(self, args: Any) -> None:
+        """A part around the blocks, or an autograd function, is called: it counts as one operation of ``args``."""
+        if not self._suspended:
+            self.see_written(args)
+            self._parents = self._unknown_in(args)
+        self.suspend()
+
+    def ends(
+        self,
+        name: str,
+        result: Any,
+        *,
+        part: nn.Module | None = None,
+        kept: Sequence[tuple[str, str]] | None = None,
+        unknown: Sequence[Unknown] = (),
+    ) -> Any:
+        """What it returned; gives what the user's code goes on with.
+
+        Args:
+            unknown: Of what isn't known it was computed, where that can't be told from the result's class.
+            part: The part, if it's one.
+            kept: Its modules' names, and attributes that they have set; not said where it isn't being found out.
+        """
+        if unknown:
+            mark_all(result, unknown[0].origin)
+        if self._suspended == 1:  # not resumed yet: copies made here aren't the network's
+            number = self._passage.counted.number
+            result = self._counted(name, result, [], (*self._parents, *self._unknown_in(unknown)))
+            if part is not None:
+                for path, key in kept if kept is not None else self._passage.kept_by(number):
+                    self._counted_kept(part.get_submodule(path), (number, path, key, name))
+        self.resume()
+        return result
+
+    def _counted_kept(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
+        """What a part keeps as an attribute has a name as what it returns has."""
+        number, path, key, name = named
+        held = (module._buffers if key in module._buffers else vars(module)).get(key)
+        places = count()
+
+        def produced(leaf: Any) -> Any:
+            place = (path, key, next(places))
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+                return leaf
+            return self._passage.produced(("operation", number, place, name), leaf, self._parents)
+
+        if any(not isinstance(leaf, nn.Parameter) for leaf in tree.tensors(held)):
+            keep(module, key, tree.map_leaves(produced, held))
+
+    def _unknown_in(self, value: Any) -> tuple[Value, ...]:
+        if not self._passage.searching:
+            return ()
+        unknown = (leaf for _, leaf in tree.walk(value) if isinstance(leaf, Unknown))
+        return tuple(value for value in map(value_of, unknown) if value is not None)
+
+    def _counted(self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
+        passage = self._passage
+        given = tree.tensors(result)
+        if not given and not changed:
+            return result
+        number = passage.counted.number
+        passage.counted = passage.counted.and_then(name)
+        written = [*changed, *(base for base in map(base_of, changed) if base is not None)]
+        new: dict[int, Tensor] = {}
+        for place, leaf in enumerate([*given, *written]):
+            if id(leaf) not in new:
+                in_place = any(leaf is other for other in written)
+                key: Key = ("operation", number, place, name)
+                new[id(leaf)] = passage.produced(key, leaf, parents, written=in_place)
+        if all(new[id(leaf)] is leaf for leaf in given):
+            return result
+        return tree.map_leaves(lambda leaf: new.get(id(leaf), leaf), result)
+
+    def suspend(self) -> None:
+        """A block begins: what it computes inside isn't counted."""
+        self._suspended += 1
+        if self._suspended == 1 and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self._off = True
+
+    def resume(self) -> None:
+        self._suspended -= 1
+        if self._suspended == 0 and self._off:
+            self._off = False
+            self.__enter__()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.__enter__()
+        try:
+            with opaque_functions.told_to(self):
+                yield
+        finally:
+            if not self._off:
+                self.__exit__(None, None, None)

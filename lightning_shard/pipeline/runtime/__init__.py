@@ -1,0 +1,1 @@
+"""A step over microbatches: actions in the schedule's order, messages to the neighbours, results joined."""

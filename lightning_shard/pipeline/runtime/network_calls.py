@@ -1,0 +1,277 @@
+"""A step of an evaluation that calls the network several times, as generating text does.
+
+Between two calls the user's code makes the input of the next from the output of the last, and which code that is may
+depend on values. So no stage leaves such a step early: all run the whole of it. Each call of the network goes through
+the stages as a microbatch does (``step.py``), what crosses is found anew for each, and then the last stage's output is
+sent to all. What a call leaves in a cache is told to all too (``caches.py``).
+
+Before each call, and at the end of the step, the ranks say to each other where they are: one that has no part in a call
+because its code went another way is found there, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import chain
+from typing import Any, NoReturn, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.crossing import Slot, StageEnd
+from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
+from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, Path, add, apply, objects
+
+LARGEST_COMPARED = 2**20
+"""Elements of integer arguments, such as tokens, that are compared over the stages before each call."""
+
+
+class Meeting(Protocol):
+    """All ranks of a pipeline, at one place of the step."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in their order: of the last stage's rank at the end."""
+
+    def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
+        """The last stage's tensors; the other ranks give their slots."""
+
+
+@dataclass(frozen=True)
+class _Place(tree.Leaf):
+    """An object among the arguments, where the network returns it."""
+
+    path: Path
+
+
+class Calls:
+    """The calls of the network within one step, on one rank.
+
+    Args:
+        rank: Its number in the pipeline.
+        is_last: Whether the last stage is here.
+        entrances: The modules around all blocks: the outermost one that a step calls makes the call.
+        meeting: Where the ranks meet.
+        run: Runs a function through the stages, each time :meth:`of` one of this rank's, until nothing is missing.
+        note_generators: Notes where generators stand; returns what puts them back there.
+        after_call: Told after each call how many there were.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        is_last: bool,
+        entrances: Sequence[nn.Module],
+        device: torch.device,
+        meeting: Meeting,
+        run: Callable[[Callable[[], Any]], Any],
+        note_generators: Callable[[], Callable[[], None]],
+        after_call: Callable[[int], None],
+    ) -> None:
+        self.count = 0
+        self._rank = rank
+        self._is_last = is_last
+        self._entrances = entrances
+        self._device = device
+        self._meeting = meeting
+        self._run = run
+        self._note_generators = note_generators
+        self._after_call = after_call
+        self._inside = False
+        self._ended: str | None = None
+        self._put_arguments_back: Callable[[], None] = lambda: None
+        self._given: dict[Path, Noted] = {}  # to the network
+        self._noted: dict[Path, Noted] = {}  # by the stage that runs, or ran last: to its blocks too
+        self._left: dict[int, dict[Path, Left]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The user's step runs inside."""
+        with ExitStack() as stack:
+            for module in self._entrances:
+                own = module.__dict__.get("forward")
+                module.__dict__["forward"] = wraps(module.forward)(partial(self._call, module.forward))
+                stack.callback(_put_forward, module, own)
+            yield
+
+    def end(self) -> None:
+        """The step has returned, or its part on this rank has."""
+        said = self._meeting.gather(("returns", self._ended))
+        if any(what != "returns" for what, _ in said):
+            self._refuse_parting(said)
+
+    def on_missing(self, sentence: str) -> NoReturn:
+        """A value is needed between two calls, and isn't known here: this rank's part of the step ends."""
+        if self._is_last:
+            raise StepError(sentence)
+        self._ended = sentence
+        raise StageEnd
+
+    def met(self, block: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A block is called, with arguments that may hold objects that no argument of the network did."""
+        self._note(("block", block), args, kwargs, self._noted)
+
+    @contextmanager
+    def of(self, stage: int) -> Iterator[None]:
+        """A stage runs its part of a call inside, on what the call was given."""
+        for path, noted in self._noted.items():
+            noted.put_back(f"{type(noted.value).__name__} ({'.'.join(map(str, path))})", stage, self._placed)
+        self._noted = dict(self._given)
+        self._put_arguments_back()
+        yield
+        self._left[stage] = {path: noted.left(stage) for path, noted in self._noted.items()}
+
+    def noted(self) -> set[int]:
+        """The ids of the objects that a call was given so far, and of the tensors in them."""
+        tensors = (each for n in self._noted.values() for each in n.entries.values() if isinstance(each, Tensor))
+        return {id(each) for each in chain(tensors, (n.value for n in self._noted.values()))}
+
+    def _call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return forward(*args, **kwargs)
+        refuse((args, kwargs), "The network")
+        said = self._meeting.gather(("calls", [(path, _kind(leaf)) for path, leaf in tree.walk((args, kwargs))]))
+        if any(each != said[0] for each in said):
+            self._refuse_parting(said)
+        tensors = [(tensor, tensor._version, tensor.clone()) for tensor in tree.tensors((args, kwargs))]
+        put_generators_back = self._note_generators()
+
+        def put_arguments_back() -> None:
+            put_generators_back()
+            for tensor, version, copy in tensors:
+                if tensor._version != version:
+                    tensor.copy_(copy)
+
+        self._put_arguments_back = put_arguments_back
+        self._note((), args, kwargs, self._given)
+        self._inside = True
+        try:
+            output = self._run(partial(forward, *args, **kwargs))
+            result = self._share(output)
+        finally:
+            self._inside = False
+            self._given.clear()
+            self._noted.clear()
+            self._left.clear()
+        self.count += 1
+        self._after_call(self.count)
+        return result
+
+    def _note(self, prefix: Path, args: Sequence[Any], kwargs: Mapping[str, Any], into: dict[Path, Noted]) -> None:
+        seen = {id(noted.value) for noted in into.values()}
+        for key, argument in [*enumerate(args), *kwargs.items()]:
+            for path, value in objects(argument, (*prefix, key), seen):
+                into[path] = Noted.of(value)
+
+    def _share(self, output: Any) -> Any:
+        """What the network returned, and what it left in objects, on all ranks."""
+        changes = self._put_together()
+        described = None
+        if self._is_last:
+            paths = {id(noted.value): path for path, noted in self._noted.items()}
+            described = tree.map_leaves(partial(_described, paths), output)
+        said = self._meeting.gather((described, changes))
+        for rank, (_, theirs) in enumerate(said):
+            if rank != self._rank:
+                self._apply(theirs, changes)
+        described = said[-1][0]
+        slots = [leaf for _, leaf in tree.walk(described) if isinstance(leaf, Slot)]
+        tensors = iter(self._meeting.share(tree.tensors(output) if self._is_last else slots))
+        if self._is_last:
+            return output
+        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Slot) else self._found(leaf), described)
+
+    def _put_together(self) -> dict[Path, dict[Any, Any]]:
+        """Have the objects of the rank's last stage hold what all of them left; returns it as it is told to others."""
+        *siblings, last = (self._left[stage] for stage in sorted(self._left))
+        for each in siblings:
+            for path, left in each.items():
+                if left.told:
+                    add(self._of_all(path).value, left, last[path])
+        return {path: left.told for path, left in last.items() if left.told}
+
+    def _of_all(self, path: Path) -> Noted:
+        """An object, as the last stage of this rank has met it.
+
+        Raises:
+            StepError: It hasn't.
+        """
+        if path not in self._noted:
+            raise StepError(
+                f"A pipeline stage changes or returns an object ({'.'.join(map(str, path))}) that another one didn't"
+                f" get to. {WITHOUT_CACHE}"
+            )
+        return self._noted[path]
+
+    def _apply(self, changes: Mapping[Path, Mapping[Any, Any]], own: Mapping[Path, Mapping[Any, Any]]) -> None:
+        for path, changed in changes.items():
+            apply(self._of_all(path).value, changed, own.get(path, {}), self._placed)
+
+    def _placed(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self._device)
+        one = torch.full((), torch.nan if value.dtype.is_floating_point else 0, dtype=value.dtype, device=self._device)
+        return mark(one.expand(value.shape), Origin("what a cache holds of another stage's blocks", _refuse_use))
+
+    def _found(self, leaf: Any) -> Any:
+        return self._of_all(leaf.path).value if isinstance(leaf, _Place) else leaf
+
+    def _refuse_parting(self, said: Sequence[tuple[str, Any]]) -> NoReturn:
+        ended = next((why for what, why in said if what == "returns" and why is not None), None)
+        if ended is not None:
+            raise StepError(
+                f"{ended} Here it is needed between two calls of the network within one step: of what they compute, all"
+                " ranks get what the forward of the LightningModule, or of the network, returns; so have forward"
+                " compute it, and call self(…)."
+            )
+        raise StepError(
+            "Between two calls of the network within one step, ranks of the pipeline went different ways"
+            f" ({_told(said)}): what a step does there may depend on the batch, on what the network returns and on"
+            " torch's, numpy's and Python's own generators, not on anything that differs between processes. Or use"
+            " pipeline_parallel_size=1."
+        )
+
+
+def _put_forward(module: nn.Module, own: Any) -> None:
+    if own is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = own
+
+
+def _kind(leaf: Any) -> Any:
+    """What must be alike on all ranks: of tensors the shape, and of integers the values too."""
+    if isinstance(leaf, Tensor):
+        is_exact = not leaf.is_floating_point() and not leaf.is_complex() and leaf.numel() <= LARGEST_COMPARED
+        return tuple(leaf.shape), str(leaf.dtype), crc32(leaf.cpu().contiguous().numpy().tobytes()) if is_exact else 0
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
+
+
+def _told(said: Sequence[tuple[str, Any]]) -> str:
+    return ", ".join(f"rank {rank} {what} {_shapes(of)}".strip() for rank, (what, of) in enumerate(said))
+
+
+def _shapes(of: Any) -> str:
+    return ", ".join(str(kind) for _, kind in of) if of is not None else ""
+
+
+def _described(paths: Mapping[int, Path], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Slot.of(leaf)
+    if id(leaf) in paths:
+        return _Place(paths[id(leaf)])
+    if hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.dtype)):
+        raise StepError(
+            f"The network returns a {type(leaf).__name__}, which the other pipeline stages can't be given: return"
+            " tensors, in any nesting of dicts, lists, tuples and dataclasses. Or use pipeline_parallel_size=1."
+        )
+    return leaf
+
+
+def _refuse_use(_values: Sequence[Unknown], sentence: str) -> NoReturn:
+    raise StepError(sentence)

@@ -1,0 +1,428 @@
+"""Run a user's step over microbatches through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_shard import tree
+from lightning_shard.pipeline.dataflow.crossing import Crossing, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.search import (
+    CallsAgain,
+    Memory,
+    Ran,
+    RunStep,
+    Search,
+    check_order,
+    check_ran,
+    find_crossing,
+)
+from lightning_shard.pipeline.dataflow.state_between_microbatches import LeftState
+from lightning_shard.pipeline.dataflow.taint import refuse
+from lightning_shard.pipeline.runtime.channel import Channel, signature
+from lightning_shard.pipeline.runtime.network_calls import Calls
+from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
+from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
+from lightning_shard.pipeline.schedules.schedule import Action
+from lightning_shard.pipeline.stages.stage import Stage
+
+#: Waits for what was posted to be received.
+Arriving = Callable[[], Any]
+
+
+@dataclass
+class _InFlight:
+    """A microbatch between its forward and its backward, on one stage."""
+
+    crossing: Crossing
+    received: Mapping[Key, Tensor]
+    sent: Mapping[Key, Tensor]
+    loss: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """What is left of a microbatch's backward on one stage, after its first part; of what was received, parameters."""
+
+    received: Mapping[Key, Tensor]
+    products: Sequence[Product]
+
+
+@dataclass
+class _Ends:
+    """A stage of this rank, its ends of the pipeline, and what is known to cross there, by signature."""
+
+    stage: Stage
+    channel: Channel
+    crossings: dict[Hashable, Crossing] = field(default_factory=dict)
+
+
+class PipelinedStep:
+    """One rank's part of every step.
+
+    Args:
+        stages: This rank's stages of the model that was cut, in their order.
+        channels: Each one's ends of the pipeline.
+        remember: Notes what a step may change beside gradients.
+    """
+
+    def __init__(self, stages: Iterable[Stage], channels: Iterable[Channel], remember: Callable[[], Memory]) -> None:
+        self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
+        self._remember = remember
+        self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
+        self.has_split_backward = False  # in any batch
+        self.watch: Watch = UNWATCHED
+        self._call_by_call: set[Hashable] = set()
+        self._left = LeftState(remember)
+
+    def train(
+        self,
+        run: RunStep,
+        microbatches: Sequence[Any],
+        actions: Sequence[Action],
+        *,
+        loss_of: Callable[[int, Any], Tensor],
+        before_backward: Callable[[Stage, int, bool], None],
+        after_backward: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """Forwards and backwards in the schedule's order.
+
+        Args:
+            run: Calls the step on a microbatch by number, for a stage.
+            microbatches: What they hold; the same on every stage.
+            actions: This rank's order.
+            loss_of: The loss of a microbatch in what the step returned, scaled to be summed over microbatches; on the
+                last stage only.
+            before_backward: Told before each backward, or its first part, which stage's and microbatch's it is, and
+                whether it's the last one here.
+            after_backward: Told when one is over, with its second part.
+
+        Returns:
+            What the step returned for each microbatch, where the last stage is; else an empty list.
+        """
+        in_flight: dict[tuple[int, int], _InFlight] = {}
+        owed: dict[tuple[int, int], _Owed] = {}
+        self.has_skipped_backward = False
+        results: dict[int, Any] = {}
+        last_backward = next(action for action in reversed(actions) if action.kind in "BI")
+        arriving: dict[Action, Arriving] = {}
+
+        def crossing_of(action: Action) -> Crossing | None:
+            started = in_flight.get((action.stage, action.microbatch))
+            return started.crossing if started is not None else None
+
+        for action, ran in self._in_order(run, microbatches, actions, "train", self.watch, arriving, crossing_of):
+            end = self._ends[action.stage]
+            i = action.microbatch
+            if ran is not None:
+                loss = None
+                if end.stage.is_last:
+                    loss = loss_of(i, ran.result)
+                    results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
+                in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
+                continue
+            with _named(f"{action.kind}{i}"):
+                if action.kind == "W":
+                    self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
+                else:
+                    before_backward(end.stage, i, action == last_backward)
+                    microbatch = in_flight.pop((action.stage, i))
+                    products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
+                    if action.kind == "I":
+                        parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
+                        owed[action.stage, i] = _Owed(parameters, products)
+                    del microbatch, products  # with its graph, and what its second part will have used
+                if action.kind != "I":
+                    after_backward()
+        self.watch.ends()
+        self.flush()
+        return [results[i] for i in sorted(results)]
+
+    def knows(self, microbatches: Sequence[Any], kind: str) -> bool:
+        """Whether it is known what crosses, so that a stage may run its part without an answer from the next one."""
+        return all(self._is_settled(signature(microbatch, kind)) for microbatch in microbatches)
+
+    def evaluate(
+        self, run: RunStep, microbatches: Sequence[Any], actions: Sequence[Action], kind: str, *, waits: bool = True
+    ) -> list[Any] | None:
+        """Forwards only: microbatches stream through the stages.
+
+        Args:
+            actions: This rank's order; backwards are left out.
+            waits: Until all that was sent has left.
+
+        Returns:
+            What the step returned for each microbatch, where the last stage is; else an empty list. ``None`` on all
+            where it calls the network several times: then nothing was done, and the batch is to go
+            :meth:`call_by_call`.
+        """
+        first = signature(microbatches[0], kind)
+        if first in self._call_by_call:
+            return None
+        forwards = [action for action in actions if action.kind == "F"]
+        results: dict[int, Any] = {}
+        try:
+            for action, ran in self._in_order(run, microbatches, forwards, kind, UNWATCHED, {}, lambda _: None):
+                if self._ends[action.stage].stage.is_last and ran is not None:
+                    results[action.microbatch] = ran.result
+        except CallsAgain:
+            self._call_by_call.add(first)
+            return None
+        if waits:
+            self.flush()
+        return [results[i] for i in sorted(results)]
+
+    @property
+    def sent(self) -> list[int]:
+        """How many tensors each stage of this rank has sent so far."""
+        return [end.channel.sent for end in self._ends.values()]
+
+    def flush(self, until: Sequence[int] | None = None) -> None:
+        """Wait until all that was sent has left; or what was :attr:`sent` at a time, which is kept until then."""
+        numbers: Sequence[int | None] = [None] * len(self._ends) if until is None else until
+        for end, number in zip(self._ends.values(), numbers):
+            end.channel.flush(number)
+
+    def call_by_call(
+        self,
+        run: Callable[[], Any],
+        in_call: Callable[[], AbstractContextManager[None]],
+        note_generators: Callable[[], Callable[[], None]],
+        after_call: Callable[[int], None],
+    ) -> Any:
+        """A step that calls the network several times, on its whole batch.
+
+        Args:
+            run: Calls the step, for the last stage of this rank.
+            in_call: Each call of the network runs inside, of all stages of this rank in turn.
+            note_generators: Notes where generators stand; returns what puts them back there.
+            after_call: Told after each call of the network how many there were.
+
+        Returns:
+            What the step returned; where the last stage is.
+        """
+        *siblings, end = self._ends.values()
+        last, rank = end.stage, end.channel.rank_of[end.stage.index]
+        through = partial(self._through_stages, in_call)
+        calls = Calls(
+            rank, last.is_last, last.entrances, last.device, end.channel, through, note_generators, after_call
+        )
+        with ExitStack() as inside:
+            for sibling in siblings:
+                inside.enter_context(sibling.stage.calling(calls))
+            inside.enter_context(last.calling(calls))
+            inside.enter_context(calls.running())
+            result = run()
+            calls.end()
+        return result
+
+    def _through_stages(self, in_call: Callable[[], AbstractContextManager[None]], call: Callable[[], Any]) -> Any:
+        """One call of the network, and what it returned (where the last stage is)."""
+
+        def run(stage: Stage, _: int) -> Any:
+            assert stage.calls is not None
+            with stage.calls.of(stage.index):
+                try:
+                    with stage.running(stage.entrances[0]):
+                        output = call()
+                        if stage.is_last:
+                            refuse(output, "What the network returns")
+                        return output
+                except StageEnd:
+                    return None
+
+        searches = [Search(end.stage, end.channel) for end in self._ends.values()]
+        with in_call():
+            memory = self._remember()
+            find_crossing(searches, run, 0, memory)
+            memory.forget()
+        self.flush()
+        return searches[-1].result
+
+    def _in_order(
+        self,
+        run: RunStep,
+        microbatches: Sequence[Any],
+        actions: Sequence[Action],
+        kind: str,
+        watch: Watch,
+        arriving: dict[Action, Arriving],
+        crossing_of: Callable[[Action], Crossing | None],
+    ) -> Iterator[tuple[Action, Ran | None]]:
+        """Each action of this rank, forwards when they have run; those first by which it is found out what crosses.
+
+        The first microbatches of a signature go through all stages before any other is on its way, each after those
+        before it: on every rank alike. After that, receives are posted one action ahead.
+
+        Args:
+            arriving: Is given what was posted; forwards take theirs.
+            crossing_of: What crosses of the microbatch of an action, where that is under way.
+        """
+        keys = [signature(microbatch, kind) for microbatch in microbatches]
+        found: set[Action] = set()
+        for i, key in enumerate(keys):
+            if all(self._is_settled(key) for key in keys[i:]):
+                break
+            searched: dict[int, Ran] = {}
+            for index, end in self._ends.items():
+                action = Action(index, "F", i)
+                found.add(action)
+                watch.begins(action)
+                if not searched and not self._is_settled(key):
+                    searched = self._find_crossing(run, i, keys, kind)
+                yield action, searched.get(index) or self._forward(end, run, i, key)
+        rest = [action for action in actions if action not in found]
+        for place, action in enumerate(rest):
+            watch.begins(action)
+            for each in rest[place : place + 2]:
+                end = self._ends[each.stage]
+                crossing = crossing_of(each) or end.crossings[keys[each.microbatch]]
+                if each not in arriving and not _expect(each, end, crossing, arriving):
+                    break  # what comes next on this link is said first
+            if action.kind == "F":
+                i, end = action.microbatch, self._ends[action.stage]
+                self._left.begins(kind, keys, i)
+                with _named(f"F{i}"):
+                    ran = self._forward(end, run, i, keys[i], arriving.pop(action, None))
+                    self._left.ran(kind, keys, i, ran, len(self._ends), run)
+                yield action, ran
+            else:
+                yield action, None
+        self._left.ends()
+
+    def _is_settled(self, key: Hashable) -> bool:
+        """Of all stages alike."""
+        return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
+
+    def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Hashable], kind: str) -> dict[int, Ran]:
+        searches = [Search(end.stage, end.channel) for end in self._ends.values()]
+        memory = self._remember()
+        find_crossing(searches, run, i, memory)
+        ran = {}
+        for search, end in zip(searches, self._ends.values()):
+            crossing = search.crossing
+            # A first microbatch may run more operations than others, to fill caches: where they are counted, the second
+            # one's are. All stages know alike whether any of them counts.
+            crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
+            end.crossings[keys[i]] = crossing
+            ran[end.stage.index] = search.ran
+        self._left.searched(kind, keys, i, memory, [*ran.values()], run)
+        return ran
+
+    def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> Ran:
+        """One microbatch's forward on one stage, where it is known what crosses."""
+        stage, channel, crossing = end.stage, end.channel, end.crossings[key]
+        if arriving is None and not stage.is_first:
+            arriving = channel.expect(crossing.incoming.slots)
+        received = arriving() if arriving is not None else {}
+        self.watch.computes()
+        with stage.microbatch(received, crossing) as passage:
+            result = run(stage, i)
+            check_ran(stage, passage)
+        check_order(passage, crossing)
+        if crossing.outgoing is not None:
+            channel.send(passage.sent, crossing.outgoing.slots)
+            # gradients come back in the order in which values were agreed to be sent
+            passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
+        return Ran(stage, crossing, passage, result)
+
+    def _backward(
+        self, end: _Ends, microbatch: _InFlight, arriving: Arriving | None, *, splits: bool
+    ) -> Sequence[Product]:
+        """A whole one, or its first part: then what is left for the second."""
+        products: Sequence[Product] = ()
+        with end.stage.backward(microbatch.received):
+            if microbatch.loss is not None:
+                outputs: list[Tensor] = [microbatch.loss]
+                gradients: list[Tensor | None] = [None]
+            else:
+                outputs, gradients = self._needed(end.channel, microbatch, arriving)
+            if outputs and splits:
+                crossing = microbatch.crossing
+                received = microbatch.received.values()
+                products = backward_but_products(outputs, gradients, received, checks=not crossing.has_checked_products)
+                crossing.has_checked_products = True
+            elif outputs:
+                torch.autograd.backward(outputs, gradients)
+        if not end.stage.is_first:
+            _send_gradients(end.channel, microbatch)
+        return products
+
+    def _backward_of_weights(self, stage: Stage, owed: _Owed) -> None:
+        self.watch.computes()
+        self.has_split_backward |= bool(owed.products)
+        with stage.backward(owed.received):
+            backward_of_products(owed.products)
+
+    def _needed(
+        self, channel: Channel, microbatch: _InFlight, arriving: Arriving | None
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What was sent, and the gradients that came back.
+
+        What has no gradient on the later stages has none here: parameters that only it needs keep ``None``.
+        """
+        crossing = microbatch.crossing
+        outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
+        if crossing.needed_later is None and outputs:
+            crossing.needed_later = channel.receive_needed(len(outputs))
+        if arriving is None:
+            arriving = channel.expect_gradients(_that_need_gradients(crossing))
+        gradients = arriving()
+        self.watch.computes()
+        needed = [
+            (output, gradient)
+            for output, gradient, is_needed in zip(outputs, gradients, crossing.needed_later or ())
+            # what had none in the first microbatch may have one now
+            if is_needed or bool(gradient.any())
+        ]
+        self.has_skipped_backward |= not needed
+        return [output for output, _ in needed], [gradient for _, gradient in needed]
+
+
+def _expect(action: Action, end: _Ends, crossing: Crossing, arriving: dict[Action, Arriving]) -> bool:
+    """Post what an action receives; whether it is known yet what that is."""
+    if action.kind == "W":
+        return True  # nothing
+    if action.kind == "F":
+        if not end.stage.is_first:
+            arriving[action] = end.channel.expect(crossing.incoming.slots)
+        return True
+    slots = _that_need_gradients(crossing)
+    if slots and crossing.needed_later is None:
+        return False
+    if slots:
+        arriving[action] = end.channel.expect_gradients(slots)
+    return True
+
+
+def _that_need_gradients(crossing: Crossing) -> list[Slot]:
+    return [slot for slot in crossing.outgoing.slots.values() if slot.requires_grad] if crossing.outgoing else []
+
+
+def _send_gradients(channel: Channel, microbatch: _InFlight) -> None:
+    crossing = microbatch.crossing
+    received = [tensor for tensor in microbatch.received.values() if tensor.requires_grad]
+    if not crossing.told_needed and received:
+        channel.send_needed([tensor.grad is not None for tensor in received])
+        crossing.told_needed = True
+    for tensor in received:
+        if tensor.grad is not None:
+            # of ``x + weight[None]`` autograd gives both one memory, and a later backward adds to the weight's in place
+            tensor.grad = tensor.grad.clone()
+    channel.send_gradients(received)
+
+
+def _named(action: str) -> AbstractContextManager[Any]:
+    """For profilers; where there is none, torch would take as long as for a small block."""
+    return record_function(action) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

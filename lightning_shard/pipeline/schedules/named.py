@@ -1,0 +1,259 @@
+"""The schedules that have names.
+
+With *P* ranks, *v* stages on each, *n* microbatches, and F, I, W the time of a stage's forward and of the two parts of
+its backward, B = I + W; ranks *r* count from 0. A bubble is the time in which a rank is idle, and in flight are the
+forwards that a rank keeps activations of. With v stages on a rank each has 1/v of the blocks, so these are as much
+smaller::
+
+    name                    stages of r      in flight                      bubble
+    GPipe                   r                n                              (P − 1)(F + B)
+    1F1B                    r                P − r                          (P − 1)(F + B)
+    Eager1F1B               r                2(P − 1 − r) + 1               (P − 1)(F + B); mostly less than 1F1B's if
+                                                                            stages differ or transfers take time
+    Interleaved1F1B         r, r + P, …      (v − 1)g + 2(P − 1 − r) + 1    (P − 1)(F + B)
+    InterleavedZeroBubble   r, r + P, …      (v − 1)g + P                   (P − 1)(F + I − min(F, I, W))
+    ZBVZeroBubble           V of two         2P                             (P − 1)F, if F = I = W
+    DualPipeV               V of two         2P + 1                         (P − 1)F, if F = I = W
+
+where g is the size of the largest round: the n microbatches go through the stages in rounds of P or a few more. In a V
+the last rank holds the first stage and the last one, the rank before it the second and the last but one, and so on.
+
+Sources: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) arXiv:2006.09503, eager arXiv:2211.05322, interleaved
+arXiv:2104.04473; zero bubble and its V arXiv:2401.10241; DualPipe arXiv:2412.19437, and as a V in
+github.com/deepseek-ai/DualPipe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.schedules.schedule import Action, Kind, Row, Schedule, read_csv
+
+
+class _Making:
+    """A rank's order while it is made: each action takes its stage's next microbatch."""
+
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
+        self._taken: Counter[tuple[int, str]] = Counter()
+        self._owed: list[Action] = []
+
+    def forward(self, stage: int) -> None:
+        self._take(stage, "F")
+
+    def backward(self, stage: int) -> None:
+        self._take(stage, "B")
+
+    def inputs(self, stage: int) -> None:
+        """The first part of a backward; the second is owed."""
+        self._take(stage, "I")
+        self._owed.append(self._actions[-1]._replace(kind="W"))
+
+    def weights(self) -> None:
+        """The second part of a backward, the one that is owed for longest."""
+        self._actions.append(self._owed.pop(0))
+
+    def parts(self, stage: int) -> None:
+        """A backward in its two parts: the stage before needn't wait for the second."""
+        self.inputs(stage)
+        self._actions.append(self._owed.pop())
+
+    def forwards(self, stage: int) -> int:
+        return self._taken[stage, "F"]
+
+    def done(self) -> Row:
+        while self._owed:
+            self.weights()
+        return tuple(self._actions)
+
+    def _take(self, stage: int, kind: Kind) -> None:
+        counted = (stage, "F" if kind == "F" else "B")
+        self._actions.append(Action(stage, kind, self._taken[counted]))
+        self._taken[counted] += 1
+
+
+def _gpipe(ranks: int, stages: int, microbatches: int) -> list[Row]:
+    def row(rank: int) -> Row:
+        return tuple(Action(rank, kind, i) for kind in ("F", "B") for i in range(microbatches))
+
+    return [row(rank) for rank in range(ranks)]
+
+
+def _in_rounds(ranks: int, stages: int, microbatches: int, *, ahead: int, splits: bool = False) -> list[Row]:
+    """After some forwards, a forward and a backward in turn; in each round through all of a rank's stages.
+
+    Args:
+        ahead: How many forwards more than the next rank a rank begins with: one is enough, a second one makes up for
+            stages that differ and for the time that transfers take.
+        splits: Backwards are in two parts; rank r is r weights late, which it computes at the end instead of waiting.
+    """
+    count = max(1, microbatches // ranks)
+    rounds = [microbatches // count + (i < microbatches % count) for i in range(count)]
+
+    def row(rank: int) -> Row:
+        own = [rank + ranks * i for i in range(stages)]
+        forwards = [stage for size in rounds for stage in own for _ in range(size)]
+        backwards = [stage for size in rounds for stage in reversed(own) for _ in range(size)]
+        warmup = (stages - 1) * rounds[0] + ahead * (ranks - 1 - rank)
+        making = _Making()
+        for stage in forwards[:warmup]:
+            making.forward(stage)
+        for i, stage in enumerate(backwards):
+            for following in forwards[warmup + i : warmup + i + 1]:
+                making.forward(following)
+            if not splits:
+                making.backward(stage)
+                continue
+            making.inputs(stage)
+            if i >= rank:
+                making.weights()
+        return making.done()
+
+    return [row(rank) for rank in range(ranks)]
+
+
+def _zero_bubble_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
+    def row(down: int) -> Row:
+        """Of the rank that is ``down`` stages from the V's top."""
+        first, second = down, 2 * ranks - 1 - down
+        making = _Making()
+        for _ in range(2 * (ranks - down) - 1):
+            making.forward(first)
+        for _ in range(down):
+            making.forward(second)
+            making.forward(first)
+        for _ in range(ranks - down):
+            making.forward(second)
+            making.parts(second)
+        while making.forwards(second) < microbatches:
+            if making.forwards(first) < microbatches:
+                making.forward(first)
+            making.parts(first)
+            making.forward(second)
+            making.parts(second)
+        for _ in range(down):
+            making.inputs(first)
+            making.inputs(second)
+        for _ in range(ranks - down):
+            making.inputs(first)
+            making.weights()
+        return making.done()
+
+    return [row(down) for down in reversed(range(ranks))]
+
+
+def _dual_pipe_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
+    """Where DualPipe computes a forward and a backward together, they follow each other here."""
+
+    def row(down: int) -> Row:
+        first, second = down, 2 * ranks - 1 - down
+        up = ranks - 1 - down
+        making = _Making()
+        for _ in range(2 * up):
+            making.forward(first)
+        for _ in range(down + 1):
+            making.forward(first)
+            making.forward(second)
+        for _ in range(up):
+            making.parts(second)
+            making.forward(second)
+        for _ in range(microbatches - 2 * ranks + down + 1):
+            making.forward(first)
+            making.backward(second)
+            making.forward(second)
+            making.backward(first)
+        for _ in range(up):
+            making.backward(second)
+            making.forward(second)
+            making.backward(first)
+        ending = [second, first] * (down + 1)
+        for stage in ending[: down + 1]:
+            making.backward(stage)
+        for stage in ending[down + 1 :]:
+            making.inputs(stage)
+        for _ in range(up):
+            making.weights()
+            making.inputs(first)
+        return making.done()
+
+    return [row(down) for down in reversed(range(ranks))]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A schedule by name.
+
+    Attributes:
+        rows: Of ranks, stages on each, and microbatches.
+        stages: On each rank: the least, and the most if there is one.
+        usual: How many if nothing else is said.
+        microbatches: For each rank, the fewest at which ranks don't mostly wait.
+    """
+
+    rows: Callable[[int, int, int], list[Row]]
+    stages: tuple[int, int | None] = (1, 1)
+    usual: int = 1
+    microbatches: int = 1
+
+
+SCHEDULES: dict[str, _Named] = {
+    "GPipe": _Named(_gpipe),
+    "1F1B": _Named(partial(_in_rounds, ahead=1)),
+    "Eager1F1B": _Named(partial(_in_rounds, ahead=2)),
+    "Interleaved1F1B": _Named(partial(_in_rounds, ahead=2), stages=(2, None), usual=2),
+    "InterleavedZeroBubble": _Named(partial(_in_rounds, ahead=1, splits=True), stages=(1, None), usual=2),
+    "ZBVZeroBubble": _Named(_zero_bubble_v, stages=(2, 2), usual=2, microbatches=2),
+    "DualPipeV": _Named(_dual_pipe_v, stages=(2, 2), usual=2, microbatches=2),
+}
+
+
+def build(name: str, ranks: int, microbatches: int | None = None, stages_per_rank: int | None = None) -> Schedule:
+    """A schedule by its name, or by the path of a CSV file.
+
+    Args:
+        microbatches: Default: twice the ranks, or as many as the file has.
+        stages_per_rank: Default: one, or two where the schedule is interleaved or a V, or as many as the file has.
+
+    Raises:
+        ConfigurationError: There is no such schedule, or none for these numbers; says which there are.
+    """
+    if name.endswith(".csv"):
+        return _from_file(name, ranks, microbatches, stages_per_rank)
+    named = SCHEDULES.get(name)
+    if named is None:
+        raise ConfigurationError(f"schedule={name!r} isn't one of {sorted(SCHEDULES)}, or the path of a .csv file.")
+    stages = named.usual if stages_per_rank is None else stages_per_rank
+    least, most = named.stages
+    if stages < least or (most is not None and stages > most):
+        more = "" if most == least else " or more"
+        raise ConfigurationError(f"schedule={name!r} can't have {stages} stages on each rank: use {least}{more}.")
+    microbatches = 2 * ranks if microbatches is None else microbatches
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ConfigurationError(f"microbatches ({microbatches!r}) must be an integer of at least 1.")
+    fewest = named.microbatches * ranks
+    if microbatches < fewest:
+        twice = "" if named.microbatches == 1 else f"{named.microbatches} × "
+        raise ConfigurationError(
+            f"microbatches ({microbatches}) must be at least {twice}pipeline_parallel_size ({ranks}) for"
+            f" schedule={name!r}, or stages would only wait: use {2 * fewest} or more."
+        )
+    return Schedule(name, tuple(named.rows(ranks, stages, microbatches)))
+
+
+def _from_file(path: str, ranks: int, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+    schedule = read_csv(path)
+    for setting, wanted, there in (
+        ("pipeline_parallel_size", ranks, len(schedule.rows)),
+        ("microbatches", microbatches, schedule.microbatches),
+        ("stages on each rank", stages_per_rank, schedule.stages / len(schedule.rows)),
+    ):
+        if wanted not in (None, there):
+            raise ConfigurationError(
+                f"schedule={path!r} is an order for {setting}={there:g}, and that is {wanted}: use {there:g}, or"
+                " another file."
+            )
+    return schedule

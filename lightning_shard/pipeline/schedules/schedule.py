@@ -1,0 +1,321 @@
+"""In which order each rank of a pipeline computes: what an order is, and when it can run.
+
+Pure. A network is cut into stages, one or several on each rank, and a batch into microbatches. ``2F5`` is the forward
+of stage 2 on microbatch 5, as ``torch.distributed.pipelining`` writes it. A backward is one action ``B``, or two:
+``I``, the gradients of what the stage received, which the stage before waits for, and ``W``, those of its weights,
+which nobody waits for. With stage *s* and microbatch *m*::
+
+    sFm   needs (s−1)Fm
+    sBm   needs sFm, and (s+1)Bm or (s+1)Im; so does sIm
+    sWm   needs sIm
+
+The orders that have names are in ``named.py``.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lightning_shard.errors import ConfigurationError
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    def gives(self) -> tuple[Action, ...]:
+        """What is done once it ran: a whole backward is both of its parts."""
+        if self.kind == "B":
+            return Action(self.stage, "I", self.microbatch), Action(self.stage, "W", self.microbatch)
+        return (self,)
+
+    def needs(self, stages: int) -> tuple[Action, ...]:
+        """What must be done before, in terms of :meth:`gives`."""
+        stage, kind, microbatch = self
+        if kind == "W":
+            return (Action(stage, "I", microbatch),)
+        if kind == "F":
+            return (Action(stage - 1, "F", microbatch),) if stage else ()
+        forward = Action(stage, "F", microbatch)
+        return (forward, Action(stage + 1, "I", microbatch)) if stage + 1 < stages else (forward,)
+
+
+Row = tuple[Action, ...]
+
+
+class Placed(NamedTuple):
+    """An action in the order of all ranks: its rank, and the places of what it needs in that order."""
+
+    rank: int
+    action: Action
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of every rank of a pipeline. The last rank holds the last stage.
+
+    Attributes:
+        name: What a user calls it.
+        rows: By rank, its actions in order.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """The rank that holds each stage."""
+        return {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
+
+    @cached_property
+    def microbatches(self) -> int:
+        return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in the order of the network."""
+        return sorted(stage for stage, holder in self.rank_of.items() if holder == rank)
+
+    @cached_property
+    def splits_backwards(self) -> bool:
+        return any(action.kind == "W" for row in self.rows for action in row)
+
+    def with_whole_backwards(self) -> Schedule:
+        """The same order, where the first part of a backward is all of it."""
+
+        def whole(row: Row) -> Row:
+            return tuple(a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W")
+
+        return Schedule(self.name, tuple(map(whole, self.rows)))
+
+    def first(self, microbatches: int) -> Schedule:
+        """The same order for fewer microbatches, as an epoch's last batch may have: the others are left out.
+
+        It can run where this one can, since an action needs only others of its own microbatch.
+        """
+        return self if microbatches >= self.microbatches else _first(self, microbatches)
+
+    def in_flight(self, rank: int) -> int:
+        """The most forwards that a rank keeps activations of at a time, over all of its stages.
+
+        They are kept until the weights' gradients are computed.
+        """
+        alive = most = 0
+        for action in self.rows[rank]:
+            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            most = max(most, alive)
+        return most
+
+    @cached_property
+    def order(self) -> tuple[Placed, ...]:
+        """All ranks' actions, each after what it needs, every rank's in its own order.
+
+        Raises:
+            ConfigurationError: Ranks would wait for each other.
+        """
+        placed: list[Placed] = []
+        givers: dict[Action, int] = {}
+        for rank, action in self.walk():
+            placed.append(Placed(rank, action, tuple(givers[need] for need in action.needs(self.stages))))
+            givers.update(dict.fromkeys(action.gives(), len(placed) - 1))
+        return tuple(placed)
+
+    def walk(self) -> Iterator[tuple[int, Action]]:
+        """The same, as far as it can run.
+
+        Raises:
+            ConfigurationError: Ranks would wait for each other.
+        """
+        stages = self.stages
+        done: set[Action] = set()
+        waiting = [deque(row) for row in self.rows]
+        asleep: dict[Action, list[int]] = {}  # ranks, by what they wait for
+        awake = deque(range(len(waiting)))
+        while awake:
+            rank = awake.popleft()
+            row = waiting[rank]
+            while row:
+                missing = next((need for need in row[0].needs(stages) if need not in done), None)
+                if missing is not None:
+                    asleep.setdefault(missing, []).append(rank)
+                    break
+                action = row.popleft()
+                for given in action.gives():
+                    done.add(given)
+                    awake.extend(asleep.pop(given, ()))
+                yield rank, action
+        if any(waiting):
+            raise self._broken(
+                "its ranks would wait for each other, " + "; ".join(_stuck(waiting, done, stages)),
+                "let an action come after what it needs, also where that is on other ranks",
+            )
+
+    def check(self) -> None:
+        """Whether the runtime can run it and computes what one process would.
+
+        Raises:
+            ConfigurationError: The first rule that it breaks, and where.
+        """
+        self._check_stages()
+        self._check_counts()
+        for _ in self.walk():
+            pass
+        self._check_links()
+
+    def _check_stages(self) -> None:
+        if not self.rank_of:
+            raise self._broken("it has no actions", "write a row for each rank")
+        for rank, row in enumerate(self.rows):
+            if not row:
+                raise self._broken(f"rank {rank} has no actions", "give each rank a row with a stage of its own")
+            for action in row:
+                if self.rank_of[action.stage] != rank:
+                    raise self._broken(
+                        f"stage {action.stage} is on rank {rank} and on rank {self.rank_of[action.stage]}",
+                        "give each stage to one rank",
+                    )
+        if set(self.rank_of) != set(range(self.stages)):
+            raise self._broken(
+                f"its stages are {sorted(self.rank_of)}", f"number {self.stages} stages from 0 to {self.stages - 1}"
+            )
+        if self.rank_of[self.stages - 1] != len(self.rows) - 1:
+            raise self._broken(
+                f"its last stage ({self.stages - 1}) is on rank {self.rank_of[self.stages - 1]} of {len(self.rows)}",
+                "put it on the last rank, or on the first, as V-shaped schedules do",
+            )
+
+    def _check_counts(self) -> None:
+        """Each forward and each part of a backward once; forwards by number, since losses are weighed in that order."""
+        done: set[Action] = set()
+        for row in self.rows:
+            for action in row:
+                for part in action.gives():
+                    if part in done:
+                        raise self._broken(f"it runs {part} twice", "have each forward and backward once")
+                    done.add(part)
+                before = action._replace(microbatch=action.microbatch - 1)
+                if action.kind == "F" and action.microbatch and before not in done:
+                    raise self._broken(f"{action} runs before {before}", "run a stage's forwards in ascending order")
+        for stage in range(self.stages):
+            for microbatch in range(self.microbatches):
+                for kind in ("F", "I", "W"):
+                    if Action(stage, kind, microbatch) not in done:
+                        also = "" if kind == "F" else f", nor {stage}B{microbatch}"
+                        raise self._broken(
+                            f"it hasn't {stage}{kind}{microbatch}{also}",
+                            f"have a forward and a backward (B, or I and W) for each of {self.stages} stages and"
+                            f" {self.microbatches} microbatches",
+                        )
+
+    def _check_links(self) -> None:
+        """A rank receives from another in the order in which that one sends: messages carry no names."""
+        for kinds, step in (("F", 1), ("BI", -1)):
+            sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            received: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for rank, row in enumerate(self.rows):
+                for stage, kind, microbatch in row:
+                    if kind not in kinds:
+                        continue
+                    to, source = self.rank_of.get(stage + step), self.rank_of.get(stage - step)
+                    if to not in (None, rank):
+                        sent.setdefault((rank, to), []).append((stage, microbatch))
+                    if source not in (None, rank):
+                        received.setdefault((source, rank), []).append((stage - step, microbatch))
+            for link, messages in sent.items():
+                for one, other in zip(messages, received[link], strict=True):
+                    if one != other:
+                        what = "gradients" if step < 0 else "values"
+                        raise self._broken(
+                            f"rank {link[1]} takes {what} of stage {other[0]}, microbatch {other[1]} from rank"
+                            f" {link[0]} where that sends those of stage {one[0]}, microbatch {one[1]}",
+                            "let the receiving rank run what depends on them in the order in which they are sent",
+                        )
+
+    def _broken(self, what: str, remedy: str) -> ConfigurationError:
+        return ConfigurationError(f"schedule={self.name!r} can't be run: {what}; {remedy}.")
+
+
+def _stuck(waiting: Sequence[Sequence[Action]], done: set[Action], stages: int) -> Iterator[str]:
+    for rank, row in enumerate(waiting):
+        if row:
+            missing = [str(need) for need in row[0].needs(stages) if need not in done]
+            yield f"rank {rank} at {row[0]} for {' and '.join(missing)}"
+
+
+@lru_cache(maxsize=8)
+def _first(schedule: Schedule, microbatches: int) -> Schedule:
+    rows = (tuple(action for action in row if action.microbatch < microbatches) for row in schedule.rows)
+    return Schedule(schedule.name, tuple(rows))
+
+
+# -- as a file --------------------------------------------------------------------------------------------------------
+
+_COMPUTES = re.compile(r"(\d+)([FBIW])(\d+)")
+_SAID_BY_ORDER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def read_csv(path: str) -> Schedule:
+    """An order from a file as torch's schedules write and read it (``_dump_csv``, ``_load_csv``).
+
+    A row for each rank, an action in each cell: ``0F0``, ``3B1``, ``3I1``, ``3W1``; empty cells for idle time. Of
+    ``(0F4;3B0)OVERLAP_F_B`` the parts run one after the other. Cells that send, receive, gather or reduce are passed
+    over: when that happens follows from the order of the computations here.
+
+    Raises:
+        ConfigurationError: It can't be read, or is no order that can be run; says what and where.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            cells = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigurationError(f"schedule={path!r} can't be read ({error}): give the path of a CSV file.") from error
+    rows = [
+        tuple(action for column, cell in enumerate(row) for action in _actions(cell, path, line, column))
+        for line, row in enumerate(cells)
+    ]
+    if rows and rows[0] and max(action.stage for action in rows[0]) == _last_stage(rows):
+        rows.reverse()  # a V whose first row has both ends
+    schedule = Schedule(path, tuple(rows))
+    schedule.check()
+    return schedule
+
+
+def to_csv(schedule: Schedule) -> str:
+    """What :func:`read_csv` and torch read."""
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
+
+
+def _last_stage(rows: Sequence[Iterable[Action]]) -> int:
+    return max(action.stage for row in rows for action in row)
+
+
+def _actions(cell: str, path: str, line: int, column: int) -> list[Action]:
+    text = cell.strip()
+    if together := _TOGETHER.fullmatch(text):
+        return [action for part in together[1].split(";") for action in _actions(part, path, line, column)]
+    if found := _COMPUTES.fullmatch(text):
+        return [Action(int(found[1]), found[2], int(found[3]))]  # type: ignore[arg-type]
+    if text and not _SAID_BY_ORDER.fullmatch(text):
+        raise ConfigurationError(
+            f"schedule={path!r} has {text!r} in row {line}, column {column}: write the stage, F, B, I or W, and the"
+            " microbatch, such as 0F3."
+        )
+    return []

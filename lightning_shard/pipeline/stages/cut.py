@@ -1,0 +1,248 @@
+"""Cut a model to one rank's stages, in place.
+
+A stage keeps its range of blocks, and of what runs around blocks the parts whose place is in that range. Names of
+parameters never change. Everything else stays the object that it is, so that the user's own code runs unmodified, but
+its parameters are :class:`Hollow`: right shape and dtype, no memory, and what is computed from them is unknown
+(``taint.py``). The forward of other stages' blocks is stood in for (``stand_in.py``). What no stage of this rank holds
+is so for good; what only some of them hold, while another one runs (``rank_stages.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.pipeline.stages.parts import ForeignPart, runs_elsewhere
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.stand_in import StandIn
+
+_Slot = tuple[nn.Module, str]
+"""Where a parameter is held: a module, and its name there."""
+
+
+def cut(
+    root: nn.Module,
+    blocks: Sequence[str],
+    owned: Mapping[int, range],
+    *,
+    network: str,
+    count: int,
+    parts: Mapping[str, int],
+    holder_of: Sequence[int],
+    kept: Mapping[int, Collection[str]],
+    device: torch.device,
+) -> Stages:
+    """Keep some stages of ``count`` of ``root``, in place.
+
+    Args:
+        root: The LightningModule.
+        blocks: Names of all blocks, in the order in which they run, and as often.
+        owned: The stages of this rank, and which of the blocks each runs.
+        network: The name of the module that a step calls; ``""`` where it is ``root`` itself.
+        parts: Names of the modules and parameters around the blocks, and the stage that holds each.
+        holder_of: The stage that runs each block.
+        kept: Of each stage, names of tied parameters that it holds, wherever they are used.
+        device: Where stand-ins live.
+    """
+    stages = Stages(
+        tuple(Stage(index, count, blocks, own, [*parts], network, device) for index, own in sorted(owned.items()))
+    )
+    for stage in stages:
+        stage.own_parts = [name for name, holder in parts.items() if holder == stage.index]
+    foreign = {stage: _Foreign.of(root, stage, parts, holder_of, kept[stage.index]) for stage in stages}
+    nowhere = set.intersection(*(set(each.parameters) for each in foreign.values()))
+    _take_out(root, stages, foreign, nowhere)
+    for stage, each in foreign.items():
+        stage.elsewhere = each.modules
+    _leave_state_to_others(root, stages, set.intersection(*(stage.elsewhere for stage in stages)))
+    _leave_out_of_loads(root, nowhere, stages.foreign_buffers)
+    for name in stages[0].places:
+        _stand_in(root.get_submodule(name), name, stages)
+    for name in parts:
+        _let_run_elsewhere(root, name, stages)
+    stages.incomplete = _incomplete(root, nowhere)
+    for name, module in stages.incomplete.items():
+        module.__dict__["named_parameters"] = partial(_whole_only, stages, name, module.named_parameters)
+        module.__dict__["get_parameter"] = partial(_parameter, module)
+    for stage, view in stages.views.items():
+        for name, module in _incomplete(root, foreign[stage].parameters).items():
+            module.__dict__["get_parameter"] = partial(_parameter, module)
+            if name not in stages.incomplete:
+                whole = partial(_whole_only, stages, name, module.named_parameters)
+                view.add(module.__dict__, "named_parameters", whole)
+    return stages
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """What a stage doesn't hold.
+
+    Attributes:
+        parameters: Their places, each with its name and the stage that holds it.
+        modules: The modules that they belong to, and all others of foreign blocks and parts.
+    """
+
+    parameters: dict[_Slot, tuple[str, int]]
+    modules: set[nn.Module]
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        stage: Stage,
+        parts: Mapping[str, int],
+        holder_of: Sequence[int],
+        kept: Collection[str],
+    ) -> _Foreign:
+        found = cls({}, set())
+        for name, holder in parts.items():
+            if holder != stage.index:
+                found._add(root, name, holder, kept)
+        for name, places in stage.places.items():
+            if not any(place in stage.owned for place in places):
+                found._add(root, name, holder_of[places[0]], kept)
+        return found
+
+    def _add(self, root: nn.Module, name: str, holder: int, kept: Collection[str]) -> None:
+        parent, _, key = name.rpartition(".")
+        owner = root.get_submodule(parent)
+        if key in owner._parameters:
+            if name not in kept:
+                self.parameters[owner, key] = name, holder
+            return
+        for inner, module in owner.get_submodule(key).named_modules():
+            path = f"{name}.{inner}" if inner else name
+            self.modules.add(module)
+            for parameter, value in module._parameters.items():
+                if value is not None and f"{path}.{parameter}" not in kept:
+                    self.parameters.setdefault((module, parameter), (f"{path}.{parameter}", holder))
+
+
+def _take_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign], nowhere: Collection[_Slot]) -> None:
+    """Have hollow tensors be in the places of parameters: of ``nowhere`` for good, of siblings' in a stage's view."""
+    hollow: dict[_Slot, Hollow] = {}
+    for stage, each in foreign.items():
+        for slot, (name, holder) in each.parameters.items():
+            module, key = slot
+            if slot not in hollow:
+                parameter = module._parameters[key]
+                assert parameter is not None
+                hollow[slot] = Hollow.of(parameter, stage.device, name, holder, stages.on_missing)
+            stage.hollow[name] = hollow[slot]
+            if slot not in nowhere:
+                stages.views[stage].add(module.__dict__, key, hollow[slot])
+    for module, key in nowhere:
+        del module._parameters[key]
+        # Into __dict__: nn.Module.__setattr__ would take a tensor for an attempt to replace the parameter.
+        module.__dict__[key] = hollow[module, key]
+
+
+def _leave_state_to_others(root: nn.Module, stages: Stages, modules: Collection[nn.Module]) -> None:
+    """Of these modules, which no stage of this rank holds, buffers stay, and are no state of this rank."""
+    for path, module in root.named_modules():
+        if module not in modules:
+            continue
+        for buffer in [key for key, value in module._buffers.items() if value is not None]:
+            if buffer not in module._non_persistent_buffers_set:
+                module._non_persistent_buffers_set.add(buffer)
+                stages.foreign_buffers.add(f"{path}.{buffer}")
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            module.register_state_dict_post_hook(_without_extra_state)
+
+
+def _leave_out_of_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
+    """Have ``load_state_dict`` take a whole module's state: of what no stage of this rank holds nothing is taken."""
+    keys: dict[nn.Module, set[str]] = {}
+    for name in buffers:
+        parent, _, key = name.rpartition(".")
+        keys.setdefault(root.get_submodule(parent), set()).add(key)
+    for module, key in parameters:
+        keys.setdefault(module, set()).add(key)
+    for module, own in keys.items():
+        module.register_load_state_dict_pre_hook(_leaving_out(own))
+
+
+def _leaving_out(keys: Collection[str]) -> Callable[..., None]:
+    def leave_out(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in keys:
+            state.pop(f"{prefix}{key}", None)
+
+    return leave_out
+
+
+def _stand_in(block: nn.Module, name: str, stages: Stages) -> None:
+    """Stand in for a block's forward where the stage that runs doesn't hold it, or not at all of its places."""
+    forwards: dict[Stage, Callable[..., Any]] = {}
+    for stage in stages:
+        held = [place in stage.owned for place in stage.places[name]]
+        if not all(held):
+            forwards[stage] = StandIn(stage, name, block, block.forward if any(held) else None)
+    _set_forward(
+        block, forwards, stages, for_good=not any(place in s.owned for s in stages for place in s.places[name])
+    )
+
+
+def _let_run_elsewhere(root: nn.Module, name: str, stages: Stages) -> None:
+    parent, _, key = name.rpartition(".")
+    part = getattr(root.get_submodule(parent), key)
+    if isinstance(part, nn.Module):
+        foreign = [stage for stage in stages if runs_elsewhere(part, stage, name)]
+        forwards = {stage: ForeignPart(stage, name, part, part.forward) for stage in foreign}
+        _set_forward(part, forwards, stages, for_good=len(foreign) == len(stages))
+
+
+def _set_forward(
+    module: nn.Module, forwards: Mapping[Stage, Callable[..., Any]], stages: Stages, *, for_good: bool
+) -> None:
+    """Have a module's forward be these while their stages run; the first one ``for_good``."""
+    for stage, view in stages.views.items():
+        if stage in forwards:
+            view.add(module.__dict__, "forward", forwards[stage])
+    if forwards and (for_good or not stages.views):
+        module.__dict__["forward"] = next(iter(forwards.values()))
+
+
+def _incomplete(root: nn.Module, lacking: Collection[_Slot]) -> dict[str, nn.Module]:
+    """By name, the modules that lack one of these parameters, or hold a module that does."""
+    modules = {module for module, _ in lacking}
+    return {name: module for name, module in root.named_modules() if not modules.isdisjoint(module.modules())}
+
+
+def _without_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state.pop(f"{prefix}_extra_state", None)
+
+
+def _parameter(module: nn.Module, target: str) -> Any:
+    """A module's ``get_parameter``: of another stage's what an attribute gives, which says whose it is."""
+    path, _, name = target.rpartition(".")
+    held = vars(module.get_submodule(path)).get(name)  # hollow, or in a step what has come of it
+    return held if isinstance(held, Tensor) else type(module).get_parameter(module, target)
+
+
+def _whole_only(
+    stages: Stages, name: str, whole: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[Any]:
+    """A module's ``named_parameters``: within a step its first, which tells dtype and device, then it raises."""
+    own = whole(prefix, recurse, remove_duplicate)
+    stage = stages.current
+    start = f"{name}." if name else ""
+    hollows = stage.hollow if stage is not None and stage.in_step else {}
+    below = {fqn.removeprefix(start): hollow for fqn, hollow in hollows.items() if fqn.startswith(start)}
+    elsewhere = [(f"{prefix}.{k}".lstrip("."), hollow) for k, hollow in below.items() if recurse or "." not in k]
+    if not elsewhere:
+        yield from own
+        return
+    yield next(own, elsewhere[0])
+    raise StepError(
+        f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
+        " process has all: use the optimizer's weight_decay for a penalty, on_train_batch_start to freeze"
+        " some, or pipeline_parallel_size=1."
+    )

@@ -1,0 +1,157 @@
+"""The stages of one rank, over one module, of which one runs at a time.
+
+While one runs, the module looks as it would on a rank that holds this stage alone: so what a stage knows, misses and
+asks for is the same, whatever else is on its rank. Hollow parameters shadow those of its siblings, and stand-ins the
+calls of their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
+from lightning_shard.pipeline.stages.stage import Stage
+
+_ABSENT = object()
+
+
+@dataclass
+class View:
+    """What a stage's siblings on this rank have otherwise: entries of dicts, such as modules' attributes.
+
+    A parameter's place is in ``_parameters``, where FSDP exchanges it; what is in ``__dict__`` is found first. FSDP
+    looks there itself when it begins, so a view is in place within a call of its root only.
+    """
+
+    entries: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
+    _before: list[Any] = field(default_factory=list)
+
+    def add(self, holder: dict[Any, Any], key: Any, value: Any) -> None:
+        self.entries.append((holder, key, value))
+
+    def keep(self, module: nn.Module, key: str, value: Any) -> None:
+        """Set an attribute, or a buffer, for the stage that runs, now and when it runs again."""
+        holder = module._buffers if key in module._buffers else module.__dict__
+        place = next((i for i, entry in enumerate(self.entries) if entry[0] is holder and entry[1] == key), None)
+        if place is None:
+            self.add(holder, key, value)
+            self._before.append(holder.get(key, _ABSENT))
+        else:
+            self.entries[place] = (holder, key, value)
+        holder[key] = value
+
+    def put(self) -> None:
+        self._before = [holder.get(key, _ABSENT) for holder, key, _ in self.entries]
+        for holder, key, value in self.entries:
+            holder[key] = value
+
+    def take_out(self) -> None:
+        for (holder, key, _), value in zip(self.entries, self._before):
+            if value is _ABSENT:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
+
+
+@dataclass(eq=False)
+class Stages(Sequence[Stage]):
+    """This rank's stages of a model that was cut in place, in the order of the network.
+
+    Attributes:
+        held: The stages.
+        views: Of each stage; of a single one nothing has to be changed.
+        incomplete: By name, every module of which another rank holds parameters.
+        foreign_buffers: Names of buffers that stay here for code around the blocks but are another rank's state.
+    """
+
+    held: tuple[Stage, ...]
+    views: dict[Stage, View] = field(default_factory=dict)
+    incomplete: dict[str, nn.Module] = field(default_factory=dict)
+    foreign_buffers: set[str] = field(default_factory=set)
+    _current: Stage | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.held) == 1:
+            self._current = self.held[0]
+            return
+        for stage in self.held:
+            stage.is_shown = False
+            stage.shown = partial(self._showing, stage)
+            view = self.views[stage] = View()
+            stage.keep = view.keep
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.held[place]
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the network's last stage is here."""
+        return self.held[-1].is_last
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the user's code runs."""
+        return any(stage.in_step for stage in self.held)
+
+    @property
+    def current(self) -> Stage | None:
+        """The stage that runs, or the only one."""
+        return self._current
+
+    def join(self, root: nn.Module) -> None:
+        """Watch the blocks, once ``root`` was sharded: what shards a sibling's block doesn't gather it for another."""
+        for stage in self.held:
+            stage.join(root)
+        for stage, view in self.views.items():
+            hollow = {id(holder) for holder, _, value in view.entries if isinstance(value, Hollow)}
+            for module in stage.elsewhere:
+                if any(p is not None for p in module._parameters.values()) and id(module.__dict__) not in hollow:
+                    continue  # its weight is tied to one of this stage's, and split as that is
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    for number, hook in hooks.items():
+                        if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+                            view.add(hooks, number, _nothing)
+
+    def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+        if self._current is None:
+            raise StepError(sentence)
+        self._current.on_missing(values, sentence)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While a stage runs: inside, the module looks as if none did, so that each of them may run in turn."""
+        stage = self._current
+        if stage is None or not self.views:
+            yield
+            return
+        self.views[stage].take_out()
+        self._current, stage.is_shown = None, False
+        try:
+            yield
+        finally:
+            self._current, stage.is_shown = stage, True
+            self.views[stage].put()
+
+    @contextmanager
+    def _showing(self, stage: Stage) -> Iterator[None]:
+        self._current, stage.is_shown = stage, True
+        self.views[stage].put()
+        try:
+            yield
+        finally:
+            self.views[stage].take_out()
+            self._current, stage.is_shown = None, False
+
+
+def _nothing(*_: Any) -> None:
+    """In place of a hook."""

@@ -1,0 +1,484 @@
+"""One stage of a model that was cut, during a microbatch: hooks around its blocks note how far the step got.
+
+Code around the blocks runs on every stage (masks, rotary tables and other arguments are recomputed from the same
+batch). What of it crosses between stages is found by ``crossing.py``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, takewhile
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
+from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks, refuse_hooks_around, refuse_pre_hooks
+from lightning_shard.pipeline.dataflow.crossing import (
+    BlockCall,
+    Counted,
+    Crossing,
+    Delivery,
+    Key,
+    Passage,
+    Request,
+    Slot,
+    StageEnd,
+    keep,
+    parameters_crossing,
+    parameters_in_place,
+    unknown_states,
+)
+from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
+from lightning_shard.pipeline.dataflow.trace import Trace
+from lightning_shard.pipeline.runtime.network_calls import Calls
+
+_OPERATIONS_OF_A_CALL = 2**24
+"""More than a network has: names of different calls' operations differ."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """A stage of this rank, of a model that was cut in place.
+
+    Attributes:
+        index: Its place in the pipeline, of ``count``.
+        blocks: Names of all blocks, in the order in which they run; one that runs several times is there as often.
+        owned: Which of these places it runs.
+        places: Each block's places.
+        parts: Names of the modules and parameters around them.
+        network: The name of the module that a step calls; ``""`` where it is the root itself.
+        hollow: The parameters that other stages hold, by name.
+        elsewhere: The modules whose parameters other stages hold.
+        own_parts: Of the parts, those that it holds.
+        keep: Sets an attribute of a module of another stage's.
+        apart: Has plain-Python state be what this stage left, where there are others on this rank.
+        shown: Makes the model look as on a rank that holds this stage alone, where there are others on this one.
+        is_shown: Whether it does.
+        in_step: Whether the user's code runs.
+        calls: Of a step that goes call by call.
+        entrances: The modules around all blocks: a step runs the network by calling one of them.
+        in_backward: Whether a backward runs.
+        given: What stand-ins have returned, by their blocks' places.
+        draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
+            forward, and in the backward of the same microbatch: there a block may run again, to recompute what
+            activation checkpointing didn't keep. Which place a block of several runs again for isn't known, so
+            they draw as the code around them does, and what follows each place draws anew, on every stage: before it
+            recomputes, a checkpoint puts the generators where they were.
+    """
+
+    index: int
+    count: int
+    blocks: Sequence[str]
+    owned: range
+    parts: Collection[str]
+    network: str
+    device: torch.device
+    hollow: dict[str, Hollow] = field(default_factory=dict)
+    elsewhere: set[nn.Module] = field(default_factory=set)
+    own_parts: Collection[str] = ()
+    keep: Callable[[nn.Module, str, Any], None] = keep
+    apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    shown: Callable[[], AbstractContextManager[None]] = nullcontext
+    is_shown: bool = True
+    in_step: bool = False
+    calls: Calls | None = None
+    entrances: list[nn.Module] = field(default_factory=list)
+    in_backward: bool = False
+    given: dict[int, Any] = field(default_factory=dict)
+    draws: Callable[[int], Callable[[], None]] | None = None
+
+    def __post_init__(self) -> None:
+        self.passage = Passage(self.index, self.hollow)
+        self.places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.blocks):
+            self.places.setdefault(name, []).append(place)
+        self._times_run: defaultdict[str, int] = defaultdict(int)
+        self._running: list[int | None] = []
+        self._trace: Trace | None = None
+        self._filler = torch.nan
+        self._root: nn.Module | None = None
+        self._drawn: dict[int, Callable[[], None]] = {}
+        self._before: Before | None = None
+        self._parts_before: list[Before] = []
+        self._seen_inside: list[tuple[str, Any]] = []
+        self._inside: list[RemovableHandle] = []
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    @property
+    def place(self) -> int | None:
+        """The place of the block that is being called; ``None`` if it is called by another one."""
+        return self._running[-1] if self._running else None
+
+    @contextmanager
+    def microbatch(
+        self, received: Mapping[Key, Tensor], crossing: Crossing, *, searching: bool = False
+    ) -> Iterator[Passage]:
+        """Run one microbatch's forward inside, the user's code in :meth:`running`; yields its :class:`Passage`.
+
+        Args:
+            received: What the stage before sent.
+            searching: Whether what crosses is yet to be found.
+        """
+        counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
+        passage = self.passage = Passage(
+            self.index,
+            self.hollow,
+            searching,
+            dict(received),
+            dict(crossing.outgoing.blocks if crossing.outgoing else crossing.incoming.blocks),
+            crossing.incoming.unavailable,
+            frozenset(crossing.asked),
+            counted=counted,
+            active=True,
+            differentiates=torch.is_grad_enabled(),
+            filler=self._filler,
+            memory=SharedMemory(crossing.incoming.apart) if searching else None,
+        )
+        self._times_run.clear()
+        self._running.clear()
+        self._trace = Trace(passage) if searching or crossing.is_traced() else None
+        try:
+            with self.apart():
+                yield passage
+        finally:
+            passage.active, self._trace, self._before = False, None, None
+            self._parts_before.clear()
+            while self._inside:
+                self._inside.pop().remove()
+
+    @contextmanager
+    def backward(self, received: Mapping[Key, Tensor]) -> Iterator[None]:
+        """A microbatch's backward runs inside; code that it recomputes finds the parameters that were sent."""
+        assert self._root is not None
+        self.in_backward = True
+        try:
+            with self.apart(), self.shown(), parameters_in_place(self._root, received):
+                yield
+        finally:
+            self.in_backward = False
+
+    @contextmanager
+    def unknown_values_being(self, value: float) -> Iterator[None]:
+        """Inside, hollow parameters and what isn't known hold this value, where they would hold NaN."""
+        self._filler = value
+        for hollow in self.hollow.values():
+            hollow.fill(value)
+        try:
+            yield
+        finally:
+            self._filler = torch.nan
+            for hollow in self.hollow.values():
+                hollow.fill(torch.nan)
+
+    @contextmanager
+    def running(self, root: nn.Module) -> Iterator[None]:
+        """The user's step runs inside, its parameters gathered."""
+        with ExitStack() as stack:
+            stack.enter_context(self.shown())
+            stack.enter_context(parameters_crossing(root, self.passage))
+            if self._trace is not None:
+                stack.enter_context(self._trace.running())
+            stack.callback(setattr, self, "in_step", self.in_step)
+            self.in_step = True
+            try:
+                yield
+            except StageEnd:
+                self.passage.check_hooks()
+                raise
+            self.passage.check_hooks()
+            if self.passage.searching and self.is_last:
+                self.passage.asks_for_origins = True
+                refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
+
+    @contextmanager
+    def calling(self, calls: Calls) -> Iterator[None]:
+        """A step that goes call by call runs inside, each call in its own :meth:`microbatch`."""
+        self.calls, self.passage = calls, Passage(self.index, self.hollow)
+        try:
+            yield
+        finally:
+            self.calls, self.passage = None, Passage(self.index, self.hollow)
+
+    def join(self, root: nn.Module) -> None:
+        """Watch the blocks, once ``root`` was sharded: between these hooks runs no code of the network."""
+        self._root = root
+        self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
+        for name in self.places:
+            block = root.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(self._leave, name))
+        for name in _around_any(self.blocks):
+            around = root.get_submodule(name)
+            around.register_forward_pre_hook(partial(self._enter_around, name))
+            around.register_forward_hook(partial(self._leave_around, name))
+        for name in self.parts:
+            part = _attribute(root, name)
+            if isinstance(part, nn.Module):
+                hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
+                part.register_forward_pre_hook(partial(self._enter_part, hollow), prepend=True, with_kwargs=True)
+                part.register_forward_hook(partial(self._leave_part, name))
+        # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
+        root.get_submodule(self.network).register_forward_pre_hook(
+            partial(self._count_calls, 1 if self.network else 2), prepend=True
+        )
+
+    def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
+        """What goes out of a microbatch."""
+        slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
+        unavailable = frozenset(crossing.unavailable)
+        traced = crossing.incoming.traced or crossing.is_traced()
+        apart = passage.memory.apart() if passage.memory is not None else crossing.incoming.apart
+        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced, apart)
+
+    def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+        if self.calls is not None and not self.passage.active:
+            self.calls.on_missing(sentence)
+        self.passage.on_missing(values, sentence)
+
+    # Hooks
+
+    def _enter_part(self, hollow: Sequence[Hollow], part: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_shown and self.in_step and self._trace is not None:
+            if self.passage.searching:
+                self._parts_before.append(Before.of(part, ()))
+            self._trace.begins((args, kwargs, hollow))
+
+    def _leave_part(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:
+        if not self.is_shown or not self.in_step or self._trace is None:
+            return output
+        kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
+        result = self._trace.ends(name, output, part=part, kept=kept)
+        if result is not output:
+            refuse_hooks(name, part)  # it was received, as what is sent to later stages will be
+            refuse_pre_hooks(name, part)
+        return result
+
+    def _count_calls(self, allowed: int, *_: Any) -> None:
+        if self.passage.active:
+            self.passage.calls += 1
+            if self.passage.calls > allowed:
+                self._run_again(
+                    "The network was called a second time within one step, and a pipeline runs it once: call it once on"
+                    " the concatenated inputs, or use pipeline_parallel_size=1."
+                )
+
+    def _run_again(self, sentence: str) -> NoReturn:
+        """The network's blocks are to run a second time: an evaluation step goes call by call.
+
+        Raises:
+            StepError: It is a training step, or one call runs them again: with this sentence. Or no earlier batch did.
+        """
+        if self.passage.differentiates or self.calls is not None:
+            raise StepError(sentence)
+        if not self.passage.searching:
+            raise StepError(
+                "The network was called a second time within one step, and was called once in the first batch of this"
+                " kind and these shapes. Whether an evaluation step calls it several times, as generating text does,"
+                " is found in the first batch: call it several times there too (batch_idx == 0), or use"
+                " pipeline_parallel_size=1."
+            )
+        self.passage.missing = Request(done=False, again=True)
+        raise StageEnd
+
+    def _place_of(self, name: str) -> int | None:
+        """Which of its places a call of a block is: the calls are counted within a forward."""
+        if self._running:
+            return None  # another block calls it
+        places, before = self.places[name], self._times_run[name]
+        if before == len(places):
+            self._run_again(
+                f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: give the"
+                " LightningModule an example_input_array, by which calls are counted, name blocks by pipeline_blocks"
+                " in running order and as often as they run, or use pipeline_parallel_size=1."
+            )
+        self._times_run[name] += 1
+        return places[before]
+
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.is_shown:
+            return
+        passage, places = self.passage, self.places[name]
+        if len(places) == 1 and places[0] in self.owned and self.draws is not None:
+            self._drawn[places[0]] = self.draws(places[0])
+        if not passage.active:
+            return  # recomputation under activation checkpointing
+        index = self._place_of(name)
+        self._running.append(index)
+        if index is not None and passage.differentiates:
+            self._check_backward_hooks(index, name, block)
+        if self._trace is not None:
+            self._trace.suspend()
+        if self.calls is not None and index is not None:
+            self.calls.met(index, args, kwargs)
+        if index is None or index not in self.owned:
+            return
+        if index == self.owned.start:
+            passage.entered_at = passage.counted
+            passage.forget_hooks()
+        if self._trace is not None:
+            self._trace.see_written((args, kwargs))
+        refuse((args, kwargs), name)
+        if self.is_last:
+            return  # nobody is told
+        if passage.wants("inside", index):
+            self._watch_inside(index, block)
+        if passage.wants("kept", index) or passage.wants("changed", index):
+            self._before = Before.of(block, (args, kwargs), looks_beside=passage.searching)
+
+    def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
+        if index < (self.owned.start if self.is_last else self.owned.stop):  # received, or sent from here
+            refuse_hooks(name, module)
+        if self.passage.is_asked_for("block", index):  # beside the stage that is handed it
+            refuse_pre_hooks(name, module)
+
+    def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
+        if self.is_shown and self.passage.active and self.passage.differentiates and not self.is_last:
+            refuse_hooks_around(name, module, args)
+
+    def _leave_around(self, name: str, module: nn.Module, *_: Any) -> None:
+        """It is over on this stage, whose later blocks may use what it returns."""
+        passage = self.passage
+        if self.is_shown and passage.active and passage.differentiates and passage.wanted:
+            inside = (
+                place for block, places in self.places.items() if block.startswith(f"{name}.") for place in places
+            )
+            if any(passage.is_asked_for("block", place) for place in inside):
+                refuse_pre_hooks(name, module)
+
+    def _watch_inside(self, index: int, block: nn.Module) -> None:
+        """Note what hooks inside of a block see, for the stages where its forward is stood in for."""
+        self._seen_inside = []
+        for path, module in block.named_modules():
+            if path and module._forward_hooks:
+                note = partial(self._note_inside, index, path)
+                self._inside.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
+
+    def _note_inside(self, index: int, path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
+            key: Key = ("inside", index, len(self._seen_inside), place)
+            if self.passage.searching:
+                self.passage.known[key] = None
+            if key in self.passage.wanted:
+                if type(leaf) is not Tensor:
+                    raise StepError(
+                        f"A forward hook of {self.blocks[index]}.{path} collects a {type(leaf).__name__}, which can't"
+                        " be sent to the pipeline stage that uses it: collect what the block returns."
+                    )
+                self.passage.send(key, leaf)
+        self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
+
+    def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
+        if not self.is_shown:
+            return None
+        passage, places = self.passage, self.places[name]
+        if places[0] in self._drawn:
+            self._drawn.pop(places[0])()
+        if not passage.active:
+            return None
+        index = self._running.pop()
+        if index is not None and len(places) > 1 and self.draws is not None:
+            self.draws(index)
+        if index is not None and index in self.owned:
+            while self._inside:
+                self._inside.pop().remove()
+            passage.check_differentiates()
+            if index == self.owned[-1]:
+                passage.finished = True
+            if not self.is_last:
+                self._note(index, output, self._before)
+                self._before = None
+        if self._trace is not None:
+            self._trace.resume()
+        if index is None or index in self.owned:
+            return None
+        return self.given.pop(index, output)  # what hooks return was sent already
+
+    def _note_effects(self, index: int, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
+        passage = self.passage
+        for place, tensor in changed:
+            passage.produced(("changed", index, place), tensor, written=True)
+        for number, (_, _, value) in enumerate(kept):
+            for place, leaf in enumerate(tree.leaves(value)):
+                if isinstance(leaf, Tensor):
+                    passage.produced(("kept", index, number, place), leaf)
+
+    def _note(self, index: int, output: Any, before: Before | None) -> None:
+        passage = self.passage
+        is_handed_on = index == self.owned[-1]
+        if passage.searching or passage.wanted or is_handed_on:
+            for place, leaf in enumerate(tree.leaves(output)):
+                key: Key = ("block", index, place)
+                if passage.searching:
+                    passage.known[key] = None
+                if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
+                    passage.send(key, leaf)
+        name = self.blocks[index]
+        if before is not None:
+            changed, kept = before.changed(name, output), before.kept()
+            self._note_effects(index, changed, kept)
+        if passage.searching:
+            assert before is not None
+            check_sendable(name, output)
+            passage.blocks[index] = BlockCall(
+                tree.map_leaves(before.slot, output),
+                tuple(self._seen_inside),
+                tuple((path, key, _slots(value)) for path, key, value in kept),
+                tuple(place for place, _ in changed),
+                before.handed_on(output),
+            )
+            return
+        if index not in passage.blocks:
+            raise StepError(
+                f"{name} runs, and didn't for an earlier microbatch of the same shapes: which blocks run may depend on"
+                " a batch's shapes, not on its values, its number or random numbers, as where layers are dropped. Call"
+                " all of them, and choose between what goes in and what comes out by torch.where; or use"
+                " pipeline_parallel_size=1."
+            )
+        slots = tree.map_leaves(Slot.of, output) if is_handed_on or tree.is_node(output) else None
+        agreed = passage.blocks[index].output
+        if slots not in (None, agreed):
+            raise StepError(
+                f"{self.blocks[index]} returns {slots}, and returned {agreed} for an earlier microbatch of the same"
+                " shapes: what a block returns may depend on a batch's shapes, not on its values (pad it), and what"
+                " needs gradients can't change in mid-run (unfreeze from the start). Or use pipeline_parallel_size=1."
+            )
+
+
+def _around_all(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules around all blocks, the root's first."""
+    paths = [name.split(".")[:-1] for name in blocks]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
+    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
+
+
+def _around_any(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules around blocks, without the root's."""
+    paths = [name.split(".") for name in blocks]
+    return [*dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))]
+
+
+def _attribute(root: nn.Module, name: str) -> Any:
+    parent, _, key = name.rpartition(".")
+    return getattr(root.get_submodule(parent), key)
+
+
+def _slots(value: Any) -> Any:
+    """``None`` for what holds no tensor: as a number it would be that of the first microbatch."""
+    return tree.map_leaves(Slot.of, value) if tree.tensors(value) else None

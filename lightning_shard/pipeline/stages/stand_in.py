@@ -1,0 +1,158 @@
+"""In place of a block that another stage holds, for the user's code around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
+from lightning_shard.pipeline.dataflow.crossing import BlockCall, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
+from lightning_shard.pipeline.stages.stage import Stage
+
+
+@dataclass(eq=False)
+class StandIn:
+    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage.
+
+    Attributes:
+        own: The block's own forward, where this stage runs it too, at other places.
+    """
+
+    stage: Stage
+    name: str
+    block: nn.Module
+    own: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passage, index = self.stage.passage, self.stage.place
+        if self.own is not None and (not passage.active or index is None or index in self.stage.owned):
+            return self.own(*args, **kwargs)
+        if not passage.active and self.stage.in_backward:
+            raise StepError(
+                f"Activation checkpointing recomputes {self.name} together with blocks or other code of another"
+                " pipeline stage: checkpoint each block by itself, place the blocks that are checkpointed together"
+                " on one stage (placement=[…]), or use pipeline_parallel_size=1."
+            )
+        if not passage.active and self.stage.in_step:
+            raise StepError(
+                f"{self.name} was called by a step that calls the network several times, and not by the network: with"
+                " several pipeline stages the parts of an encoder–decoder, or the like, can't be called one by one, as"
+                " transformers' generate does. Call the whole network in a loop, or use pipeline_parallel_size=1."
+            )
+        if not passage.active:
+            raise StepError(
+                "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
+                " it in training_step, validation_step, test_step or predict_step, load a checkpoint into a new module"
+                " on one process (load_from_checkpoint), or use pipeline_parallel_size=1."
+            )
+        if index is None:
+            raise StepError(
+                f"{self.name} runs within another block, or without its __call__, and a pipeline cuts between blocks:"
+                " name others by pipeline_blocks, or use pipeline_parallel_size=1."
+            )
+        passage.check_differentiates()
+        if index >= self.stage.owned.stop:
+            raise StageEnd
+        if self.own is not None and passage.differentiates:
+            self._check_recomputed_alone()
+        done = passage.blocks.get(index)
+        if done is None:
+            raise StepError(
+                f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
+                " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
+            )
+        for call, (path, seen) in enumerate(done.inside):
+            self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
+        if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
+            self._keep(done, index)  # else unknown since the search
+        tensors = tree.leaves((args, kwargs))
+        for place in done.changed:
+            self._change(tensors[place], ("changed", index, place))
+        given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
+        if done.handed_on:
+            given = _in_place(given, done.handed_on, [*tree.containers((args, kwargs))])
+        self.stage.given[index] = given
+        return given
+
+    def _keep(self, done: BlockCall, index: int) -> None:
+        """Attributes and buffers that modules of the block have set."""
+        for number, (path, key, value) in enumerate(done.kept):
+            text = f"what {self.name} keeps as {key}"
+            scalar = Slot((), torch.get_default_dtype(), False)
+            filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
+            self.stage.keep(self.block.get_submodule(path), key, filled)
+
+    def _check_recomputed_alone(self) -> None:
+        """A backward's recomputation runs this block wherever it was called: nothing else may depend on that.
+
+        Raises:
+            StepError: An activation checkpoint holds more than this call.
+        """
+        if not all(function_of(call) is self.block for call in checkpoints()):
+            raise StepError(
+                f"{self.name} runs on several stages, and here within a torch.utils.checkpoint of more than it:"
+                " checkpoint each of its calls by itself (checkpoint(block, x, use_reentrant=False)), place them on one"
+                " stage (placement=[…]), or use pipeline_parallel_size=1."
+            )
+
+    def _change(self, tensor: Tensor, key: Key) -> None:
+        """What the block has written to one of its arguments."""
+        passage = self.stage.passage
+        origin = Origin(f"what {self.name} writes to its arguments, on an earlier stage,", passage.on_missing)
+        base = base_of(tensor)
+        for written in (tensor,) if base is None else (tensor, base):
+            mark(written, origin)
+        passage.produced(key, tensor, written=True)
+
+    def _filled(self, values: Any, name: Key, text: str, arguments: Sequence[Any] = ()) -> Any:
+        """Values of the stage that holds the block, in their nesting; what wasn't sent is unknown."""
+        passage = self.stage.passage
+        places = count()
+
+        def fill(leaf: Any) -> Any:
+            key = (*name, next(places))
+            if not isinstance(leaf, Slot):
+                return leaf
+            if leaf.argument is not None and isinstance(arguments[leaf.argument], Tensor):
+                return passage.produced(key, arguments[leaf.argument], written=True)
+            if key in passage.received:
+                return passage.produced(key, passage.received[key])
+            tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
+            return passage.produced(key, tensor)
+
+        return tree.map_leaves(fill, values)
+
+    def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
+        """The forward hooks of a module inside the block, on what the first of them saw where it ran."""
+        module = self.block.get_submodule(path)
+        args, kwargs, output = seen
+        for number, hook in list(module._forward_hooks.items()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+                continue  # tensor parallelism, of a block that this stage runs at other places
+            given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
+            result = hook(module, *given, output)
+            output = output if result is None else result
+
+
+def _in_place(output: Any, handed_on: Sequence[tuple[int | None, int]], arguments: Sequence[Any]) -> Any:
+    """An output in which containers are those that the block was given, changed to what they hold there."""
+    for number, place in handed_on:
+        held, new = arguments[place], output if number is None else output[number]
+        if isinstance(held, dict):
+            held.clear()
+            held.update(new)
+        elif isinstance(held, list):
+            held[:] = new
+        else:
+            for key, value in tree.children(new):
+                object.__setattr__(held, key, value)
+        output = held if number is None else (*output[:number], held, *output[number + 1 :])
+    return output

@@ -1,0 +1,69 @@
+"""All parameters of a module on each of its stages, while ``configure_optimizers`` runs.
+
+Groups, and settings by their numbers (a rate for each layer that is counted), are the same on all stages then, as one
+process makes them. What another stage holds is left out of the optimizers after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.pipeline.dataflow.taint import Hollow
+
+
+@contextmanager
+def all_parameters(
+    module: nn.Module, names: Mapping[str, str], gather_over_stages: Callable[[Any], list[Any]]
+) -> Iterator[None]:
+    """Inside, ``module`` has a parameter in every place, in the order of the whole one; a collective call.
+
+    Args:
+        names: All names in the whole module's order, and the first name of what has this one.
+        gather_over_stages: Gives every stage's value.
+    """
+    own = {name: parameter.requires_grad for name, parameter in module.named_parameters(remove_duplicate=False)}
+    trains = {name: trains for of_stage in gather_over_stages(own) for name, trains in of_stage.items()}
+    order = {name: place for place, name in enumerate(names)}
+    placed: dict[str, Hollow] = {}
+    hollow: list[tuple[nn.Module, str, Hollow]] = []
+    for path, part in module.named_modules():
+        start = f"{path}." if path else ""
+        for key, value in [item for item in vars(part).items() if isinstance(item[1], Hollow)]:
+            first = names[f"{start}{key}"]
+            hollow.append((part, key, vars(part).pop(key)))
+            one: Any = placed.setdefault(first, value)  # of tied ones
+            _be_parameter(one, True, trains.get(first, False))
+            part._parameters[key] = one
+            in_order = sorted(part._parameters.items(), key=lambda item: order.get(f"{start}{item[0]}", -1))
+            part._parameters.clear()
+            part._parameters.update(in_order)
+    try:
+        yield
+    finally:
+        for part, key, value in hollow:
+            part._parameters.pop(key, None)
+            _be_parameter(value, False, False)
+            vars(part)[key] = value
+
+
+def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Leave out of each group what another stage holds, and of the optimizer's state what it has made for that."""
+    for group in optimizer.param_groups:
+        kept = [not isinstance(parameter, Hollow) for parameter in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [value for value, is_kept in zip(group[key], kept, strict=True) if is_kept]
+    for parameter in [key for key in optimizer.state if isinstance(key, Hollow)]:
+        del optimizer.state[parameter]
+
+
+def _be_parameter(hollow: Any, is_one: bool, trains: bool) -> None:
+    """What is computed from it stays unknown, also later: a user may keep it in a list."""
+    hollow._is_param = is_one  # isinstance(…, nn.Parameter) asks for this
+    with torch._C.DisableTorchFunctionSubclass():
+        hollow.requires_grad_(trains)

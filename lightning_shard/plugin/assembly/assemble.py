@@ -1,0 +1,427 @@
+"""A LightningModule to this rank's part of it: the one function that shows the order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_shard.errors import ConfigurationError, LayoutError
+from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
+from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_caches, recompute
+from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
+from lightning_shard.parallel.clip import count_elsewhere
+from lightning_shard.parallel.compiled_blocks import compile_block
+from lightning_shard.parallel.containers import with_forward
+from lightning_shard.parallel.context.blocks import DealtSequences
+from lightning_shard.parallel.context.chunks import Part
+from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
+from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
+from lightning_shard.parallel.fsdp.lockstep import Lockstep
+from lightning_shard.parallel.fsdp.mutable_arguments import keep_what_is_given
+from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
+from lightning_shard.parallel.fsdp.units import gather_for_views, keep_what_is_set, sharded_units
+from lightning_shard.parallel.fsdp.unsharded import whole_of
+from lightning_shard.parallel.init import agree_on_weights, materialize
+from lightning_shard.parallel.tensor.check_around_blocks import SplitAround
+from lightning_shard.parallel.tensor.check_blocks import SplitBlocks, beside_blocks, holds_others
+from lightning_shard.parallel.tensor.check_handed_on import remember_outputs
+from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
+from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.pipeline.placement import Placement
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.tied import Tie
+from lightning_shard.plugin.assembly.cutting import OwnPart, cut_to_rank
+from lightning_shard.plugin.assembly.late_changes import LaidOutParameters, refuse_copies
+from lightning_shard.plugin.assembly.placing import blocks_of, place_blocks
+from lightning_shard.plugin.assembly.probe import looking_at, looking_at_step, to_run_again
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.running.joint_failure import Attempts, Connect
+from lightning_shard.plugin.settings import Settings
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.schedule_choice import agree, choose
+
+_PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
+
+
+@dataclass
+class Assembly:
+    """A LightningModule that was cut and sharded in place.
+
+    Attributes:
+        layout: The layout it was assembled for.
+        settings: What else the user chose then.
+        stages: This rank's stages; ``None`` with a single rank in a pipeline.
+        schedule: The order that they run in.
+        placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
+        saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what
+            every rank holds, such as a frozen module outside the network.
+        ties: The parameters that this rank and another one of its pipeline hold.
+        is_tied_over_stages: Whether any ranks hold such a parameter.
+        places: Each parameter's place in the whole module.
+        names: All names of parameters, in the whole module's order, and of each the first one of what it names.
+        parameters: What the module had then; ``None`` where it shards itself.
+        lockstep: Of evaluation steps over data ranks; set when it is first needed.
+    """
+
+    layout: Layout
+    settings: Settings
+    stages: Stages | None
+    schedule: Schedule
+    placement: Placement | None
+    saved_elsewhere: frozenset[str]
+    ties: tuple[Tie, ...]
+    is_tied_over_stages: bool
+    places: Mapping[str, int]
+    names: Mapping[str, str]
+    parameters: LaidOutParameters | None
+    lockstep: Lockstep | None = None
+
+    def check_parameters(self, module: nn.Module, groups: Groups) -> None:
+        """A collective call over the pipeline.
+
+        Raises:
+            ConfigurationError: On all ranks, where parts came to the module since, or left its stages.
+        """
+        if self.parameters is not None and self.layout.world_size > 1:
+            self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
+
+    def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
+        """Take up the module for another Trainer, whose order the stages run in from now on.
+
+        Args:
+            schedules: Among which the user's setting leaves the choice.
+
+        Raises:
+            ConfigurationError: It was laid out in another way, or the schedule has other stages on the ranks.
+        """
+        if (self.layout, self.settings) != (layout, settings):
+            raise ConfigurationError(
+                f"This module was laid out as {self.layout} with {self.settings} by an earlier Trainer and can't be"
+                f" laid out anew as {layout} with {settings}: build a new module."
+            )
+        placement = self.placement
+        if placement is None:
+            self.schedule = schedules[0]
+            return
+        fitting = [each for each in schedules if each.rank_of == self.schedule.rank_of]
+        if not fitting:
+            raise ConfigurationError(
+                f"This module was laid out for schedule={self.schedule.name!r}, with {self.schedule.stages} stages,"
+                f" by an earlier Trainer and can't be laid out anew for {schedules[0].name!r}, with"
+                f" {schedules[0].stages}: build a new module."
+            )
+        if len(fitting) > 1 and self.schedule in fitting:
+            return  # it was chosen
+        has_data_ranks = layout.data_parallel_size > 1
+        choice = choose(fitting, lambda _: placement, settings.of_blocks, has_data_ranks=has_data_ranks)
+        self.schedule = agree(fitting, choice, groups)
+
+
+def assemble(
+    module: pl.LightningModule,
+    layout: Layout,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    device: torch.device,
+    seed: int,
+    settings: Settings,
+    schedules: Sequence[Schedule],
+    groups: Groups,
+    connect: Connect,
+) -> Assembly:
+    """Cut ``module`` to this rank's stages and shard it, in place.
+
+    Args:
+        module: On any device, or on meta.
+        mesh: The world's mesh, made by ``layout``.
+        expert_mesh: The experts' mesh, with several expert-parallel ranks.
+        device: Where this rank computes.
+        seed: Seeds the weights of what is on meta.
+        schedules: Among which the settings leave the choice.
+        groups: This rank's.
+        connect: Makes a connection to a store that all ranks share.
+
+    Raises:
+        ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
+    """
+    behave_as_tensors()
+    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
+    first = {name: group[0] for group in names_of_parameters(module) for name in group}
+    names = {name: first[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+    if parallelizes_itself(module):
+        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
+
+    blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
+    listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
+    experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
+    styles: dict[str, ParallelStyle] = {}
+    if layout.tensor_parallel_size > 1:
+        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
+    placement, schedule = None, schedules[0]
+    if blocks:
+        blocks, placement, schedule = place_blocks(module, blocks, layout, settings, schedules, groups, device)
+    recomputed = _recomputed(module, blocks, settings)
+    sequences = _sequences(module, blocks, layout, groups, device)
+    agree_on_weights(module)
+    held_blocks: set[str] = set()
+    if blocks and placement:
+        own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
+        held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+    beside = None if layout.pipeline_parallel_size > 1 else listed
+    split, around = _to_compare(module, held_blocks, beside, settings, styles, device, layout, connect)
+    # before the cut, which stands in for some calls
+    _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
+    split.compare(module)
+
+    named = names_of_parameters(module)
+    units, part = listed, OwnPart()
+    if layout.pipeline_parallel_size > 1:
+        assert blocks is not None
+        assert placement is not None
+        part = cut_to_rank(module, blocks, placement, schedule, layout.pipeline_rank, device)
+        assert part.stages is not None
+        held = {name for name, part in module.named_modules() if _is_held(part)}
+        units = _units(module, part.stages, listed)
+        styles = {name: style for name, style in styles.items() if name in held}
+        experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
+    if layout.tensor_parallel_size > 1:
+        apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
+        if not settings.compile_blocks:  # calls inside of them can't be looked at
+            remember_outputs(module, styles)
+    data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
+    stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
+    reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
+    sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
+    apply_fully_sharded(
+        module,
+        [
+            module.get_submodule(name)
+            for name in _apart(units, named, part.ties_of_stages)
+            if not any(name.startswith(f"{dealt}.") for dealt in experts)
+        ],
+        data_mesh,
+        sharding,
+        whole_steps=module.automatic_optimization,
+        experts=stacks,
+        expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
+        sharded=sharded,
+    )
+    materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
+    to_device(module, device, sharding)
+    around.compare(module)
+    _watch(module, layout, part, units)
+    return Assembly(
+        layout,
+        settings,
+        part.stages,
+        schedule,
+        placement,
+        part.saved_elsewhere,
+        part.ties,
+        part.is_tied_over_ranks,
+        places,
+        names,
+        LaidOutParameters(module),
+    )
+
+
+def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
+    """Have what users' code does to a sharded module kept or refused, in steps and between them."""
+    keep_what_is_set(module)
+    keep_what_is_given(sharded_units(module))
+    gather_for_views(unit for unit in sharded_units(module) if unit is not module)
+    whole = whole_of(module)
+    if whole is not None:
+        whole.in_microbatches = part.stages is not None
+    if part.stages is None:
+        gather_for_calls(module, [module.get_submodule(name) for name in units])
+    else:
+        refuse_calls(module, [module.get_submodule(name) for name in units])
+        _join(module, part.stages, layout.pipeline_rank, part.ties)
+    refuse_copies(module, is_cut=part.stages is not None)
+
+
+def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:
+    """What stages do to a module that is sharded: norms count a parameter of several ranks on the last of these."""
+    for tie in ties:
+        if rank != tie.holders[-1]:
+            count_elsewhere(module.get_parameter(tie.names[0]))
+    stages.join(module)
+
+
+def _as_it_shards_itself(
+    module: pl.LightningModule,
+    layout: Layout,
+    settings: Settings,
+    schedule: Schedule,
+    device: torch.device,
+    seed: int,
+    places: Mapping[str, int],
+    names: Mapping[str, str],
+) -> Assembly:
+    """A module of Lightning's own kind leaves nothing to do that cuts it, or says how its blocks run."""
+    if any(isinstance(value, Hollow) for part in module.modules() for value in vars(part).values()):
+        raise LayoutError(
+            f"A part of {type(module).__name__} was laid out on pipeline stages in another LightningModule's run: build"
+            " a new one, and give it that one's weights by a checkpoint (load_from_checkpoint, or ckpt_path)."
+        )
+    sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS, _CONTEXT) and size > 1}
+    if sizes:
+        name, size = next(iter(sizes.items()))
+        raise LayoutError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, which fits {name}=1 (it is"
+            f" {size}): use that, or leave the sharding to the strategy."
+        )
+    if settings.of_blocks:
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_model parallelizes the module itself, and not"
+            f" {settings.of_blocks}: do that there, and leave these out."
+        )
+    materialize(module, (), device, seed)
+    module.to(device)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places, names, None)
+
+
+def _deal(
+    module: nn.Module,
+    experts: Sequence[str],
+    expert_mesh: DeviceMesh | None,
+    data_mesh: DeviceMesh,
+    device: torch.device,
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Experts to ranks; the modules of stacked ones, and the parameters of those in lists."""
+    if expert_mesh is None:
+        return [], set()
+    again = partial(to_run_again, device)
+    return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
+
+
+def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Settings) -> set[str]:
+    """The names of the blocks that run again in a backward: the same ones on every layout.
+
+    Raises:
+        ConfigurationError: A setting needs blocks, and there are none.
+    """
+    if blocks is None and (settings.activation_checkpointing or settings.compile_blocks):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no list of repeated blocks that {settings.of_blocks} could be about: name"
+            " modules by pipeline_blocks, or leave it out."
+        )
+    names = blocks.names if blocks else ()
+    return {names[place] for place in chosen(len(names), settings.activation_checkpointing)}
+
+
+def _sequences(
+    module: pl.LightningModule, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
+) -> DealtSequences | None:
+    """What deals blocks' sequences to ranks, where they are.
+
+    Raises:
+        ConfigurationError: There are no blocks.
+    """
+    if layout.context_parallel_size == 1:
+        return None
+    if blocks is None:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no list of repeated blocks, whose sequences"
+            f" context_parallel_size={layout.context_parallel_size} could deal to ranks: name modules by"
+            " pipeline_blocks, or use context_parallel_size=1."
+        )
+    sequences = DealtSequences(Part.of(groups.context), partial(looking_at, device))
+    sequences.generate_whole(module)
+    return sequences
+
+
+def _to_compare(
+    module: pl.LightningModule,
+    names: Collection[str],
+    listed: Collection[str] | None,
+    settings: Settings,
+    styles: Mapping[str, ParallelStyle],
+    device: torch.device,
+    layout: Layout,
+    connect: Connect,
+) -> tuple[SplitBlocks, SplitAround]:
+    """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
+
+    Args:
+        names: This stage's blocks.
+        listed: Those of all lists; with one stage, where there is something beside them.
+    """
+    if settings.compile_blocks:
+        styles = {}
+    blocks = {name: module.get_submodule(name) for name in sorted(names)}
+    if settings.tensor_parallel_plan is None:
+        blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
+    looks, looks_at_step = partial(looking_at, device), partial(looking_at_step, device)
+    of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
+    of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
+    alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
+    if listed is None:
+        around = SplitAround(module, (), (), {}, None, looks, looks_at_step, of_stage)
+        return SplitBlocks(blocks, {}, styles, looks, alike), around
+    whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
+    parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
+    step = "training_step" if module.automatic_optimization else None
+    around = SplitAround(module, whole, parts, styles, step, looks, looks_at_step, of_stage)
+    return SplitBlocks(blocks, parts, styles, looks, alike), around
+
+
+def _wrap_blocks(
+    module: nn.Module,
+    names: Collection[str],
+    recomputed: Collection[str],
+    settings: Settings,
+    sequences: DealtSequences | None,
+    device: torch.device,
+) -> None:
+    """Recompute, compile and deal what is called in blocks: their forward, without the hooks around it."""
+    generators = partial(randomness.remember, device)
+    for name in names:
+        for called in with_forward(module.get_submodule(name)):
+            plain = sequences.attend(called) if sequences is not None else called.forward
+            if name in recomputed:
+                selective = settings.activation_checkpointing == "selective"
+                recompute(called, generators, selective=selective, is_compiled=bool(settings.compile_blocks))
+            if settings.compile_blocks:
+                compile_block(called, "inductor" if settings.compile_blocks is True else settings.compile_blocks)
+            if name in recomputed or settings.compile_blocks:
+                leave_out_caches(called)
+            if sequences is not None:
+                sequences.deal(called, plain)
+
+
+def _units(module: nn.Module, stages: Stages, listed: Sequence[str]) -> list[str]:
+    """What this rank shards as a unit each: its blocks, and those of lists around them; inner ones first."""
+    owned = [stage.blocks[index] for stage in stages for index in stage.owned]
+    beside = [name for name in listed if name not in stages[0].blocks]
+    held = [
+        name for name in dict.fromkeys([*owned, *beside]) if any(True for _ in module.get_submodule(name).parameters())
+    ]
+    return sorted(held, key=lambda name: -name.count("."))
+
+
+def _apart(units: Sequence[str], parameters: Sequence[tuple[str, ...]], ties: Iterable[Tie]) -> list[str]:
+    """The units whose parameters are theirs alone: those that others use too belong to the root's unit."""
+    tied = {name for tie in ties for name in tie.names}
+    shared = [names for names in parameters if len(names) > 1 or names[0] in tied]
+
+    def is_apart(unit: str) -> bool:
+        uses = [{name.startswith(f"{unit}.") for name in names} for names in shared]
+        return not any(True in use and (False in use or names[0] in tied) for use, names in zip(uses, shared))
+
+    return [unit for unit in units if is_apart(unit)]
+
+
+def _is_held(module: nn.Module) -> bool:
+    """Whether a module still has parameters of its own, or never had (a container is held where its parts are)."""
+    return not any(isinstance(value, Hollow) for value in vars(module).values())

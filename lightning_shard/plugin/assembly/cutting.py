@@ -1,0 +1,155 @@
+"""A LightningModule to the stages of one rank: who holds what, and what of it is saved elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_shard.errors import PlacementError
+from lightning_shard.parallel.blocks import Blocks, names_of_parameters
+from lightning_shard.parallel.compiled_blocks import calls_compiled, is_wrapped
+from lightning_shard.pipeline.placement import Placement
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.pipeline.stages.cut import cut
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.tied import Tie, find_ties, over_ranks
+
+_LIBRARIES = ("torch.", "transformers.")
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What a cut left on this rank; see :class:`Assembly`.
+
+    Attributes:
+        ties_of_stages: The parameters that several stages hold, be they on one rank.
+    """
+
+    stages: Stages | None = None
+    saved_elsewhere: frozenset[str] = frozenset()
+    ties: tuple[Tie, ...] = ()
+    is_tied_over_ranks: bool = False
+    ties_of_stages: Sequence[Tie] = ()
+
+
+def cut_to_rank(
+    module: pl.LightningModule,
+    blocks: Blocks,
+    placement: Placement,
+    schedule: Schedule,
+    rank: int,
+    device: torch.device,
+) -> OwnPart:
+    """Keep the stages of one rank of a pipeline."""
+    elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
+    _refuse_pre_hooks(module, blocks, placement)
+    _refuse_compiled_calls(module, blocks)
+    holders = Holders(blocks, placement)
+    of_stages = find_ties(names_of_parameters(module), holders.of)
+    of_ranks = over_ranks(of_stages, schedule.rank_of)
+    _refuse_buffers_of_several_stages(module, holders)
+    ties = tuple(tie for tie in of_ranks if rank in tie.holders)
+    elsewhere |= {name for tie in ties if rank != tie.holders[-1] for name in tie.names}
+    stages = cut_to(module, holders, schedule.stages_of(rank), of_stages, device)
+    return OwnPart(stages, frozenset(elsewhere), ties, bool(of_ranks), of_stages)
+
+
+class Holders:
+    """Which stage holds what."""
+
+    def __init__(self, blocks: Blocks, placement: Placement) -> None:
+        self.blocks = blocks
+        self.placement = placement
+        self.of_block = [placement.stage_of(index) for index in range(len(blocks))]
+        self.of_part = {name: self._at(place) for name, place in blocks.parts}
+
+    def _at(self, place: int) -> int:
+        return self.of_block[min(place, len(self.of_block) - 1)]
+
+    def of(self, name: str) -> set[int]:
+        """The stages that use a parameter; none where it's in no block or part, and every stage has it."""
+        uses = [*zip(self.blocks.names, self.of_block), *self.of_part.items()]
+        return {stage for used, stage in uses if name == used or name.startswith(f"{used}.")}
+
+
+def cut_to(
+    module: nn.Module, holders: Holders, own: Sequence[int], ties: Sequence[Tie], device: torch.device
+) -> Stages:
+    """Cut to the stages of these numbers."""
+    placed = holders.placement.stages
+    return cut(
+        module,
+        holders.blocks.names,
+        {stage: range(placed[stage].blocks.start, placed[stage].blocks.stop) for stage in own},
+        network=holders.blocks.network,
+        count=len(placed),
+        parts=holders.of_part,
+        holder_of=holders.of_block,
+        kept={stage: {name for tie in ties if stage in tie.holders for name in tie.names} for stage in own},
+        device=device,
+    )
+
+
+def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
+    """Forward hooks inside of blocks are run on other stages too; pre-hooks, which may change arguments, aren't."""
+    for name in blocks.names[: placement.stages[-1].blocks.start]:
+        for inner, part in module.get_submodule(name).named_modules():
+            hooks = part._forward_pre_hooks.values()
+            of_users = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)]
+            if inner and of_users:
+                raise PlacementError(
+                    f"{name}.{inner} has a forward pre-hook, which runs on the stage that holds {name} only: use a"
+                    " forward hook, which is given the arguments too, or pipeline_parallel_size=1."
+                )
+
+
+def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
+    """A compiled call takes along the hooks by which stages talk to each other; a compiled forward doesn't."""
+    around = {""}
+    for name in blocks.names:
+        around.update(accumulate(name.split(".")[:-1], "{}.{}".format))
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parts = [name for name, _ in blocks.parts if name in modules]
+    compiled = [name for name in (*sorted(around), *parts) if is_wrapped(modules[name])]
+    compiled += [name for name in (*sorted(around), *blocks.names) if calls_compiled(modules[name])]
+    if compiled:
+        raise PlacementError(
+            f"{compiled[0] or type(module).__name__} is compiled, with what pipeline stages do between blocks: leave"
+            " that out and set compile_blocks=True, by which each block's forward is compiled, or use"
+            " pipeline_parallel_size=1."
+        )
+
+
+def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
+    """State-dict names of what isn't cut: what stands beside the network, and isn't trained."""
+    cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
+    prefix = f"{blocks.network}." if blocks.network else ""
+    return {
+        name
+        for name in module.state_dict(keep_vars=True)
+        if not name.startswith(prefix) and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
+    }
+
+
+def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holders) -> None:
+    places: dict[int, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        places.setdefault(id(part), []).append(name)
+    for names in places.values():
+        stages = {stage for name in names for stage in holders.of(f"{name}.")}
+        part = module.get_submodule(names[0])
+        buffers = [*(part._buffers.keys() - part._non_persistent_buffers_set)]
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            buffers.append("extra state")
+        if len(stages) > 1 and buffers:
+            raise PlacementError(
+                f"{names[0]} runs in several places, on stages {sorted(stages)}, and has buffers"
+                f" ({', '.join(sorted(buffers))}), which they would keep in their own ways: register what never"
+                " changes with persistent=False, use a module for each place, which share their weights, or"
+                " pipeline_parallel_size=1."
+            )

@@ -1,0 +1,77 @@
+"""A run of a module on an example, to see what it calls and to count operations; nothing of it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_shard.parallel.blocks import Blocks
+from lightning_shard.pipeline.cost import Part, watch
+from lightning_shard.plugin.steps.state.snapshot import Memory
+
+_EXAMPLE_TOKENS = 16
+
+
+@contextmanager
+def leaving_no_trace(module: nn.Module) -> Iterator[None]:
+    """The network runs inside, and leaves no trace: a cache made in the run would hold fake tensors."""
+    memory = Memory(module)
+    try:
+        yield
+    finally:
+        memory.put_back()
+        memory.forget()
+
+
+def calls_on_example(module: pl.LightningModule) -> Sequence[str]:
+    """The names of all modules in the order in which a run of the example calls them; none without an example."""
+    run = example_of(module, None)
+    if run is None:
+        return ()
+    with leaving_no_trace(module):
+        seen = watch({name: part for name, part in module.named_modules() if name}, run)
+    return seen.calls if seen is not None else ()
+
+
+def example_of(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
+    """A call of the network to count operations in: on the module's or model's own example, or on token numbers.
+
+    Args:
+        blocks: ``None`` where it isn't known yet what is cut.
+    """
+    example = module.example_input_array
+    if example is not None:
+        inputs = example if isinstance(example, (tuple, dict)) else (example,)
+        return lambda: module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    for network in [module.get_submodule(blocks.network)] if blocks else module.children():
+        if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
+            return partial(_call_on_dummies, network)
+    if blocks:
+        takes_tokens = any(isinstance(part_of(module, name), nn.Embedding) for name in blocks.before)
+        return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
+    for network in module.children():
+        if any(isinstance(part, nn.Embedding) for part in network.children()):
+            return partial(_call_on_tokens, network)
+    return None
+
+
+def _call_on_dummies(network: Any) -> Any:
+    return network(**network.dummy_inputs)
+
+
+def _call_on_tokens(network: nn.Module) -> Any:
+    return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
+
+
+def part_of(module: nn.Module, name: str) -> Part:
+    """The module or parameter of this name."""
+    parent, _, key = name.rpartition(".")
+    part = getattr(module.get_submodule(parent), key)
+    assert isinstance(part, (nn.Module, nn.Parameter))
+    return part

@@ -1,0 +1,88 @@
+"""Parameters that came to a module, or left it, after it was laid out: no rank shards or averages the new ones.
+
+And copies that are made then, of which torch has none: what holds shards and hooks is bound to its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.pipeline.dataflow.taint import Hollow
+
+_REMEDY = (
+    ": change the module in __init__, configure_model or setup, before it is trained or evaluated the first time, or"
+    " build a new one from its weights (strategy.gather_full_parameters(), or load_from_checkpoint of a checkpoint)."
+)
+
+
+class LaidOutParameters:
+    """What a module's parameters were when it was laid out.
+
+    Args:
+        module: Between steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._known = {name: _kind(parameter) for name, parameter in module.named_parameters()}
+
+    def check(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]], *, is_cut: bool) -> None:
+        """Compare; a collective call over the pipeline.
+
+        Args:
+            gather_over_stages: Gives every stage's value.
+            is_cut: Whether other stages stand in for what is removed here, and go on to call it.
+
+        Raises:
+            ConfigurationError: On all ranks, where any has other parameters now.
+        """
+        reshard(module)
+        now = {name: _kind(parameter) for name, parameter in module.named_parameters()}
+        came = [name for name, kind in now.items() if self._known.get(name) != kind]
+        left = [name for name in self._known if name not in now] if is_cut else []
+        of_stages = gather_over_stages((came, left))
+        came, left = (list(dict.fromkeys(name for names in of_each for name in names)) for of_each in zip(*of_stages))
+        for names, did in (
+            (came, "came to the module, or was replaced, after it was laid out on ranks, and these don't share it"),
+            (left, "was removed after the module was laid out on ranks, and other stages still count on it"),
+        ):
+            if names:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                raise ConfigurationError(f"The parameter {names[0]!r}{more} {did}{_REMEDY}")
+
+
+def _kind(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
+    """Have ``copy.deepcopy`` of it, or of a part of it that has parameters, fail by name, on all stages alike."""
+    for part in module.modules():
+        can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
+        if isinstance(part, FSDPModule) or (can_be_cut and _has_parameters(part)):
+            part.__dict__["__deepcopy__"] = partial(_refuse_copy, type(part).__name__.removeprefix("FSDP"))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Here or on another stage."""
+    return any(
+        any(value is not None for value in part._parameters.values())
+        or any(isinstance(value, Hollow) for value in vars(part).values())
+        for part in module.modules()
+    )
+
+
+def _refuse_copy(kind: str, _: Any) -> Any:
+    raise StepError(
+        f"A {kind} was to be copied (copy.deepcopy) after it was laid out on ranks. Its parameters are shards there,"
+        " which only its own hooks gather: make the copy in __init__, where it is laid out like the original; for an"
+        " average of weights use Lightning's EMAWeightAveraging; or keep values, {name: p.detach().clone() for name, p"
+        " in module.named_parameters()}."
+    )

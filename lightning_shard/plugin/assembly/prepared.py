@@ -1,0 +1,240 @@
+"""Before a run: a LightningModule to this rank's part, and what runs, updates and saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import PlacementError
+from lightning_shard.parallel.batch_norm import synchronize
+from lightning_shard.parallel.fsdp.lockstep import Lockstep
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import sharded_units
+from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.assembly.all_parameters import all_parameters
+from lightning_shard.plugin.assembly.assemble import Assembly, assemble
+from lightning_shard.plugin.limits import (
+    refuse,
+    refuse_hyperparameters,
+    refuse_synced_generation,
+)
+from lightning_shard.plugin.optimizers.finetuning import optimizers_of_nothing, take_over_unfreezing
+from lightning_shard.plugin.optimizers.sharded import Built, prepare
+from lightning_shard.plugin.reporting.summary import summarize_before_cutting, summarize_beside
+from lightning_shard.plugin.reporting.throughput import share_throughput
+from lightning_shard.plugin.saving.averaging import average_shards
+from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.settings import Settings
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
+from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.first_step import FirstLooks
+from lightning_shard.plugin.steps.gradient_norms import WholeNorms
+from lightning_shard.plugin.steps.gradients import Gradients
+from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
+from lightning_shard.plugin.steps.loss_weight import LossWeights
+from lightning_shard.plugin.steps.metrics import share_metrics
+from lightning_shard.plugin.steps.pipelined import PipelinedSteps
+from lightning_shard.plugin.steps.schedule_choice import that_evaluate, that_runs
+from lightning_shard.plugin.steps.single_stage import SingleStageSteps
+
+_ASSEMBLY = "_lightning_shard_assembly"
+
+
+class PreparedStrategy(CheckpointedStrategy):
+    """Assembles the module, and sets up its steps, optimizers and precision.
+
+    Attributes:
+        _settings: What the module is to be laid out by.
+        _schedules: Those of which one is chosen.
+        _microbatches: Into how many parts a batch is cut.
+        _reduces_each: Whether each backward reduces gradients over the data ranks.
+        _loss_weight: How much the loss of a batch counts.
+    """
+
+    _settings: Settings
+    _schedules: Sequence[Schedule]
+    _microbatches: int
+    _reduces_each: bool
+    _loss_weight: Callable[[Any], Any] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steps: SingleStageSteps | PipelinedSteps | None = None
+        self._gradients: Gradients | None = None
+        self._looks: FirstLooks | None = None
+        self._walks: Walks | None = None
+        self._states: PartialStates | None = None
+        self._built: Built | None = None
+        self._trains: list[dict[str, bool]] = []
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        trainer_private.forbid_inference_mode(trainer)
+        precision = str(self.precision_plugin.precision)
+        trainer_private.refuse_precision(precision)
+        self._settings = replace(self._settings, gathered_dtype=trainer_private.GATHERED.get(precision))
+        refuse(trainer, module, self.layout)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_hyperparameters(trainer, module)
+        known = module.__dict__.get(_ASSEMBLY)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if self.layout.pipeline_parallel_size > 1:
+            trainer_private.record_no_module_names(trainer)
+        elif self.world_size > 1:
+            summarize_beside(callbacks)
+        share_throughput(callbacks, self.layout)
+        if known is None:
+            self._built = Built.of(module)
+            if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
+                summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
+            self.precision_plugin.convert_module(module)
+            known = assemble(
+                module,
+                self.layout,
+                self.device_mesh,
+                self._expert_mesh,
+                self.root_device,
+                randomness.derive(self._seed, "init"),
+                self._settings,
+                self._schedules_for(trainer),
+                self.groups,
+                self._meeting().connect,
+            )
+            module.__dict__[_ASSEMBLY] = known
+            module._device = self.root_device  # Lightning's own: where it computes, though shards may lie on the host
+            if known.placement is not None and self.layout.pipeline_parallel_size > 1:
+                rank_zero_info(f"{self.layout}\n{known.placement}")
+        else:
+            known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
+            known.check_parameters(module, self.groups)
+        self._assembly = known
+        has_others = self._layer_sync is not None and self.layout.data_parallel_size > 1
+        synchronize(module, self.groups.data if has_others else None)
+        self.model = module
+        self._connect_checkpoint_io(trainer)
+        self._make_steps(module, known)
+        share_metrics(module, self.groups, self.root_device, known.stages)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            average_shards(callbacks, module)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
+        groups, layout, device = self.groups, self.layout, self.root_device
+        is_pipelined = known.stages is not None
+        weights = LossWeights(self._loss_weight, groups.data, device)
+        parts = self._microbatches if is_pipelined else 1
+        means = UnequalMeans(parts, groups.data, device, is_weighted=self._loss_weight is not None)
+        gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
+        self._gradients = gradients
+        copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
+        context = groups.context if layout.context_parallel_size > 1 else None
+        self._looks = FirstLooks(
+            module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
+        )
+        if known.stages is None:
+            self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
+            self._states.release()  # an earlier Trainer's
+            if layout.data_parallel_size > 1 and known.lockstep is None:
+                units = [unit for unit in sharded_units(module) if unit is not module]
+                known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
+            self._steps = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, known.lockstep)
+            return
+        reshard(module)
+        refuse_synced_generation(module)
+        self._walks = Walks(known.stages.incomplete)
+        self._steps = PipelinedSteps(
+            module,
+            known.stages,
+            groups,
+            layout,
+            device,
+            that_runs(known.schedule, self._settings.of_blocks),
+            known.ties,
+            weights,
+            means,
+            reduces_each=self._reduces_each,
+            reshards_each=self._settings.reshard_after_forward is True,
+        )
+
+    def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return that_evaluate(self._schedules, self._settings.placement)
+        return self._schedules
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+        parameters = dict(self.lightning_module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        several = self.layout.pipeline_parallel_size > 1
+        take_over_unfreezing(several)
+        assert self._assembly is not None
+        with ExitStack() as inside:
+            if several:
+                inside.enter_context(optimizers_of_nothing())
+                gather = self.groups.gather_over_stages
+                inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
+            super().setup_optimizers(trainer)
+        self._trains = self._what_trains()
+        if several and not any(any(stage.values()) for stage in self._trains):
+            raise PlacementError(
+                "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
+                " pipeline_parallel_size=1."
+            )
+        tied = {name for tie in self._assembly.ties for name in tie.names}
+        prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
+
+    def _what_trains(self) -> list[dict[str, bool]]:
+        """Of each stage's parameters, by name; a collective call over the pipeline, after which all stages know."""
+        module = self.lightning_module
+        assert module is not None
+        trains = self.groups.gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
+        every = {name: does for stage in trains for name, does in stage.items()}
+        held = (value for part in module.modules() for value in vars(part).values())
+        for hollow in (value for value in held if isinstance(value, Hollow)):
+            hollow.trains = every.get(hollow.fqn, hollow.trains)
+        return trains
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        assert self.lightning_module is not None
+        mesh = self.device_mesh[self.layout.stage_axes]
+        norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, self._walks)
+        norms.take_over(self.precision_plugin)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            agree_on_overflows(scaler, self.optimizers)
+        gradients, whole = self._gradients, self.precision_plugin.post_backward
+        assert gradients is not None
+
+        def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
+            gradients.end_backward()
+            return whole(loss, module)
+
+        self.precision_plugin.__dict__["post_backward"] = post_backward
+
+
+def _sharded(module: nn.Module) -> dict[str, nn.Module]:
+    """By name, the modules that hold shards, or hold a module that does."""
+    own = {inner for inner in module.modules() if any(isinstance(p, DTensor) for p in inner.parameters(recurse=False))}
+    return {name: each for name, each in module.named_modules() if not own.isdisjoint(each.modules())}

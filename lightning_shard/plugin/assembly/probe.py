@@ -1,0 +1,75 @@
+"""Code of a module that is run to be looked at, or to be run again: what it leaves behind is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_shard.parallel.experts.module_lists import RunsAgain
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.state.snapshot import Memory
+from lightning_shard.plugin.trainer_private import logging_by
+
+
+class Traces(NamedTuple):
+    """What runs of a module's code leave behind."""
+
+    changed: Callable[[], list[str]]
+    put_back: Callable[[], None]
+
+
+@contextmanager
+def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
+    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+    memory, put_generators_back = Memory(module), randomness.remember(device)
+
+    def put_back() -> None:
+        try:
+            memory.put_back()
+        finally:
+            put_generators_back()
+
+    try:
+        yield Traces(memory.changed, put_back)
+    finally:
+        memory.forget()
+
+
+@contextmanager
+def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterator[Traces]:
+    """The same of a LightningModule's step, which logs nothing meanwhile."""
+    own = vars(module)
+    before = own.get("log")
+    own["log"] = _say_nothing
+    try:
+        with logging_by(module, _say_nothing), looking_at(device, module) as traces:
+            yield traces
+    finally:
+        del own["log"]
+        if before is not None:
+            own["log"] = before
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextmanager
+def to_run_again(device: torch.device, module: nn.Module) -> Iterator[RunsAgain]:
+    memory, put_generators_back = Memory(module), randomness.remember(device)
+
+    @contextmanager
+    def from_the_beginning() -> Iterator[None]:
+        with randomness.preserved(device):
+            put_generators_back()
+            yield
+
+    try:
+        yield memory.put_back, from_the_beginning
+    finally:
+        memory.forget()

@@ -1,0 +1,1 @@
+"""Optimizers over sharded parameters, and those that can't be."""

@@ -1,0 +1,1 @@
+"""Lightning's summaries and monitors, of the whole model."""

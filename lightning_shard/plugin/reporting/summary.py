@@ -1,0 +1,110 @@
+"""Lightning's ModelSummary, plain and rich, tells of the whole model, with this rank's part beside it.
+
+The callbacks look at the module when it is laid out already. Private in Lightning 2.6 and used here: their
+``_summary``, ``_max_depth``, and a summary's ``_get_summary_data``. The column's name is one that the rich one knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_summary import get_human_readable_count, summarize
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.sharding import local_tensor
+
+_COLUMN = "Params per Device"
+_NO_LAYER = "n/a"
+"""The type of the row of parameters that are in no layer."""
+
+
+@dataclass
+class WholeSummary:
+    """What a callback asks of a summary; made of the module before it is cut, and completed after."""
+
+    data: list[tuple[str, list[str]]]
+    total_parameters: int
+    trainable_parameters: int
+    model_size: float
+    total_training_modes: dict[str, int]
+    total_flops: int
+
+    @classmethod
+    def of(cls, module: pl.LightningModule, depth: int) -> WholeSummary:
+        found: Any = summarize(module, max_depth=depth)
+        counts = (found.total_parameters, found.trainable_parameters, found.model_size)
+        return cls(found._get_summary_data(), *counts, found.total_training_modes, found.total_flops)
+
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        return self.data
+
+
+def summarize_before_cutting(
+    callbacks: Iterable[pl.Callback], module: pl.LightningModule, gather_over_stages: Callable[[Any], list[Any]]
+) -> None:
+    """Have the callbacks tell of the module as it is now, once it has been cut."""
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    example, module.example_input_array = module.example_input_array, None  # no step has run yet, nor can one
+    for callback in _summaries(callbacks):
+        found = WholeSummary.of(module, callback._max_depth)
+        vars(callback)["_summary"] = partial(_completed, found, sizes, gather_over_stages)
+    module.example_input_array = example
+
+
+def summarize_beside(callbacks: Iterable[pl.Callback]) -> None:
+    """Have the callbacks tell this rank's part of a module that isn't cut beside what they say themselves."""
+    for callback in _summaries(callbacks):
+        vars(callback)["_summary"] = partial(_summarized, callback._max_depth)
+
+
+def _summarized(depth: int, _trainer: pl.Trainer, module: pl.LightningModule) -> WholeSummary:
+    found = WholeSummary.of(module, depth)
+    reshard(module)  # which ran on its example
+    return _beside(found, module)
+
+
+def _summaries(callbacks: Iterable[pl.Callback]) -> list[ModelSummary]:
+    return [callback for callback in callbacks if isinstance(callback, ModelSummary) and callback._max_depth]
+
+
+def _completed(
+    whole: WholeSummary,
+    sizes: dict[str, int],
+    gather_over_stages: Callable[[Any], list[Any]],
+    _trainer: pl.Trainer,
+    module: pl.LightningModule,
+) -> WholeSummary:
+    trained = gather_over_stages([name for name, p in module.named_parameters() if p.requires_grad])
+    whole.trainable_parameters = sum(sizes[name] for name in {name for names in trained for name in names})
+    return _beside(whole, module)
+
+
+def _beside(whole: WholeSummary, module: pl.LightningModule) -> WholeSummary:
+    columns = dict(whole.data)
+    names, kinds = columns["Name"], columns["Type"]
+    columns["Type"][:] = [
+        kind if kind == _NO_LAYER else _kind(module.get_submodule(name)) for name, kind in zip(names, kinds)
+    ]
+    own = {name: _own(module.get_submodule(name)) for name, kind in zip(names, kinds) if kind != _NO_LAYER}
+    rest = _own(module) - sum(count for name, count in own.items() if "." not in name)
+    counts = [get_human_readable_count(own.get(name, rest)) for name in names]
+    place = [title for title, _ in whole.data].index("Params") + 1
+    whole.data = [*whole.data[:place], (_COLUMN, counts), *whole.data[place:]]
+    return whole
+
+
+def _kind(module: nn.Module) -> str:
+    """The name of its class before it was sharded, for which torch makes a subclass of FSDPModule and that."""
+    kind = type(module)
+    return (kind.__bases__[1] if isinstance(module, FSDPModule) else kind).__name__
+
+
+def _own(module: nn.Module) -> int:
+    return sum(local_tensor(parameter).numel() for parameter in module.parameters())

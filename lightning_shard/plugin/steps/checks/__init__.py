@@ -1,0 +1,1 @@
+"""What would be silently wrong on a layout: found in the first steps, and refused or warned of."""

@@ -1,0 +1,60 @@
+"""Frozen networks beside the one that trains, such as a teacher: every pipeline stage holds them whole.
+
+A user's code may change them between steps, as a mean teacher's weights are averages of the student's. On a stage it
+sees the student's part only, so each stage would change another part of its copy, and the one that is used, the last
+stage's, would be wrong in the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.checks.agreement import first_parted
+from lightning_shard.sharding import local_tensor
+
+
+class FrozenCopies:
+    """A stage's frozen parameters of which other stages have copies; made on all stages together.
+
+    Args:
+        module: The stage's.
+        gather_over_stages: Of the pipeline.
+    """
+
+    def __init__(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]]) -> None:
+        frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
+        holders = Counter(name for stage in gather_over_stages([*frozen]) for name in stage)
+        self._held = {name: parameter for name, parameter in frozen.items() if holders[name] > 1}
+        self._is_any = max(holders.values(), default=0) > 1
+        self._gather = gather_over_stages
+
+    def check(self) -> None:
+        """Compare them, by sums; a collective call over the pipeline.
+
+        Raises:
+            StepError: On every stage, where two of them have changed their copies in different ways.
+        """
+        if not self._is_any:
+            return
+        parted = first_parted(self._gather(self._sums()))
+        if parted is not None:
+            raise StepError(
+                f"{parted} is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that"
+                " changes it, as a teacher that averages the weights of the network that trains, sees its stage's part"
+                " of that network only (named_parameters(), state_dict()). Use pipeline_parallel_size=1."
+            )
+
+    @torch.no_grad()
+    def _sums(self) -> dict[str, list[int]]:
+        """Of each the sum and the norm, as bits. No version says that values were changed through ``.data``."""
+        if not self._held:
+            return {}
+        local = (local_tensor(parameter).double() for parameter in self._held.values())  # one copy at a time
+        sums = torch.stack([torch.stack([each.sum(), each.norm()]) for each in local])
+        return dict(zip(self._held, sums.view(torch.int64).tolist()))

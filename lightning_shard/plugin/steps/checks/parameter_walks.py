@@ -1,0 +1,329 @@
+"""Code of the user's, between steps, that goes over all parameters of a module of which a stage holds a part.
+
+A sum over them, a norm, or a zip with another module's would be of this stage only. So ``parameters()`` raises where it
+would go on past the first; ``named_parameters()``, with which most work is on each by itself, says so once, as do an
+optimizer's groups in the hooks that are given gradients. Steps have a guard of their own
+(``pipeline/stages/stage.py``), and ``configure_optimizers`` runs before. After a run both are told.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.taint import Hollow
+
+_TAKE_PARTS = (
+    *("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim"),
+    "torch.nn.utils.clip_grad",  # whole by norms.py
+)
+"""Modules and packages whose code goes over parameters and is right with this stage's."""
+_PARAMETERS = nn.Module.parameters.__code__
+"""What goes over the named ones for the code that called it."""
+_AVERAGES = "torch.optim.swa_utils"
+"""Goes over a copy's parameters beside a module's: right with parts only where the copy is ours."""
+_MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach")
+"""What torch and Python say of tensors and lists that don't fit each other."""
+
+
+OF_STAGE = "With several pipeline stages it has its stage's part only"
+OF_RANK = "Its parameters are DTensors, of which each rank has a part"
+
+
+class Walks:
+    """A guard over modules by name, each of which lies on several stages."""
+
+    def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
+        self._incomplete = incomplete
+        self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
+        self._has_warned = False
+        self._gone_over: _GoneOver = {}
+        self._states = PartialStates(incomplete, OF_STAGE, self._gone_over)
+        self.release()
+
+    def guard(self) -> None:
+        for name, module in self._incomplete.items():
+            # no closures: what copies a module copies these with it
+            module.__dict__["parameters"] = partial(_parameters, self, name, module)
+            module.__dict__["named_parameters"] = partial(_named_parameters, self, name, module)
+        self._states.tell()
+
+    def release(self) -> None:
+        for name, module in self._incomplete.items():
+            module.__dict__.pop("parameters", None)
+            module.__dict__["named_parameters"] = self._of_stage[name]
+        self._states.release()
+
+    def warn(self) -> None:
+        """After a run, where code may have any use for a stage's parameters, until the next one is set up."""
+        for name, module in self._incomplete.items():
+            module.__dict__.pop("parameters", None)
+            module.__dict__["named_parameters"] = partial(_named_parameters, self, name, module)
+        self._states.tell()
+
+    def refusal(self, error: Exception) -> StepError | None:
+        """What code failed for that went over a stage's part beside something whole, as a teacher's parameters."""
+        if type(error) not in (RuntimeError, ValueError) or not any(word in str(error) for word in _MISMATCH):
+            return None
+        for at in _entries(error.__traceback__):
+            for (code, what), walk in self._gone_over.items():
+                if code is at.tb_frame.f_code and walk.ended in (None, at.tb_lasti):
+                    said = " ".join(str(error).split())
+                    return StepError(
+                        f"{_code(at.tb_frame, at.tb_lineno)} goes over {what}. With several pipeline stages that is its"
+                        f" stage's part only, which doesn't fit what is whole ({said}): for averages of weights use"
+                        " Lightning's EMAWeightAveraging, or pipeline_parallel_size=1."
+                    )
+        return None
+
+    def begun(self, frame: Any, what: str) -> _Walk:
+        return self._gone_over.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
+
+    def named(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        if self._incomplete.get(name) is module:
+            return self._of_stage[name](*args, **kwargs)  # type: ignore[no-any-return]
+        return type(module).named_parameters(module, *args, **kwargs)  # a copy, of which no step knows
+
+    def __reduce__(self) -> Any:
+        return Walks, ({},)
+
+    @contextmanager
+    def showing_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """A hook that is given gradients runs inside; of other stages' parameters they aren't known, and not None."""
+        with self._telling_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
+            yield
+
+    @contextmanager
+    def _telling_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """Inside, code that goes over the parameters of their groups is told what these are."""
+        held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        for group, parameters in held:
+            group["params"] = _OfStage(parameters, self.tell)
+        try:
+            yield
+        finally:
+            for group, parameters in held:
+                if isinstance(group["params"], _OfStage):
+                    parameters[:] = group["params"]
+                    group["params"] = parameters
+
+    def tell(self, frame: Any, what: str) -> None:
+        if not self._has_warned and not _takes_parts(frame.f_globals):
+            self._has_warned = True
+            rank_zero_warn(
+                f"{_code(frame)} goes over {what}. With several pipeline stages these are its stage's: work on each by"
+                " itself is right, what is taken over all isn't (torch.nn.utils.clip_grad_norm_ and Lightning's"
+                " grad_norm see all, and strategy.gather_full_parameters() gives all)."
+            )
+
+
+class _Walk:
+    """Of code of the user's that goes over what only a part is here of.
+
+    ``ended`` is the instruction of it at which what it goes over was exhausted or dropped, and None before. Where code
+    fails in a loop, its iterator is dropped at the instruction that failed.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self._lasts: Any = None
+        self.ended: int | None = None
+
+    def begin(self) -> _Walk:
+        self._lasts = self.ended = None
+        return self
+
+    def last_as(self, state: OrderedDict[str, Any]) -> None:
+        """It ends with what was given."""
+        self._lasts = weakref.ref(state, lambda _: self.end(sys._getframe()))
+
+    def end(self, frame: Any) -> None:
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        self.ended = -1 if frame is None else frame.f_lasti
+
+
+_GoneOver = dict[tuple[CodeType, str], _Walk]
+"""By the code, and what it goes over."""
+
+
+def _of_stage(name: str, module: nn.Module) -> Any:
+    """A module's ``named_parameters`` without an earlier Trainer's warning."""
+    own = module.__dict__["named_parameters"]
+    return own.args[0]._of_stage[name] if getattr(own, "func", None) is _named_parameters else own
+
+
+def _parameters(walks: Walks, name: str, module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    what = _parameters_of(name)
+    walk = None
+    try:
+        for place, parameter in enumerate(type(module).parameters(module, recurse)):
+            if place < 2 and recurse and not _is_right_with_parts(frame := sys._getframe(1)):
+                walk = walks.begun(frame, what)
+                if place == 1:
+                    raise StepError(
+                        f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its stage's:"
+                        " for gradient norms and clipping use torch.nn.utils.clip_grad_norm_ or Lightning's grad_norm,"
+                        " which see all; for averages, Lightning's EMAWeightAveraging; for work on each parameter by"
+                        " itself, named_parameters()."
+                    )
+            yield parameter
+    finally:
+        if walk is not None:
+            walk.end(sys._getframe())
+
+
+def _named_parameters(
+    walks: Walks, name: str, module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    what = _parameters_of(name)
+    walk = None
+    try:
+        for place, named in enumerate(walks.named(name, module, *args, **kwargs)):
+            if place < 2:
+                frame: Any = sys._getframe(1)
+                frame = frame.f_back if frame.f_code is _PARAMETERS else frame
+                if not _is_right_with_parts(frame):
+                    walk = walks.begun(frame, what)
+                    if place == 1:
+                        walks.tell(frame, what)
+            yield named
+    finally:
+        if walk is not None:
+            walk.end(sys._getframe())
+
+
+def _parameters_of(name: str) -> str:
+    return f"the parameters of {name or 'the LightningModule'}"
+
+
+class _OfStage(list[nn.Parameter]):
+    """Parameters of an optimizer's group.
+
+    Args:
+        tell: Told who goes over them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], tell: Callable[[Any, str], None]) -> None:
+        super().__init__(parameters)
+        self._tell = tell
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self._tell(sys._getframe(1), "the parameters of an optimizer's groups")
+        return super().__iter__()
+
+
+class PartialStates:
+    """What is said of ``state_dict()`` of modules of which a rank holds a part.
+
+    Args:
+        modules: By name.
+        part: Whose part, as the sentence says it.
+        gone_over: Is told of the code that asks.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], part: str, gone_over: _GoneOver) -> None:
+        self._modules = modules
+        self._part = part
+        self._gone_over = gone_over
+        self._has_warned = False
+
+    def tell(self) -> None:
+        self.release()
+        for name, module in self._modules.items():
+            # no closure: what copies a module copies this with it
+            module.__dict__["state_dict"] = partial(_told_of, self, name, module, module.__dict__.get("state_dict"))
+
+    def release(self) -> None:
+        """Leave what the user may have set."""
+        for module in self._modules.values():
+            told: Any = module.__dict__.get("state_dict")
+            if getattr(told, "func", None) is _told_of:
+                del module.__dict__["state_dict"]
+                if (own := told.args[-1]) is not None:
+                    module.__dict__["state_dict"] = own
+
+    def asked(self, frame: Any, name: str) -> _Walk | None:
+        if _takes_parts(frame.f_globals):
+            return None
+        what = f"the state_dict of {name or 'the LightningModule'}"
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{_code(frame)} takes {what}. {self._part}: load_state_dict takes that back on this layout, but a file"
+                " of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint saves all, and"
+                " trainer.strategy.gather_full_parameters() gives all."
+            )
+        return self._gone_over.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
+
+    def __reduce__(self) -> Any:
+        return PartialStates, ({}, self._part, {})
+
+
+def _told_of(states: PartialStates, name: str, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
+    walk = states.asked(sys._getframe(1), name)
+    state = type(module).state_dict(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+    if walk is not None and isinstance(state, OrderedDict):
+        walk.last_as(state)
+    return state
+
+
+def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
+    """Of code that looks another stage's parameter up by its path, where it is."""
+    note = _missing(error, module)
+    # a bare name may be any dictionary's key
+    return (
+        None if note is None or "." not in error.args[0] else StepError(f"There is no parameter {error} here. {note}")
+    )
+
+
+def note_missing_parameter(exception: BaseException, module: nn.Module) -> None:
+    """The same, of a bare name too, where the exception goes on as it is."""
+    note = _missing(exception, module)
+    if note is not None and note not in getattr(exception, "__notes__", ()):
+        exception.add_note(note)
+
+
+def _missing(exception: BaseException, module: nn.Module) -> str | None:
+    key = exception.args[0] if type(exception) is KeyError and exception.args else None
+    names = (held.fqn for part in module.modules() for held in vars(part).values() if isinstance(held, Hollow))
+    if not isinstance(key, str) or not any(f".{name}".endswith(f".{key}") for name in names):
+        return None
+    return (
+        f"With several pipeline stages another one holds {key}: named_parameters() and state_dict() have this stage's"
+        " parameters only. For averages of weights there is Lightning's EMAWeightAveraging; or use"
+        " pipeline_parallel_size=1."
+    )
+
+
+def _takes_parts(names: Mapping[str, Any]) -> bool:
+    """Whether the code that runs among these global names does."""
+    module = str(names.get("__name__", ""))
+    return any(module == known or module.startswith(f"{known}.") for known in _TAKE_PARTS)
+
+
+def _is_right_with_parts(frame: Any) -> bool:
+    if frame.f_globals.get("__name__") == _AVERAGES:
+        return getattr(frame.f_locals.get("self"), "averages_parts", False)
+    return _takes_parts(frame.f_globals)
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _code(frame: Any, line: int | None = None) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_globals.get('__name__')}:{line or frame.f_lineno})"

@@ -1,0 +1,273 @@
+"""Tensor ranks compute alike what isn't split, and a plan that forgets a layer is refused, not silently wrong.
+
+So do ranks that share sequences, around blocks.
+
+A parameter that the plan leaves whole has the same gradient on all tensor ranks, unless it is used on features that are
+split: then each has a summand, and the ranks' parameters would part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import PlanError, ShardError, StepError
+from lightning_shard.parallel.tensor.check_handed_on import norm_and_sum
+from lightning_shard.sharding import local_tensor
+
+STEPS = frozenset({1, 2, 3, 4, 8, 16, 32, 64})
+"""Which steps, and optimizer steps, of a run are looked at: an adapter's gradients may be zero in the first, and a loss
+may begin to count later. Not for ever: what ranks compute alike may part by rounding where sums have no order."""
+_ROUNDING = 0.01
+"""Sums that ranks take in other orders differ by less, also in 16 bits."""
+_NOISE = 1e-6
+"""A gradient that is zero but for rounding may be anything this small, relative to the largest one's norm."""
+_SAME = 1e-6
+"""Norms and sums of gradients of a rank's own part differ by more, of the norm; of what is computed alike, by less."""
+_LOSS_ROUNDING = {True: 1e-5, False: 1e-3}
+"""By how much losses that are computed alike may differ, of their size, in 32 bits or more and in fewer."""
+_STYLES = (
+    'Give a module that runs on such features the style "replicated_with_grad_allreduce", and one that runs on whole'
+    ' ones, and whose output meets them (a gate, or keys of a single head), "shared_output": these add gradients up.'
+)
+
+
+def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis: DeviceMesh) -> None:
+    """Compare the gradients of parameters that aren't split over the tensor axis; a collective call over it.
+
+    Args:
+        parameters: This stage's, with their names; those without a gradient count as zeros.
+        tensor_axis: Of one dimension, with its name.
+
+    Raises:
+        PlanError: On every rank of the axis, where one differs.
+    """
+    whole = {name: parameter for name, parameter in parameters if not _is_split(parameter, tensor_axis)}
+    if not whole:
+        return
+    wrong = _apart({name: _norm_and_sum(parameter) for name, parameter in whole.items()}, tensor_axis)
+    if wrong:
+        raise PlanError(
+            f"{_first_of(wrong)}: the tensor ranks have different gradients of it, so it, or what is computed with it,"
+            f" is used on features that tensor_parallel_plan splits. {_STYLES} Or leave the layers around it out of"
+            " the plan."
+        )
+
+
+def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
+    """Compare gradients of what split modules hand on whole; a collective call over the tensor axis.
+
+    Args:
+        gradients: Norms and sums by module, ``[2]``; of the same modules on all ranks.
+
+    Raises:
+        PlanError: On every rank of the axis, where one differs.
+    """
+    wrong = _apart(gradients, tensor_axis) if gradients else []
+    if wrong:
+        raise PlanError(
+            f"{_first_of(wrong)}: what this layer hands on is whole, but the tensor ranks have different gradients of"
+            " it, so what follows uses it, or what is computed from it, for a part of the features or heads that"
+            " tensor_parallel_plan splits, and the weights' gradients would be wrong. Split it as what it is used"
+            f" with. {_STYLES} Or leave the layers around it out of the plan."
+        )
+
+
+def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
+    """Compare what modules hand on whose gradients are added up; a collective call over the tensor axis.
+
+    Args:
+        seen: Norms and sums by module, of what it hands on, and of its gradients before they are added up, ``[2, 2]``;
+            of the same modules on all ranks.
+
+    Raises:
+        PlanError: On every rank of the axis, where both are the same on all, as of what is computed alike.
+    """
+    if not seen:
+        return
+    everyone = _everyones(torch.stack(list(seen.values())), tensor_axis)
+    norms = everyone[..., 0].amax(0)
+    are_same = (everyone.amax(0) - everyone.amin(0)).amax(-1) <= _SAME * norms
+    is_wrong = are_same.all(-1) & (norms[..., 1] > 0)
+    wrong = [name for name, each in zip(seen, is_wrong.tolist()) if each]
+    if wrong:
+        raise PlanError(
+            f"{_first_of(wrong)}: tensor_parallel_plan gives it a style that adds up the tensor ranks' gradients, as of"
+            " parts of features, of heads or of a sequence, but what it hands on is computed with alike on all ranks,"
+            f" so they would be {tensor_axis.size()} times too large. Leave it out of the plan, which computes it alike"
+            ' on all ranks; or, of styles for sequences, begin with "scatter_sequence" at the first block.'
+        )
+
+
+def _apart(values: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
+    """The names of those norms and sums that differ; a collective call over the axis."""
+    everyone = _everyones(torch.stack(list(values.values())), axis)
+    norms = everyone[..., 0].amax(0)
+    apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
+    is_wrong = apart > _ROUNDING * norms + _NOISE * norms.max()
+    return [name for name, is_apart in zip(values, is_wrong.tolist()) if is_apart]
+
+
+def _first_of(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> None:
+    """Compare what a training step returned; a collective call over the tensor axis.
+
+    Args:
+        output: A loss, a dict with one, or none.
+        in_32_bits: Whether nothing is computed in fewer.
+
+    Raises:
+        PlanError: On every rank of the axis, where the losses differ.
+    """
+    losses = _everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
+    if losses.amax() - losses.amin() > _LOSS_ROUNDING[in_32_bits] * losses.abs().amax():
+        raise PlanError(
+            f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
+            " step computes them with features or weights that tensor_parallel_plan splits. A hook on a layer between"
+            " a colwise and a rowwise one is given such features: leave the layers around it out of the plan, or give"
+            ' the first the style "colwise_gather_output" and the second "rowwise_split_input". Of weights that are'
+            " DTensors take p.full_tensor(), as for a penalty over self.parameters()."
+        )
+
+
+def check_losses_of_sequences(output: Any, group: dist.ProcessGroup, device_type: str, *, in_32_bits: bool) -> None:
+    """The same on ranks that share each sequence, and compute alike all that isn't in blocks; a collective call.
+
+    Raises:
+        StepError: On all of them, where the losses differ.
+    """
+    own = torch.tensor([_value(output)], dtype=torch.float64, device=device_type)
+    losses = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(losses, own, group=group)
+    values = [float(each) for each in losses]
+    if max(values) - min(values) > _LOSS_ROUNDING[in_32_bits] * max(map(abs, values)):
+        raise StepError(
+            f"The ranks that share a sequence have different losses ({', '.join(f'{each:.7g}' for each in values)})."
+            " What a block takes from an attribute, and not as an argument, has on each rank the gradient of its part"
+            " of the sequence: right once parameters' gradients are averaged, but not where a step takes gradients"
+            " itself, as for a penalty: pass it as an argument, or use context_parallel_size=1."
+        )
+
+
+def _value(output: Any) -> float:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return float(local_tensor(loss.detach())) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
+
+
+_Mark = tuple[tuple[int, int], Tensor]
+"""Which tensor a buffer was, in which version; and what was in it."""
+
+
+class Buffers:
+    """Those that steps change, which tensor ranks have to change alike: one rank's are saved."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = self._marks()
+
+    def check(self, tensor_axis: DeviceMesh) -> None:
+        """A collective call over the tensor axis.
+
+        Raises:
+            PlanError: On every rank of the axis, where one differs that has changed.
+        """
+        before, now = self._before, self._marks()
+        named = self._module.named_buffers()
+        buffers = [name for name, buffer in named if name in now and not _is_split(buffer, tensor_axis)]
+        if not buffers:
+            return
+        nothing = torch.zeros(2, dtype=torch.float64)
+        rows = [nothing if name in before and _same(before[name], now[name]) else now[name][1] for name in buffers]
+        everyone = _everyones(torch.stack(rows), tensor_axis)
+        apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
+        wrong = [name for name, is_apart in zip(buffers, apart > _ROUNDING * everyone[..., 0].amax(0)) if is_apart]
+        if wrong:
+            raise PlanError(
+                f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}: the tensor ranks have changed"
+                " this buffer to different values, so it is computed from features that tensor_parallel_plan splits."
+                " Leave the layers around it out of the plan, or give the one before it the style"
+                ' "colwise_gather_output" and the one behind it "rowwise_split_input".'
+            )
+
+    def _marks(self) -> dict[str, _Mark]:
+        """Of those that this stage has. No version says that values were changed through ``.data``."""
+        return {
+            name: ((id(buffer), buffer._version), _changed(buffer))
+            for name, buffer in self._module.named_buffers()
+            if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
+        }
+
+
+def _same(one: _Mark, other: _Mark) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+_ABOUT_SIZES = (
+    *("size", "shape", "reduction dim", "out of bounds", "out of range", "values to unpack", "should contain"),
+    "mixed torch.Tensor and DTensor",
+)
+
+
+@contextmanager
+def refusing_parts() -> Iterator[None]:
+    """The first step runs inside, on layers that a plan splits.
+
+    Raises:
+        PlanError: Sizes don't fit there: most likely a layer was given a part of its features.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        text = str(error).partition("\n")[0]
+        is_about_it = any(word in text for word in _ABOUT_SIZES) and not text.startswith("list ")
+        if isinstance(error, ShardError) or not is_about_it:
+            raise
+        raise PlanError(
+            f"The first step fails with tensor_parallel_plan: {text.rstrip('.')}. What runs between a colwise and a"
+            " rowwise layer gets this rank's features only, and an embedding or layer of a class of its own may not"
+            " know split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or"
+            " use tensor_parallel_size=1. Where the step fails without the plan too, the plan isn't the reason."
+        ) from error
+
+
+def _everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
+    """``[ranks, *own.shape]``"""
+    own = own.to(axis.device_type)
+    joined = own.new_empty(axis.size() * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(joined, own, group=axis.get_group())
+    return joined.view(axis.size(), *own.shape)
+
+
+def _changed(buffer: Tensor) -> Tensor:
+    """Its norm and its sum."""
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    values = local_tensor(values).detach().double().cpu()
+    return torch.stack([torch.linalg.vector_norm(values), values.sum()])
+
+
+def _is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    assert axis.mesh_dim_names is not None
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == axis.mesh_dim_names[0] and not placement.is_replicate()
+        for name, placement in zip(names, parameter.placements)
+    )
+
+
+def _norm_and_sum(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None or not gradient.numel():
+        return torch.zeros(2, dtype=torch.float64, device=parameter.device)
+    return norm_and_sum(local_tensor(gradient))

@@ -1,0 +1,85 @@
+"""Tells of losses that are means over another number of targets in each part of a batch.
+
+The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` makes it that; without it
+nothing fails, so the first steps look at what their losses were divided by.
+
+Not seen: padding that begins after these steps, and means of evaluation steps, which have no graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_shard.plugin.steps.checks.loss_divisors import divisions
+
+_STEPS = 2
+"""So many are looked at: later ones wait for no device."""
+_DIVISORS = 4
+"""So many of a loss at most, in the order in which the graph has them."""
+
+
+class UnequalMeans:
+    """Of one LightningModule's training losses, in one run.
+
+    Args:
+        parts: Into how many microbatches a batch is cut.
+        group: The data ranks.
+        device: Where losses are.
+        is_weighted: Whether the user has said how much each part counts.
+    """
+
+    def __init__(self, parts: int, group: dist.ProcessGroup, device: torch.device, *, is_weighted: bool) -> None:
+        self._group = group
+        self._device = device
+        self._ranks = dist.get_world_size(group)
+        self._parts = parts
+        self._left = 0 if is_weighted or parts * self._ranks == 1 else _STEPS
+        self._seen: list[list[Tensor | float]] = []
+
+    def note(self, loss: Any) -> None:
+        """A part's, before its backward frees the graph."""
+        if self._left:
+            self._seen.append([number for _, number in divisions(loss)] if isinstance(loss, Tensor) else [])
+
+    def tell(self) -> None:
+        """Warn once, after a batch's parts; a collective call over the data ranks in the first steps."""
+        if not self._left:
+            return
+        self._left -= 1
+        least, most = self._extremes()
+        self._seen = []
+        for low, high in zip(least, most):
+            if high - low > 1e-6 * abs(low):
+                self._left = 0
+                rank_zero_warn(self._text(low, high))
+                return
+
+    def _extremes(self) -> tuple[list[float], list[float]]:
+        """Of each divisor, over all parts; of those that some lack, of the others."""
+        rows = [[float(each) for each in divisors[:_DIVISORS]] for divisors in self._seen]
+        bounds = torch.full((2, _DIVISORS), -torch.inf, dtype=torch.float64)
+        for row in rows:
+            own = torch.tensor(row, dtype=torch.float64)
+            bounds[:, : len(row)] = torch.maximum(bounds[:, : len(row)], torch.stack([-own, own]))
+        bounds = bounds.to(self._device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        return (-bounds[0]).tolist(), bounds[1].tolist()
+
+    def _text(self, least: float, most: float) -> str:
+        parts = " of ".join(
+            [f"{self._parts} microbatches"] * (self._parts > 1) + [f"{self._ranks} data ranks"] * (self._ranks > 1)
+        )
+        return (
+            f"The training loss is a mean over another number in each part of a batch ({least:.6g} to {most:.6g}), as"
+            f" where targets are padding, and the losses and gradients of all parts ({parts}) count alike: their mean"
+            " isn't that over the whole batch, which one process takes. HybridShardStrategy(loss_weight=lambda batch:"
+            " (batch['labels'] != -100).sum()), or what that number is here, makes it the same (of"
+            " batch['labels'][:, 1:] where the model shifts them, as transformers' causal ones do), and so does"
+            " self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1 says that they are to"
+            " count alike."
+        )

@@ -1,0 +1,122 @@
+"""What is checked about the first step of each kind in a run, and about the first updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
+from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
+from lightning_shard.plugin.steps.checks import tensor_ranks
+from lightning_shard.plugin.steps.checks.agreement import check_same_batch
+from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
+from lightning_shard.plugin.steps.checks.hooks_on_features import telling_of_parts
+from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
+from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
+from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
+from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
+
+_STEPS = 3
+"""Before so many training steps frozen copies are compared; beside that, at every save."""
+
+
+class FirstLooks:
+    """At the steps of one LightningModule in one run of a Trainer.
+
+    Args:
+        microbatches: Into how many parts a batch is cut.
+        check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
+        copies: Of what every stage holds; of several stages.
+        context: The ranks that share sequences; of several.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layout: Layout,
+        mesh: DeviceMesh,
+        microbatches: int,
+        check_ties: Callable[[], None],
+        copies: FrozenCopies | None,
+        context: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module = module
+        self._layout = layout
+        self._mesh = mesh
+        self._microbatches = microbatches
+        self._check_ties = check_ties
+        self._copies = copies
+        self._context = context
+        self._steps = 0
+        self._kinds: set[str] = set()
+        self._updates = 0
+        self._outputs = OutputGradients(module)
+        self._buffers = tensor_ranks.Buffers(module) if layout.tensor_parallel_size > 1 else None
+
+    @contextmanager
+    def at(self, method: str, batch: object) -> Iterator[Shown]:
+        """A step runs inside, and enters what it returned."""
+        module, layout = self._module, self._layout
+        if method == "training_step":
+            self._steps += 1
+            if self._steps <= _STEPS:
+                self.check_copies()
+        shown = Shown()
+        with ExitStack() as looks:
+            if method == "training_step" and self._steps <= 2 and layout.pipeline_parallel_size > 1:
+                looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
+                if self._steps == 2:
+                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches, within=True))
+            if method not in self._kinds:
+                self._kinds.add(method)
+                check_same_batch(batch, layout)
+                if layout.pipeline_parallel_size > 1:
+                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
+                    looks.enter_context(refusing_world_calls())
+                if layout.tensor_parallel_size > 1:
+                    axis, tells = self._mesh[TENSOR_AXIS], layout.data_rank == 0
+                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, tells=tells))
+                    looks.enter_context(tensor_ranks.refusing_parts())
+                    looks.enter_context(telling_of_parts(module, axis, tells=tells))
+                if method == "training_step":
+                    refuse_parameter_hooks(module)
+                if module.automatic_optimization:
+                    looks.enter_context(refusing_lost_changes(module))
+            if method == "training_step" and self._updates + 1 in tensor_ranks.STEPS:
+                looks.enter_context(self._outputs.watched())
+            yield shown
+
+    def check_losses(self, output: object) -> None:
+        """What a training step returned where ranks compute alike; a collective call over them in some steps."""
+        layout = self._layout
+        if self._steps not in tensor_ranks.STEPS or layout.tensor_parallel_size == layout.context_parallel_size == 1:
+            return
+        in_32_bits = "16" not in str(self._module.trainer.precision)
+        if self._context is not None:
+            kind = self._mesh.device_type
+            tensor_ranks.check_losses_of_sequences(output, self._context, kind, in_32_bits=in_32_bits)
+            return
+        tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
+
+    def check_copies(self) -> None:
+        """Of frozen parameters on several stages; a collective call over the pipeline."""
+        if self._copies is not None:
+            self._copies.check()
+
+    def after_update(self) -> None:
+        """After an optimizer's step: at once, and not only when the first checkpoint is refused."""
+        if not self._updates:
+            self._check_ties()
+        if self._updates + 1 in tensor_ranks.STEPS and self._buffers is not None:
+            axis = self._mesh[TENSOR_AXIS]
+            tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)
+            whole, added = self._outputs.take()
+            tensor_ranks.check_outputs(whole, axis)
+            tensor_ranks.check_summands(added, axis)
+            self._buffers.check(axis)
+        self._updates += 1

@@ -1,0 +1,185 @@
+"""Which schedule a pipeline runs: the one that the user chose, or the fastest by simulation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.pipeline.placement import Placement, Policy
+from lightning_shard.pipeline.runtime.step import PipelinedStep
+from lightning_shard.pipeline.schedules.choice import Choice, best
+from lightning_shard.pipeline.schedules.named import SCHEDULES, build
+from lightning_shard.pipeline.schedules.schedule import Schedule, to_csv
+from lightning_shard.plugin.groups import Groups
+
+ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
+"""Those with one stage on each rank and whole backwards."""
+SIMPLEST_FIRST = (*ONE_EACH, "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def candidates(
+    setting: str | os.PathLike[str], ranks: int, microbatches: int | None, placement: Policy = "auto"
+) -> list[Schedule]:
+    """The schedules among which a setting leaves the choice, the simplest first: one, but for ``"auto"``.
+
+    Args:
+        placement: Where it holds a number for each stage, these say how many stages a rank has.
+
+    Raises:
+        ConfigurationError: There is no such schedule, or it isn't for these numbers.
+    """
+    if isinstance(setting, os.PathLike):
+        setting = os.fspath(setting)
+    if setting == "auto":
+        return [*_all(ranks, microbatches, placement)]
+    if not isinstance(setting, str) or (setting not in SCHEDULES and not setting.endswith(".csv")):
+        choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
+        raise ConfigurationError(f"schedule={setting!r} isn't one of {choices}.")
+    return [build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))]
+
+
+def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:
+    """Check that a number of blocks for each stage is one for each stage that some schedule has.
+
+    Raises:
+        PlacementError: There are more or fewer.
+    """
+    if ranks == 1 or isinstance(placement, str) or any(len(placement) == each.stages for each in schedules):
+        return
+    stages = sorted({each.stages for each in schedules})
+    name = f"schedule={schedules[0].name!r}" if len(schedules) == 1 else 'schedule="auto"'
+    raise PlacementError(
+        f"placement ({[*placement]}) has {len(placement)} numbers, and {name} with pipeline_parallel_size={ranks} has"
+        f' {" or ".join(map(str, stages))} stages: give one for each, or use "auto".'
+    )
+
+
+def _all(ranks: int, microbatches: int | None, placement: Policy) -> Iterator[Schedule]:
+    """All that have a name and can be built for these numbers."""
+    for name in SIMPLEST_FIRST if ranks > 1 else ONE_EACH[:1]:
+        named = SCHEDULES[name]
+        counted = _stages_per_rank(name, ranks, placement)
+        numbers = dict.fromkeys((named.stages[0], named.usual)) if counted is None else (counted,)
+        for stages in numbers:
+            try:
+                yield build(name, ranks, microbatches, stages)
+            except ConfigurationError:
+                if name == ONE_EACH[0]:
+                    raise  # there is none for these numbers
+
+
+def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
+    """As counts say it; ``None`` where they don't, or don't fit."""
+    if isinstance(placement, str) or name not in SCHEDULES or SCHEDULES[name].stages == (1, 1):
+        return None
+    stages, rest = divmod(len(placement), ranks)
+    return None if rest or not stages else stages
+
+
+def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
+    """With whole backwards, where settings leave nothing that a second part could do; says so.
+
+    Args:
+        settings: Of blocks, by name.
+    """
+    against = against_parts(settings)
+    if not schedule.splits_backwards or not against:
+        return schedule
+    rank_zero_info(
+        f"schedule={schedule.name!r} runs with whole backwards, in the order of their first parts: with"
+        f" {' and '.join(against)} nothing of a block's backward can come later"
+    )
+    return schedule.with_whole_backwards()
+
+
+def against_parts(settings: Mapping[str, Any]) -> list[str]:
+    """The settings that leave nothing which a second part of a backward could do."""
+    keeps_all = {
+        "activation_checkpointing": settings.get("activation_checkpointing") in (True, 1, "selective"),
+        "compile_blocks": bool(settings.get("compile_blocks")),
+        "reshard_after_forward": settings.get("reshard_after_forward") is True,
+    }
+    return [name for name, holds in keeps_all.items() if holds]
+
+
+def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
+    """The simplest that counts allow, where nothing is trained: others gain nothing, and don't stream evaluations."""
+    return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
+
+
+def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
+    """If nothing could come later so far."""
+    if not step.has_split_backward:
+        rank_zero_info(
+            f"schedule={schedule.name!r}: of the stages here, no weight's gradient comes later than the rest of its"
+            " backward. Those of matrix products can (nn.Linear), but where the product's input is computed again"
+            " (checkpointed), or the weight has hooks or is used in other ways too"
+        )
+
+
+def that_fit(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
+    """Those with a block, or as many as were chosen, for each stage.
+
+    Raises:
+        PlacementError: There are too few blocks for several stages on each rank.
+    """
+    fit = [s for s in schedules if s.stages <= blocks and (isinstance(placement, str) or len(placement) == s.stages)]
+    if fit:
+        return fit
+    schedule, ranks = schedules[0], len(schedules[0].rows)
+    if schedule.stages > max(blocks, ranks):
+        raise PlacementError(
+            f"schedule={schedule.name!r} has {schedule.stages} stages on {ranks} ranks, and the network has {blocks}"
+            ' blocks, of which each stage needs one: use schedule="1F1B", which has one stage on each rank, or fewer'
+            " pipeline ranks."
+        )
+    return [schedule]
+
+
+def choose(
+    schedules: Sequence[Schedule],
+    placed: Callable[[Schedule], Placement],
+    settings: Mapping[str, Any],
+    *,
+    has_data_ranks: bool,
+) -> Choice | None:
+    """The one of several that is worth most; ``None`` where there is no choice.
+
+    Args:
+        placed: The stages of a schedule.
+        settings: Of blocks, by name.
+        has_data_ranks: Whether gradients are reduced over several ranks.
+    """
+    if len(schedules) == 1:
+        return None
+    if against_parts(settings):
+        schedules = [schedule for schedule in schedules if not schedule.splits_backwards] or schedules
+    return best([(schedule, placed(schedule).stages) for schedule in schedules], has_data_ranks=has_data_ranks)
+
+
+def agree(schedules: Sequence[Schedule], choice: Choice | None, groups: Groups) -> Schedule:
+    """The same one on every rank: of a choice the first rank's, which is told; a collective call.
+
+    Raises:
+        ConfigurationError: The ranks have read different files.
+    """
+    if choice is None:
+        _check_same(schedules[0], groups)
+        return schedules[0]
+    number = groups.from_first_rank(schedules.index(choice.schedule))
+    rank_zero_info(str(choice))
+    return schedules[number]
+
+
+def _check_same(schedule: Schedule, groups: Groups) -> None:
+    if schedule.name in SCHEDULES:
+        return
+    if len(set(groups.gather_over_stages(to_csv(schedule)))) > 1:
+        raise ConfigurationError(
+            f"schedule={schedule.name!r} is another file on other ranks, and they would wait for each other: give all"
+            " of them the same one."
+        )

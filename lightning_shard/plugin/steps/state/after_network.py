@@ -1,0 +1,493 @@
+"""State that a step keeps on modules, and changes after calling the network: only the last stage gets there.
+
+At the end of a batch the last stage tells what has changed since the network's first block was called. The others take
+small values over, so the next batch, hooks and callbacks find on every stage what one process would. Within a batch an
+earlier stage can't have it: its next microbatch begins before the last stage is done with this one. So a step is
+refused where a stage has read such an attribute within several microbatches, or one that can't be taken over (a
+list, an object).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.plugin.steps.state.per_stage import StatesApart
+from lightning_shard.plugin.steps.state.python_state import (
+    CONTAINERS,
+    STAND_INS,
+    attributes,
+    entries,
+    hold_same,
+    is_object,
+)
+
+Name = tuple[str, str]
+"""A module's path and an attribute's."""
+
+LARGEST_TAKEN = 4096
+"""Elements of a tensor that is sent to the other stages at the end of each batch that changes it."""
+_ENTRIES = 64
+"""Of a container, that are looked at for being exchanged; beyond, its length is."""
+_NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS
+"""What every LightningModule has, and what stands in for methods while a step runs."""
+
+
+class _Elsewhere:
+    """In place of a value that isn't sent."""
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Of an object that isn't sent: simple attributes that the first microbatch set and the others didn't change.
+
+    So a transformers model notes the kind of its problem in its config.
+    """
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What modules keep at one time.
+
+    Attributes:
+        held: Each module's attributes and buffers.
+        marks: Versions and lengths of what can change in place.
+        inside: Of the attributes that are followed, what is in them.
+        fields: Of those that are objects, their own attributes.
+    """
+
+    held: dict[str, dict[str, Any]]
+    marks: list[int]
+    inside: dict[Name, list[Any]]
+    fields: dict[Name, dict[str, Any]]
+
+
+class KeptState:
+    """What modules around the blocks keep, over the microbatches of a batch.
+
+    While it is searched for what crosses, all of it is followed; then exchanged attributes, versions of tensors and
+    lengths of containers, and the insides only of what was seen to change inside. So a step costs some microseconds.
+
+    Args:
+        root: Cut and sharded.
+        blocks: Names of all blocks, in the order in which they run.
+        parts: Names of what runs around them with parameters: a part's own state is where the part is.
+        is_last: Whether this is the last stage.
+        elsewhere: The modules whose parameters other stages hold.
+        hollow: Names of parameters that are stood in for while a stage runs: by what it received, if it did.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        blocks: Sequence[str],
+        parts: Collection[str],
+        *,
+        is_last: bool,
+        elsewhere: Collection[nn.Module],
+        hollow: Collection[str] = (),
+    ) -> None:
+        within = tuple(f"{name}." for name in (*blocks, *parts))
+        self._modules = {
+            path: module
+            for path, module in root.named_modules()
+            if not f"{path}.".startswith(within) and not isinstance(module, Metric)
+        }
+        self._elsewhere = {path: module for path, module in root.named_modules() if module in elsewhere}
+        self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
+        self._is_last = is_last
+        self._in_step = self._searching = False
+        self._before: _Look | None = None  # of the step; on the last stage, of what follows the first block's call
+        self._numbers: dict[Name, Any] | None = None
+        self._marked: list[tuple[Name, Any]] = []
+        self._followed: set[Name] = set()
+        self._changed: set[Name] = set()
+        self._set_once: dict[Name, set[str]] = {}
+        self._read: set[Name] = set()
+        self._stale: set[Name] = set()
+        if is_last:
+            first, *_, last = (root.get_submodule(name) for name in blocks)
+            first.register_forward_pre_hook(self._network_begins, prepend=True)
+            last.register_forward_hook(self._network_ends)
+            return
+        for path, module in self._modules.items():  # until the first batch shows which of them are changed late
+            _watch(module, {name for name, _ in _own(module)}, self._reader(path))
+
+    @contextmanager
+    def step(self, *, searching: bool) -> Iterator[None]:
+        """The user's step runs inside, on one microbatch, as far as this stage runs it.
+
+        Raises:
+            StepError: When all blocks have run, it has set a number on a block of another stage. Looked for while
+                searching only: there may be many modules.
+        """
+        self._in_step, self._searching, self._numbers = True, searching, None
+        self._before = None if self._is_last else self._look()
+        try:
+            yield
+        finally:
+            self._in_step = False
+            if self._before is not None:
+                self._changed.update(self._since(self._before))
+            self._before = None
+        self._check_numbers()
+
+    def remember(self) -> Callable[[], None]:
+        """Note what is known of the batch; returns what forgets what has been seen since."""
+        sets = (self._followed, self._changed, self._read, self._stale)
+        before, set_once = [set(each) for each in sets], {key: set(names) for key, names in self._set_once.items()}
+
+        def forget() -> None:
+            for each, noted in zip(sets, before):
+                each.clear()
+                each.update(noted)
+            self._set_once = {key: set(names) for key, names in set_once.items()}
+
+        return forget
+
+    def changes(self) -> dict[Name, Any]:
+        """On the last stage, at the end of a batch: what has changed, for the others."""
+        values = {}
+        for path, name in sorted(self._changed):
+            value = attributes_and_buffers(self._modules[path]).get(name)
+            fields = {key: attributes(value)[key] for key in self._set_once.get((path, name), ())}
+            values[path, name] = _Fields(fields) if fields else _sent(value)
+        self._changed.clear()
+        self._set_once.clear()
+        return values
+
+    def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
+        """On another stage, at the end of a batch: go on with the last stage's values.
+
+        Raises:
+            StepError: This stage has read one that wasn't the one that a single process would have.
+        """
+        changes = {key: value if self._can_set(key, value) else _Elsewhere() for key, value in changes.items()}
+        own, read = set(self._changed), set(self._read)
+        self._changed.clear()
+        self._read.clear()
+        stale = [key for key, value in changes.items() if self._is_stale(key, value, key in own)]
+        for key in stale:
+            value = changes[key]
+            is_elsewhere = isinstance(value, _Elsewhere)
+            if isinstance(value, _Fields):
+                vars(self._held(key)).update(value.values)
+                continue
+            if key in read and (microbatches > 1 or is_elsewhere):
+                raise _too_late(key, microbatches, is_elsewhere)
+            if not is_elsewhere:
+                _set(self._modules[key[0]], key[1], value, device)
+        self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
+        self._followed.update(key for key, value in changes.items() if isinstance(value, _Elsewhere))
+        for path, module in self._modules.items():
+            _watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
+
+    def _can_set(self, key: Name, value: Any) -> bool:
+        return not isinstance(value, _Fields) or _is_plain_object(self._held(key))
+
+    def _is_stale(self, key: Name, value: Any, changed_here: bool) -> bool:
+        held = attributes_and_buffers(self._modules[key[0]])
+        if isinstance(value, _Elsewhere):
+            return not changed_here
+        if isinstance(value, _Fields):
+            own = attributes(held[key[1]])
+            return any(name not in own or not _equal(own[name], each) for name, each in value.values.items())
+        return key[1] not in held or not _equal(held[key[1]], value)
+
+    def _network_begins(self, *_: Any) -> None:
+        if self._in_step and self._before is None:
+            self._before = self._look()
+
+    def _network_ends(self, *_: Any) -> None:
+        if self._in_step and self._searching:
+            self._numbers = self._numbers_elsewhere()
+
+    def _numbers_elsewhere(self) -> dict[Name, Any]:
+        return {
+            (path, name): value
+            for path, module in self._elsewhere.items()
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str)
+        }
+
+    def _check_numbers(self) -> None:
+        now = self._numbers_elsewhere() if self._numbers else {}
+        for (path, name), before in (self._numbers or {}).items():
+            if now.get((path, name), before) != before:
+                raise StepError(
+                    f"A step changes {name} of {path} after calling the network, and the pipeline stage that holds"
+                    f" {path} doesn't see it: change it before the network is called, or in on_train_batch_end, or use"
+                    " pipeline_parallel_size=1."
+                )
+
+    def _look(self) -> _Look:
+        followed = self._followed
+        if self._searching:
+            own = {
+                (path, name): value
+                for path, module in self._modules.items()
+                for name, value in _own(module)
+                if (path, name) not in self._hollow
+            }
+            self._marked = [(key, value) for key, value in own.items() if isinstance(value, (Tensor, *CONTAINERS))]
+            followed = set(own)
+        modules = (
+            self._modules if self._is_last or self._searching else {path: self._modules[path] for path, _ in followed}
+        )
+        return _Look(
+            {path: attributes_and_buffers(module) for path, module in modules.items()},
+            [_mark(value) for _, value in self._marked],
+            {key: [*_flat(self._held(key), 2)] for key in followed},
+            {key: dict(attributes(self._held(key))) for key in followed if _is_plain_object(self._held(key))},
+        )
+
+    def _since(self, before: _Look) -> set[Name]:
+        """What has changed."""
+        exchanged = {
+            (path, name)
+            for path, held in before.held.items()
+            if not hold_same(held, now := attributes_and_buffers(self._modules[path]))
+            for name, value in now.items()
+            if held.get(name, held) is not value and _is_own(name, value)
+        }
+        changed = {key for (key, value), mark in zip(self._marked, before.marks) if _mark(value) != mark}
+        changed.update(key for key, held in before.inside.items() if _differ(held, [*_flat(self._held(key), 2)]))
+        self._followed.update(changed - exchanged)
+        for key in changed - exchanged:
+            fields = _simple_fields(before.fields.get(key), before.inside.get(key), self._held(key))
+            if fields and self._searching:
+                self._set_once.setdefault(key, set()).update(fields)
+            else:
+                self._set_once.pop(key, None)
+        return exchanged | changed
+
+    def _held(self, key: Name) -> Any:
+        return attributes_and_buffers(self._modules[key[0]]).get(key[1])
+
+    def _reader(self, path: str) -> Callable[[str], None]:
+        def read(name: str) -> None:
+            if self._in_step:
+                self._read.add((path, name))
+
+        return read
+
+
+class KeptStates:
+    """Of all stages of one rank: the last stage's own, and one of those before it together.
+
+    Args:
+        root: Cut and sharded.
+        stages: This rank's.
+        apart: Their versions of the state.
+    """
+
+    def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
+        hollow = {name for stage in stages for name in stage.hollow}
+
+        def kept(stage: Stage) -> KeptState:
+            return KeptState(
+                root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere, hollow=hollow
+            )
+
+        self._stages = stages
+        self._apart = apart
+        self._early = [stage for stage in stages if not stage.is_last]
+        self._of_early = kept(self._early[-1]) if self._early else None
+        self._of_last = kept(stages[-1]) if stages.is_last else None
+
+    def step(self, stage: Stage, *, searching: bool) -> AbstractContextManager[None]:
+        kept = self._of_last if stage.is_last else self._of_early
+        assert kept is not None
+        return kept.step(searching=searching)
+
+    def remember(self) -> Callable[[], None]:
+        """Note what is known of the batch; returns what forgets what has been seen since."""
+        forgets = [kept.remember() for kept in (self._of_early, self._of_last) if kept is not None]
+
+        def forget() -> None:
+            for each in forgets:
+                each()
+
+        return forget
+
+    def changes(self) -> dict[Name, Any]:
+        """Where the last stage is, at the end of a batch: what has changed, for the others."""
+        assert self._of_last is not None
+        self._apart.show(self._stages[-1])
+        return self._of_last.changes()
+
+    def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
+        """At the end of a batch, on every rank: go on with the last stage's values.
+
+        Raises:
+            StepError: A stage before it has read one that wasn't the one that a single process would have.
+        """
+        if self._of_early is not None:
+            if self._of_last is None:
+                self._apart.settle()
+            else:
+                self._apart.show(self._early[-1])
+            self._of_early.take(changes, microbatches, device)
+            if changes:
+                self._apart.changed()
+        if self._of_last is not None:
+            self._apart.settle()
+
+
+def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
+    return {**vars(module), **module._buffers}
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes and buffers, by name."""
+    return (named for named in attributes_and_buffers(module).items() if _is_own(*named))
+
+
+def _is_own(name: str, value: Any) -> bool:
+    return name not in _NOT_OWN and not name.startswith("_hparams") and not isinstance(value, (Hollow, OwnGenerator))
+
+
+def _mark(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else len(value)
+
+
+def _flat(value: Any, depth: int) -> Iterator[Any]:
+    """What tells whether a value was exchanged or changed: by identity, and versions and lengths by value."""
+    yield value
+    if isinstance(value, Tensor):
+        yield value._version
+        return
+    inner: list[Any] = []
+    if isinstance(value, (*CONTAINERS, tuple)):
+        yield len(value)
+        inner = entries(value, _ENTRIES)
+    elif is_object(value):
+        inner = [*attributes(value).values()]
+    for each in inner:
+        yield each
+        if depth and (isinstance(each, (Tensor, *CONTAINERS, tuple)) or is_object(each)):
+            yield from _flat(each, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    return is_object(value) and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, *CONTAINERS))
+
+
+def _simple_fields(before: dict[str, Any] | None, inside: list[Any] | None, value: Any) -> set[str]:
+    """The attributes of an object that were set, where these are simple values, and all that changed in it."""
+    if before is None or inside is None or before.keys() != attributes(value).keys():
+        return set()
+    now, flat = attributes(value), [*_flat(value, 2)]
+    fields = {name for name, held in before.items() if held is not now[name]}
+    if len(inside) != len(flat) or any(isinstance(_sent(now[name]), _Elsewhere) for name in fields):
+        return set()
+    return fields if sum(_differ([a], [b]) for a, b in zip(inside, flat)) == len(fields) else set()
+
+
+def _differ(before: list[Any] | None, now: list[Any]) -> bool:
+    if before is None or len(before) != len(now):
+        return True
+    return any(a is not b and not (type(a) is type(b) is int and a == b) for a, b in zip(before, now))
+
+
+def _sent(value: Any) -> Any:
+    """What the other stages are told."""
+    if isinstance(value, tuple):
+        parts = tuple(map(_sent, value)) if type(value) is tuple and len(value) <= _ENTRIES else (_Elsewhere(),)
+        return _Elsewhere() if any(isinstance(part, _Elsewhere) for part in parts) else parts
+    if type(value) is Tensor and value.numel() <= LARGEST_TAKEN:
+        return value.detach().cpu().clone()
+    simple = value is None or type(value) in (bool, int, float, complex, str, bytes)
+    return value if simple else _Elsewhere()
+
+
+def _equal(held: Any, value: Any) -> bool:
+    if isinstance(held, Unknown):
+        return False
+    if isinstance(value, Tensor):
+        if not isinstance(held, Tensor) or (held.shape, held.dtype) != (value.shape, value.dtype):
+            return False
+        return bool(torch.equal(held.detach().cpu(), value))
+    if isinstance(value, tuple):
+        return isinstance(held, tuple) and len(held) == len(value) and all(map(_equal, held, value))
+    return type(held) is type(value) and held == value
+
+
+def _set(module: nn.Module, name: str, value: Any, device: torch.device) -> None:
+    held = attributes_and_buffers(module).get(name)
+    if type(held) is Tensor and isinstance(value, Tensor) and held.shape == value.shape and not held.requires_grad:
+        held.copy_(value)
+    elif name in module._buffers:
+        module._buffers[name] = _on(device, value)
+    else:
+        vars(module)[name] = _on(device, value)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_on(device, each) for each in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _too_late(key: Name, microbatches: int, elsewhere: bool) -> StepError:
+    name = ".".join(part for part in ("self", *key) if part)
+    reason = (
+        "it can't be sent there (a number, a text or a small tensor could be)"
+        if elsewhere
+        else f"each of the {microbatches} microbatches would begin with an old value"
+    )
+    return StepError(
+        f"A step changes {name} after calling the network, and reads it before. Only the last pipeline stage gets to"
+        f" the change, and {reason}: change it before the network is called, or in on_train_batch_end, or use"
+        " pipeline_parallel_size=1."
+    )
+
+
+# -- who reads an attribute
+
+
+def _watch(module: nn.Module, watched: set[str], read: Callable[[str], None]) -> None:
+    """Be told when these attributes of one module are read, by a class of its own; of none, no more."""
+    kind: Any = type(module)
+    plain = kind.__bases__[0] if "_watched" in vars(kind) else kind
+    if watched == vars(kind).get("_watched", set()):
+        return
+    if not watched:
+        module.__class__ = plain
+        return
+    new: Any = type(plain.__name__, (plain,), {"_watched": watched, "__module__": plain.__module__})
+    for name in watched:
+        setattr(new, name, _watched(new, name, read))
+    new.__qualname__ = plain.__qualname__
+    module.__class__ = new
+
+
+def _watched(kind: Any, name: str, read: Callable[[str], None]) -> property:
+    def get(self: Any) -> Any:
+        read(name)
+        held = vars(self)
+        return held[name] if name in held else getattr(super(kind, self), name)
+
+    def set_(self: Any, value: Any) -> None:
+        vars(self)[name] = value
+
+    def delete(self: Any) -> None:
+        if name not in vars(self):
+            raise AttributeError(name)
+        del vars(self)[name]
+
+    return property(get, set_, delete)

@@ -1,0 +1,94 @@
+"""What a pipelined step keeps beside gradients is of microbatches: warned of in the first steps.
+
+Numbers and statistics on all stages are the last one's, but of so many steps as a batch has microbatches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_shard.parallel.batch_norm import batch_norms
+from lightning_shard.plugin.steps.state.python_state import children, reachable
+
+_NAMED = 4
+_LARGEST_LOOKED_AT = 2**24
+"""Elements of a tensor: statistics are small, what is larger is data."""
+
+
+@contextmanager
+def warning_of_numbers_kept(
+    module: pl.LightningModule, method: str, microbatches: int, *, within: bool = False
+) -> Iterator[None]:
+    """Warn on this rank of numbers that a pipelined step keeps: counters, running sums.
+
+    Args:
+        within: Look at those on modules, in dicts and objects inside of the LightningModule, and in globals, instead of
+            at its attributes. A first step fills caches there, which grow no more in the next.
+    """
+    before = _numbers(module, within)
+    yield
+    # as text, by which NaN equals itself
+    changed = [name for name, value in _numbers(module, within).items() if repr(before.get(name, value)) != repr(value)]
+    if changed:
+        named = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
+        warnings.warn(
+            f"{method} changed {named}. With several pipeline stages a step"
+            f" runs for each of {microbatches} microbatches, and to its end on the last stage only: count batches in"
+            " on_train_batch_end (on_validation_batch_end, …), and samples by a torchmetrics metric.",
+            stacklevel=2,
+        )
+
+
+def _numbers(module: pl.LightningModule, within: bool) -> dict[str, float]:
+    if not within:
+        return {f"self.{name}": value for name, value in vars(module).items() if type(value) in (int, float)}
+    return {
+        f"{path}.{name}": value
+        for path, holder in reachable(module)
+        if holder is not module and not isinstance(holder, Metric)
+        for name, value in children(holder)
+        if type(value) in (int, float)
+    }
+
+
+@contextmanager
+def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
+    """Warn on this rank of what a pipelined training step keeps in tensors: statistics, losses, hidden states.
+
+    Those are buffers, attributes, and what containers, objects and globals hold, outside of graphs. Of what is first
+    made in a step it can't be known whether a step changes it, as a cache isn't changed: so a second step is looked at
+    too. BatchNorm's are known, and a metric's say how microbatches add up.
+    """
+    before = _sums_of_tensors(module)
+    yield
+    now = _sums_of_tensors(module)
+    changed = [name for name, sums in before.items() if name in now and now[name].tolist() != sums.tolist()]
+    if changed:
+        warnings.warn(
+            f"training_step changed {changed[0]}{f' and {len(changed) - 1} other tensors' * (len(changed) > 1)}."
+            f" With several pipeline stages it does so for each of {microbatches} microbatches, by that one's samples:"
+            " moving averages, and what a later step or a hook reads, differ from one process that has the batch at"
+            " once. Keep what training_step returns, or what is in trainer.callback_metrics, in on_train_batch_end.",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Sum and norm; no version says that values were changed through ``.data``."""
+    norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
+    known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
+    return {
+        path.replace("_buffers.", ""): torch.stack([(wide := tensor.double()).sum(), wide.norm()])
+        for path, tensor in found
+        if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
+        if tensor.numel() <= _LARGEST_LOOKED_AT
+    }

@@ -1,0 +1,79 @@
+"""Iterators that a module keeps, such as that over a second loader: the next run is given what the first has drawn."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from lightning_shard.plugin.steps.state.python_state import is_object, reachable
+
+
+class Replayed(Iterator[Any]):
+    """In place of an iterator, while it may have to begin again where it stood."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._drawn: list[Any] = []
+        self.place = 0
+
+    def __next__(self) -> Any:
+        if self.place == len(self._drawn):
+            self._drawn.append(next(self._iterator))
+        self.place += 1
+        return self._drawn[self.place - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    @property
+    def has_drawn(self) -> bool:
+        return bool(self._drawn)
+
+    def rest(self) -> Iterator[Any]:
+        """The iterator itself, where all that was drawn from it was used."""
+        return chain(self._drawn[self.place :], self._iterator) if self.place < len(self._drawn) else self._iterator
+
+
+class ReplayedIterators:
+    """Those that are attributes of a module's state, or entries of its lists and dicts."""
+
+    def __init__(self, root: nn.Module) -> None:
+        replayed: dict[int, Replayed] = {}
+        self._begin: dict[Replayed, int] = {}  # those of others' too, where they stand now
+        self._places: list[tuple[Any, Any, Replayed]] = []
+        for _, holder in [*reachable(root)]:
+            entries = _entries(holder)
+            for key, value in [*dict.items(entries)] if isinstance(entries, dict) else enumerate(entries):
+                if isinstance(value, Replayed):
+                    self._begin[value] = value.place
+                elif isinstance(value, Iterator) and not isinstance(value, (nn.Module, io.IOBase)):
+                    entries[key] = replayed.setdefault(id(value), Replayed(value))
+                    self._places.append((entries, key, entries[key]))
+        self._begin |= dict.fromkeys(replayed.values(), 0)
+
+    def begin_again(self) -> None:
+        for replayed, place in self._begin.items():
+            replayed.place = place
+
+    def drawn_from(self) -> bool:
+        return any(replayed.has_drawn for _, _, replayed in self._places)
+
+    def end(self) -> None:
+        """Have the iterators themselves be in their places again, where code has put no other there."""
+        rests: dict[int, Iterator[Any]] = {}
+        for entries, key, replayed in self._places:
+            is_there = key in entries if isinstance(entries, dict) else key < len(entries)
+            if is_there and entries[key] is replayed:
+                entries[key] = rests.setdefault(id(replayed), replayed.rest())
+
+
+def _entries(holder: Any) -> Any:
+    """What an object holds, to be exchanged there: a dict or a sequence."""
+    if isinstance(holder, (list, deque, dict)):
+        return holder
+    return getattr(holder, "__dict__", ()) if isinstance(holder, nn.Module) or is_object(holder) else ()

@@ -1,0 +1,359 @@
+"""What the stages of one rank change of a module's plain-Python state: each goes on from what its own last run left.
+
+The user's code runs once for each stage and microbatch, on the same objects, and may count, collect and cache on them:
+with a version for each stage, each finds what it would on a rank of its own. Versions live within a batch. At its end
+the module is left as the last stage of the rank has it, which came farthest; but what a stage holds, as that has it.
+
+Of modules around the blocks, and of siblings' parts, all attributes are exchanged. What else a run changes, such as a
+list that hooks fill, or a global, is found while it is searched for what crosses, and followed from then on, by its
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from itertools import chain, repeat
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.plugin.steps.state.python_state import (
+    CONTAINERS,
+    STAND_INS,
+    attributes,
+    below,
+    beside,
+    hold_same,
+    slots,
+)
+from lightning_shard.plugin.steps.state.snapshot import Note, note_of, notes
+
+LARGEST_COPY_BYTES = 2**24
+"""Of a tensor that a module keeps, and that each stage has a copy of; a larger one may not be changed by a step."""
+
+_Place = tuple[str, str]
+"""A module's name and an attribute's; or a namespace's, and a name in it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Attributes:
+    """A module's own attributes and buffers, as one stage has them; iterators are left where they are.
+
+    Where runs leave a module as it was, its versions are one object.
+
+    Attributes:
+        held: All entries of the module's ``__dict__``, to compare.
+    """
+
+    module: nn.Module
+    own: dict[str, Any]
+    buffers: dict[str, Any]
+    held: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Attributes:
+        return cls(module, _exchanged(module), dict(module._buffers), dict(vars(module)))
+
+    def copied(self) -> _Attributes:
+        """With tensors of its own."""
+        own, buffers = ({k: _copied(v) for k, v in held.items()} for held in (self.own, self.buffers))
+        if hold_same(own, self.own) and hold_same(buffers, self.buffers):
+            return self
+        return _Attributes(self.module, own, buffers, self.held | own)
+
+    def is_current(self) -> bool:
+        """Whether the module is so now, as far as can be told at once."""
+        is_same = hold_same(vars(self.module), self.held) and hold_same(self.module._buffers, self.buffers)
+        return is_same and not slots(cast(Any, type(self.module)))
+
+    def put_back(self) -> None:
+        now = vars(self.module)
+        for key in _exchanged(self.module).keys() - self.own.keys():
+            del now[key]
+        now.update(self.own)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+
+    @cached_property
+    def containers(self) -> dict[str, Any]:
+        return {key: value for key, value in self._all if isinstance(value, CONTAINERS)}
+
+    @cached_property
+    def large(self) -> dict[str, Tensor]:
+        """Tensors of which a stage has no copy."""
+        return {key: value for key, value in self._all if _is_large(value)}
+
+    @property
+    def _all(self) -> Iterator[tuple[str, Any]]:
+        return chain(self.own.items(), self.buffers.items())
+
+
+@dataclass
+class _Version:
+    """What one stage's last run left: of modules, and of what else is followed, by its id."""
+
+    modules: list[_Attributes] = field(default_factory=list)
+    objects: dict[int, Note] = field(default_factory=dict)
+
+    def copied(self) -> _Version:
+        return _Version([each.copied() for each in self.modules], dict(self.objects))
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """How long modules' containers are, and the versions of large tensors; asked in each action of each microbatch."""
+
+    containers: list[dict[str, Any]]
+    lengths: list[list[int]]
+    large: list[tuple[str, str, Tensor, int]]
+
+    @classmethod
+    def of(cls, containers: list[dict[str, Any]], large: list[tuple[str, str, Tensor, int]]) -> _Marks:
+        return cls(containers, [[*map(len, each.values())] for each in containers], large)
+
+    def other_lengths(self) -> Iterator[tuple[int, str, Any]]:
+        """The module's place, and the attribute, of containers of another length now."""
+        for place, (each, lengths) in enumerate(zip(self.containers, self.lengths)):
+            if [*map(len, each.values())] != lengths:
+                changed = (entry for entry, length in zip(each.items(), lengths) if len(entry[1]) != length)
+                yield from ((place, key, value) for key, value in changed)
+
+
+class StatesApart:
+    """The versions of one rank's stages; nothing to do for a single one.
+
+    Args:
+        root: Cut and sharded.
+        stages: This rank's.
+    """
+
+    def __init__(self, root: nn.Module, stages: Stages) -> None:
+        self._root = root
+        self._stages = stages
+        self._several = len(stages) > 1
+        self._places: set[_Place] = set()
+        self._base: dict[int, Note] = {}
+        self._versions: dict[Stage, _Version] = {}
+        self._shown: list[_Attributes] | None = None  # what the modules are like, where that is known
+        if not self._several:
+            return
+        self._modules = dict(root.named_modules())
+        self._beside = {each.name: each for each in beside(root) if each.name not in self._modules}
+        self._holder = {path: self._held_by(path) for path in self._modules}
+        within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
+        parts = tuple(f"{name}." for name in stages[0].parts)
+        around = [path for path in self._modules if not f"{path}.".startswith(within)]
+        of_parts = [path for path, stage in self._holder.items() if stage and f"{path}.".startswith(parts)]
+        self._exchanged = [*around, *of_parts]
+        for stage in stages:
+            stage.apart = partial(self._running, stage)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """A batch's microbatches run inside."""
+        self.begin()
+        yield
+        self._versions.clear()
+        self._base.clear()
+        self._shown = None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call of the network runs inside, of a step that calls it several times and runs once."""
+        with self._stages.hidden():
+            self.begin()
+            yield
+            self.settle()
+
+    def begin(self) -> None:
+        """Have all stages go on from the module as it is."""
+        if not self._several:
+            return
+        self._base = dict(self._notes_of_places())
+        now = [_Attributes.of(self._modules[path]) for path in self._exchanged]
+        for stage in self._stages:
+            own = [each if self._keeps(stage, path) else each.copied() for path, each in zip(self._exchanged, now)]
+            self._versions[stage] = _Version(own)
+        self._shown = now
+
+    def show(self, stage: Stage) -> None:
+        """Have the module be as a stage has it."""
+        if not self._several:
+            return
+        version = self._versions[stage]
+        for each, now in zip(version.modules, self._shown or repeat(None)):
+            if each is not now:
+                each.put_back()
+        self._shown = version.modules
+        if not self._base:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for number, base in self._followed():
+                version.objects.get(number, base).put_back()
+
+    def settle(self) -> None:
+        """At the end of a batch: as the last stage has it, and what a stage holds, as that has it."""
+        if not self._several:
+            return
+        self.show(self._stages[-1])
+        for stage in self._stages[:-1]:
+            for path, each, now in zip(self._exchanged, self._versions[stage].modules, self._shown or ()):
+                if self._keeps(stage, path) and each is not now:
+                    each.put_back()
+        self._shown = None
+
+    def changed(self) -> None:
+        """The module was changed where no stage ran."""
+        self._shown = None
+
+    def remember(self) -> Callable[[], None]:
+        """Have the module be as the last stage has it, and note all versions; returns what puts them back.
+
+        By then the module is to be as it is now.
+        """
+        if not self._several:
+            return lambda: None
+        last = self._stages[-1]
+        self.show(last)
+        before = {stage: version.copied() for stage, version in self._versions.items()}
+        before[last] = self._versions[last]  # what puts the module back puts its tensors back
+
+        def put_back() -> None:
+            for stage, version in before.items():
+                self._versions[stage] = version if stage is last else version.copied()
+            self._shown = before[last].modules
+
+        return put_back
+
+    @contextmanager
+    def _running(self, stage: Stage) -> Iterator[None]:
+        """A stage runs inside: what it finds is its own version, and what it leaves is its next."""
+        self.show(stage)
+        searching = stage.passage.active and stage.passage.searching
+        before = [*notes(self._root)] if searching else []
+        marks = self._marks(stage, searching=searching)
+        yield
+        self._check(marks)
+        if before:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._follow(stage, [note for note in before if note.has_changed()])
+        objects = {number: note_of(base.path, base.value) for number, base in self._followed()}
+        modules = [each if each.is_current() else _Attributes.of(each.module) for each in self._versions[stage].modules]
+        self._versions[stage] = _Version(
+            modules, {number: note for number, note in objects.items() if note is not None}
+        )
+        self._shown = modules
+
+    def _follow(self, stage: Stage, changed: list[Note]) -> None:
+        """What a run has changed beside what its stage holds, and beside attributes that are exchanged anyway."""
+        exchanged = self._of_calls()
+        for each in self._versions[stage].modules:
+            tensors = (v for v in (*each.own.values(), *each.buffers.values()) if isinstance(v, Tensor))
+            exchanged.update(map(id, (each.module, each.module._buffers, *tensors)))
+        for note in changed:
+            module, key = self._place_of(note.path)
+            is_own = self._holder.get(module) is stage and (key == "_buffers" or not key.startswith("_"))
+            if not is_own and id(note.value) not in exchanged:
+                self._places.add((module, key))
+                self._base.setdefault(id(note.value), note)
+
+    def _followed(self) -> list[tuple[int, Note]]:
+        of_calls = self._of_calls()
+        return [(number, base) for number, base in self._base.items() if number not in of_calls]
+
+    def _of_calls(self) -> set[int]:
+        """What a call of the network is given: its stages' changes are put together, and not kept apart."""
+        calls = self._stages[-1].calls
+        return calls.noted() if calls is not None else set()
+
+    def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
+        for name, key in sorted(self._places):
+            place = ".".join(filter(None, (name, key)))
+            for path, value in below(place, self._found_at(name, key)):
+                if (note := note_of(path, value)) is not None:
+                    yield id(value), note
+
+    def _found_at(self, name: str, key: str) -> Any:
+        if name in self._modules:
+            return vars(self._modules[name]).get(key)
+        return self._beside[name].held.get(key) if key else self._beside[name]
+
+    def _place_of(self, path: str) -> _Place:
+        """The innermost module on a path, or a namespace, and the attribute by which it goes on."""
+        parts = path.split(".") if path else []
+        known = self._modules.keys() | self._beside.keys()
+        most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in known)
+        return ".".join(parts[:most]), "".join(parts[most : most + 1])
+
+    def _marks(self, stage: Stage, *, searching: bool) -> _Marks:
+        """Of what a run may not change, since it isn't followed: large tensors, and what no run was seen to change."""
+        modules = self._versions[stage].modules
+        large = [
+            (path, key, tensor, tensor._version)
+            for path, each in zip(self._exchanged, modules)
+            if each.large and not self._keeps(stage, path)
+            for key, tensor in each.large.items()
+        ]
+        return _Marks.of([] if searching else [each.containers for each in modules], large)
+
+    def _check(self, marks: _Marks) -> None:
+        """
+        Raises:
+            StepError: A run has changed what isn't followed.
+        """
+        for place, key, container in marks.other_lengths():
+            if id(container) not in self._base:
+                raise _not_followed(self._exchanged[place], key, len(self._stages))
+        for path, key, tensor, version in marks.large:
+            if tensor._version != version:
+                raise _not_followed(path, key, len(self._stages))
+
+    def _keeps(self, stage: Stage, path: str) -> bool:
+        """Whether a stage has a module's own tensors, and others have copies."""
+        return stage is (self._holder[path] or self._stages[-1])
+
+    def _held_by(self, path: str) -> Stage | None:
+        """The one stage of this rank that holds a block or part, and all modules in it."""
+        for stage in self._stages:
+            names = {
+                *(name for name, places in stage.places.items() if all(place in stage.owned for place in places)),
+                *stage.own_parts,
+            }
+            if any(f"{path}.".startswith(f"{name}.") for name in names):
+                return stage
+        return None
+
+
+def _exchanged(module: nn.Module) -> dict[str, Any]:
+    held = attributes(module).items()
+    return {key: value for key, value in held if key not in STAND_INS and not _is_iterator(type(value))}
+
+
+# asked of each attribute in each action: an abstract class takes its time to answer
+_is_iterator: Callable[[type], bool] = cache(lambda kind: issubclass(kind, Iterator))
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() * value.element_size() > LARGEST_COPY_BYTES
+
+
+def _copied(value: Any) -> Any:
+    is_plain = type(value) in (Tensor, nn.Buffer) and not value.requires_grad and not value.is_meta
+    return value.clone() if is_plain and not _is_large(value) else value
+
+
+def _not_followed(module: str, key: str, stages: int) -> StepError:
+    path = ".".join(filter(None, (module, key)))
+    return StepError(
+        f"The step changes {path} in place. {stages} stages on this rank run it, each on a version of its own, and"
+        f" those of tensors of more than {LARGEST_COPY_BYTES} bytes, and of lists that the first microbatch of these"
+        " shapes left alone, aren't kept: assign a new one instead, change it in on_train_batch_start or"
+        ' on_train_batch_end, or use a schedule with one stage on each rank, such as schedule="1F1B".'
+    )

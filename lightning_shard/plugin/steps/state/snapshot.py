@@ -1,0 +1,286 @@
+"""What running a network changes beside gradients, put back as it was, so that it can be run anew.
+
+Private: ``torch._C._autograd._unsafe_set_version_counter`` (torch 2.11 to 2.13), since a graph that holds a tensor
+tells by its version whether it is still what was saved.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.namespaces import Namespace
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, has_no_memory
+from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
+from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
+from lightning_shard.plugin.steps.state.python_state import attributes, hold_same, is_object, reachable, slots
+
+LARGEST_COPY_BYTES = 2**28
+"""Of a tensor or array that a module keeps; a larger one may not be changed by a step that has to run again."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One object as it is now.
+
+    Attributes:
+        path: The first path to it.
+        value: The object.
+        put_back: Has it be as it was.
+        has_changed: Whether it isn't.
+    """
+
+    path: str
+    value: Any
+    put_back: Callable[[], None]
+    has_changed: Callable[[], bool]
+
+
+class Memory:
+    """The plain-Python state of a module, noted, to be put back any number of times.
+
+    Objects stay the ones they are, and what each of them holds is put back: attributes, containers' entries, values of
+    tensors and arrays. Parameters are left out, since a forward doesn't change them; that is checked.
+
+    Args:
+        stages: How many stages of this rank run the step: of several, none may draw from an iterator.
+    """
+
+    def __init__(self, root: nn.Module, stages: int = 1) -> None:
+        self._root = root
+        self._stages = stages
+        self._iterators = ReplayedIterators(root)
+        self._notes = [*notes(root)]
+        self._parameters: Sums = {}
+
+    def put_back(self) -> None:
+        """Undo what a run changed.
+
+        Raises:
+            StepError: It changed something that can't be put back; all else is.
+        """
+        failed: list[StepError] = []
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for note in self._notes:
+                try:
+                    note.put_back()
+                except StepError as error:
+                    failed.append(error)
+        self._iterators.begin_again()
+        if failed:
+            raise failed[0]
+
+    def changed(self) -> list[str]:
+        """Paths to what isn't as it was noted."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return [note.path for note in self._notes if note.has_changed()]
+
+    def forget(self) -> None:
+        """Nothing will be put back any more."""
+        self._iterators.end()
+        self._notes.clear()
+
+    def check(self) -> None:
+        """See, after each run, whether parameters are as after the run before.
+
+        Raises:
+            StepError: One was changed in place: so it was twice. Or several stages have drawn from one iterator.
+        """
+        if self._stages > 1 and self._iterators.drawn_from():
+            raise StepError(
+                f"The step draws from an iterator that the module keeps, and {self._stages} stages on this rank, which"
+                " run it in turn, would be given different entries: draw in on_train_batch_start, or use a schedule"
+                ' with one stage on each rank, such as schedule="1F1B".'
+            )
+        before, self._parameters = self._parameters, sums(self._root)
+        name = changed(before, self._parameters)
+        if name is not None:
+            raise StepError(
+                f"The step changes the parameter {name} in place. A pipeline stage has to run its part of this"
+                " network more than once to find out what crosses between stages, and parameters aren't put back in"
+                " between: keep it as a buffer, change it in on_train_batch_start or on_train_batch_end, or use"
+                " pipeline_parallel_size=1."
+            )
+
+
+def notes(root: nn.Module) -> Iterator[Note]:
+    """Of all that can be put back."""
+    for path, value in reachable(root):
+        if (note := note_of(path, value)) is not None:
+            yield note
+
+
+def note_of(path: str, value: Any) -> Note | None:
+    """One object as it is now; ``None`` for what isn't followed."""
+    if isinstance(value, OwnGenerator):
+        if isinstance(value, random.SystemRandom):
+            return None
+        return Note(path, value, randomness.remember_own(value), lambda: False)  # each run seeds it
+    if isinstance(value, Tensor):
+        is_hollow = isinstance(value, Hollow) or (isinstance(value, Unknown) and has_no_memory(value))
+        return None if is_hollow or isinstance(value, nn.Parameter) else _note_tensor(path, value)
+    if isinstance(value, np.ndarray):
+        return _note_array(path, value)
+    if isinstance(value, types.CellType):
+        return _note_cell(path, value)
+    if isinstance(value, Namespace):
+        return _note_namespace(path, value)
+    if isinstance(value, nn.Module) or is_object(value):
+        return _note_object(path, value)
+    return _note_container(path, value)
+
+
+def _note_object(path: str, value: Any) -> Note:
+    before, named = attributes(value), slots(value.__class__)
+
+    def put_back() -> None:
+        now = attributes(value)
+        for name in now.keys() - before.keys():
+            object.__delattr__(value, name) if name in named else vars(value).pop(name)
+        for name, old in before.items():
+            if now.get(name, before) is not old:
+                object.__setattr__(value, name, old) if name in named else vars(value).update({name: old})
+
+    def has_changed() -> bool:
+        now = attributes(value)
+        return now.keys() != before.keys() or any(now[name] is not old for name, old in before.items())
+
+    return Note(path, value, put_back, has_changed)
+
+
+def _note_namespace(path: str, namespace: Namespace) -> Note:
+    before = namespace.held
+
+    def put_back() -> None:
+        now = namespace.held
+        for name in now.keys() - before.keys():
+            namespace.remove(name)
+        for name, old in before.items():
+            if now.get(name, before) is not old:
+                namespace.put(name, old)
+
+    return Note(path, namespace, put_back, lambda: not hold_same(before, namespace.held))
+
+
+def _note_container(path: str, value: Any) -> Note | None:
+    """By the builtin's own methods: those of a class derived from it may do more."""
+    kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
+
+    def held() -> list[Any]:
+        return [*kind.items(value)] if issubclass(kind, dict) else [*kind.__iter__(value)]
+
+    before = held()
+    entries = kind.values(value) if issubclass(kind, dict) else before
+    if any(isinstance(entry, nn.Parameter) for entry in entries):
+        return None  # which are gathered and freed, and registered anew each time, as a recurrent layer's weights
+    fill = kind.update if issubclass(kind, (dict, set)) else kind.extend
+
+    def put_back() -> None:
+        kind.clear(value)
+        fill(value, before)
+
+    def has_changed() -> bool:
+        now = held()
+        if len(now) != len(before):
+            return True
+        if issubclass(kind, dict):
+            return any(a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, before))
+        return any(a is not b for a, b in zip(now, before))
+
+    return Note(path, value, put_back, has_changed)
+
+
+def _note_cell(path: str, cell: types.CellType) -> Note:
+    absent = object()
+
+    def content() -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # not assigned yet
+            return absent
+
+    before = content()
+
+    def put_back() -> None:
+        if before is absent:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = before
+
+    return Note(path, cell, put_back, lambda: content() is not before)
+
+
+def _note_tensor(path: str, tensor: Tensor) -> Note:
+    kind, version, needs_gradient = type(tensor), tensor._version, tensor.requires_grad
+    if tensor.is_meta:
+        return Note(path, tensor, lambda: None, lambda: False)
+    if tensor.is_inference() or tensor.numel() * tensor.element_size() > LARGEST_COPY_BYTES:
+
+        def check() -> None:
+            if tensor._version != version:
+                raise _too_large(path, tensor.numel() * tensor.element_size())
+
+        return Note(path, tensor, check, lambda: tensor._version != version)
+    with torch._C.DisableTorchFunctionSubclass():
+        copy = tensor.detach().clone()
+
+    def put_back() -> None:
+        tensor.__class__ = kind  # it may have become unknown
+        if tensor.requires_grad and not needs_gradient:
+            tensor.detach_()
+        if tensor.shape != copy.shape:
+            tensor.data = copy.clone()
+        elif tensor._version != version or not torch.equal(tensor, copy):  # `.data` doesn't count as a version
+            tensor.copy_(copy)
+            # what a graph has saved of it is there again; else its backward would take it for changed
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+    def has_changed() -> bool:
+        if type(tensor) is not kind or tensor._version != version or tensor.requires_grad != needs_gradient:
+            return True
+        return tensor.shape != copy.shape or not torch.equal(tensor, copy)
+
+    return Note(path, tensor, put_back, has_changed)
+
+
+def _note_array(path: str, array: np.ndarray[Any, Any]) -> Note | None:
+    if not array.flags.writeable:
+        return None
+    if array.nbytes > LARGEST_COPY_BYTES:
+        digest = _digest(array)
+
+        def check() -> None:
+            if _digest(array) != digest:
+                raise _too_large(path, array.nbytes)
+
+        return Note(path, array, check, lambda: _digest(array) != digest)
+    copy = array.copy()
+
+    def put_back() -> None:
+        array[...] = copy
+
+    return Note(path, array, put_back, lambda: array.tobytes() != copy.tobytes())
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def _too_large(path: str, size: int) -> StepError:
+    return StepError(
+        f"The step changes {path} in place, which holds {size} bytes. A pipeline stage has to run its part of this"
+        f" network more than once, and puts back at most {LARGEST_COPY_BYTES} bytes of a tensor: assign a new one"
+        " instead, or use pipeline_parallel_size=1."
+    )
