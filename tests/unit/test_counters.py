@@ -91,6 +91,6 @@ class Centers(nn.Module):
 
 def test_moving_averages_in_globals_are_warned_of() -> None:
     module = Centers()
-    changed = pytest.warns(UserWarning, match=r"changed .*test_kept_numbers\.CENTER\.of classes\. ")
+    changed = pytest.warns(UserWarning, match=r"changed .*test_counters\.CENTER\.of classes\. ")
     with changed, warning_of_tensors_changed(module, 4):
         module(torch.ones(3, 2))
