@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,10 +125,41 @@ def test_microbatches_that_would_begin_with_an_old_value_are_refused(network: Ca
         on_stages(seeded(network), loss, batches(), 2, microbatches=2)
 
 
-@pytest.mark.parametrize(("network", "name"), [(Recent, "recent"), (Metered, "meter")])
-def test_state_that_cant_be_sent_is_refused_where_it_is_read_too_early(network: type[Net], name: str) -> None:
-    with pytest.raises(StepError, match=rf"changes self\.net\.{name} after calling the network.*can't be sent"):
-        on_stages(seeded(network), loss, batches(2), 2, microbatches=1)
+class Machine:
+    """What has no attributes can't be sent."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.total = partial(sum, values)
+
+
+class Machines(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Machine([0.0])
+
+    def before(self) -> Any:
+        return self.machine.total()
+
+    def after(self, logits: Tensor) -> None:
+        self.machine.total = partial(sum, [logits.mean().item()])
+
+
+@pytest.mark.parametrize("network", [Recent, Metered])
+def test_containers_go_on_from_the_last_stages(network: type[Net]) -> None:
+    assert_alike(seeded(network), loss, batches(3), 2, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("network", "name", "microbatches", "says"),
+    [
+        (Recent, "recent", 2, "begin with an old value"),
+        (Metered, "meter", 2, "begin with an old value"),
+        (Machines, "machine", 1, "can't be sent"),
+    ],
+)
+def test_state_that_is_read_too_early_is_refused(network: type[Net], name: str, microbatches: int, says: str) -> None:
+    with pytest.raises(StepError, match=rf"changes self\.net\.{name} after calling the network.*{says}"):
+        on_stages(seeded(network), loss, batches(2), 2, microbatches=microbatches)
 
 
 class SetsBlocks(Net):
@@ -173,8 +205,10 @@ def test_state_of_the_end_of_a_step_is_the_last_stages() -> None:
     assert_alike(seeded(make), loss, batches(), 2, microbatches=2)
     plain, first, last = made
     assert len(plain.outputs["losses"]) == len(plain.outputs["inputs"]) == 4
-    torch.testing.assert_close(last.outputs, plain.outputs)
-    assert (first.steps, first.outputs["losses"]) == (4, [])
+    for stage in (first, last):
+        torch.testing.assert_close(stage.outputs, plain.outputs)
+        torch.testing.assert_close(vars(stage.meter), vars(plain.meter))
+        assert stage.steps == 4
     assert type(first) is OnlyAfter or type(first).__name__ == "OnlyAfter"
 
 

@@ -1,18 +1,22 @@
 """State that a step keeps on modules, and changes after calling the network: only the last stage gets there.
 
-At the end of a batch the last stage tells what has changed since the network's first block was called. The others take
-small values over, so the next batch, hooks and callbacks find on every stage what one process would. Within a batch an
-earlier stage can't have it: its next microbatch begins before the last stage is done with this one. So a step is
-refused where a stage has read such an attribute within several microbatches, or one that can't be taken over (a
-list, an object).
+At the end of a batch the last stage broadcasts what has changed since the network's first block was called: values, and
+what was added to lists, dicts and objects (``contents.py``). The other stages apply it, so the next batch, hooks and
+callbacks find on every stage what one process would. Within a batch an earlier stage can't have it: its next microbatch
+begins before the last stage is done with this one. So a step is refused where an earlier stage has read such an
+attribute within several microbatches, or one that can't be sent. Of tensors that are too large the other stages know
+only the shape.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from math import prod
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -20,10 +24,21 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
+from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Origin, Unknown, mark
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.plugin.steps.state.contents import (
+    LARGEST_SENT,
+    Change,
+    Outline,
+    Unsendable,
+    Unsent,
+    change_since,
+    has_contents,
+    received,
+    sent,
+)
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.plugin.steps.state.python_state import (
     CONTAINERS,
@@ -37,8 +52,6 @@ from lightning_shard.plugin.steps.state.python_state import (
 Name = tuple[str, str]
 """A module's path and an attribute's."""
 
-LARGEST_TAKEN = 4096
-"""Elements of a tensor that is sent to the other stages at the end of each batch that changes it."""
 _ENTRIES = 64
 """Of a container, that are looked at for being exchanged; beyond, its length is."""
 _NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS
@@ -112,6 +125,8 @@ class KeptState:
         self._is_last = is_last
         self._in_step = self._searching = False
         self._before: _Look | None = None  # of the step; on the last stage, of what follows the first block's call
+        self._begun: dict[Name, Outline] | None = None  # as the batch began, of what may change inside
+        self._told_of: set[Name] = set()
         self._numbers: dict[Name, Any] | None = None
         self._marked: list[tuple[Name, Any]] = []
         self._followed: set[Name] = set()
@@ -136,6 +151,8 @@ class KeptState:
                 searching only: there may be many modules.
         """
         self._in_step, self._searching, self._numbers = True, searching, None
+        if self._begun is None:
+            self._begun = self._outlines()
         self._before = None if self._is_last else self._look()
         try:
             yield
@@ -165,10 +182,19 @@ class KeptState:
         for path, name in sorted(self._changed):
             value = attributes_and_buffers(self._modules[path]).get(name)
             fields = {key: attributes(value)[key] for key in self._set_once.get((path, name), ())}
-            values[path, name] = _Fields(fields) if fields else _sent(value)
+            values[path, name] = _Fields(fields) if fields else self._sent((path, name), value)
         self._changed.clear()
         self._set_once.clear()
+        self._begun = None
         return values
+
+    def _sent(self, key: Name, value: Any) -> Any:
+        """The change of a container or an object that the batch has found there, else the value itself."""
+        begun = (self._begun or {}).get(key)
+        try:
+            return sent(value) if begun is None or begun.value is not value else change_since(begun, value)
+        except Unsendable:
+            return _Elsewhere()
 
     def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
         """On another stage, at the end of a batch: go on with the last stage's values.
@@ -177,9 +203,10 @@ class KeptState:
             StepError: This stage has read one that wasn't the one that a single process would have.
         """
         changes = {key: value if self._can_set(key, value) else _Elsewhere() for key, value in changes.items()}
-        own, read = set(self._changed), set(self._read)
+        own, read, begun = set(self._changed), set(self._read), self._begun or {}
         self._changed.clear()
         self._read.clear()
+        self._begun = None
         stale = [key for key, value in changes.items() if self._is_stale(key, value, key in own)]
         for key in stale:
             value = changes[key]
@@ -187,17 +214,35 @@ class KeptState:
             if isinstance(value, _Fields):
                 vars(self._held(key)).update(value.values)
                 continue
-            if key in read and (microbatches > 1 or is_elsewhere):
+            adds_to_it = isinstance(value, Change) and key in own  # as code before the network does, on every stage
+            if key in read and not adds_to_it and (microbatches > 1 or is_elsewhere):
                 raise _too_late(key, microbatches, is_elsewhere)
-            if not is_elsewhere:
-                _set(self._modules[key[0]], key[1], value, device)
+            place = partial(_in_place_of_large, key)
+            if isinstance(value, Change):
+                value.apply(self._held(key), begun.get(key) if key in own else None, partial(received, device, place))
+            elif is_elsewhere:
+                self._warn(key)
+            else:
+                _set(self._modules[key[0]], key[1], received(device, place, value))
         self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
-        self._followed.update(key for key, value in changes.items() if isinstance(value, _Elsewhere))
+        self._followed.update(key for key, value in changes.items() if isinstance(value, (Change, _Elsewhere)))
         for path, module in self._modules.items():
             _watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
 
     def _can_set(self, key: Name, value: Any) -> bool:
+        if isinstance(value, Change):
+            return value.fits(self._held(key))
         return not isinstance(value, _Fields) or _is_plain_object(self._held(key))
+
+    def _warn(self, key: Name) -> None:
+        if key not in self._told_of:
+            self._told_of.add(key)
+            warnings.warn(
+                f"A step changes {_path(key)} after calling the network, to what can't be sent to other pipeline"
+                " stages: hooks and callbacks there find it as it was. Numbers, texts, tensors, and lists, dicts and"
+                " plain objects of these are sent.",
+                stacklevel=2,
+            )
 
     def _is_stale(self, key: Name, value: Any, changed_here: bool) -> bool:
         held = attributes_and_buffers(self._modules[key[0]])
@@ -207,6 +252,14 @@ class KeptState:
             own = attributes(held[key[1]])
             return any(name not in own or not _equal(own[name], each) for name, each in value.values.items())
         return key[1] not in held or not _equal(held[key[1]], value)
+
+    def _outlines(self) -> dict[Name, Outline]:
+        """Of what the batch may change inside: all containers and objects, or deeply what was seen to."""
+        if self._searching:
+            own = ((path, name) for path, module in self._modules.items() for name, _ in _own(module))
+            return {key: Outline.of(held) for key in own if has_contents(held := self._held(key))}
+        marked = {key: Outline.of(value, 1) for key, value in self._marked if has_contents(value)}
+        return marked | {key: Outline.of(held) for key in self._followed if has_contents(held := self._held(key))}
 
     def _network_begins(self, *_: Any) -> None:
         if self._in_step and self._before is None:
@@ -393,7 +446,7 @@ def _simple_fields(before: dict[str, Any] | None, inside: list[Any] | None, valu
         return set()
     now, flat = attributes(value), [*_flat(value, 2)]
     fields = {name for name, held in before.items() if held is not now[name]}
-    if len(inside) != len(flat) or any(isinstance(_sent(now[name]), _Elsewhere) for name in fields):
+    if len(inside) != len(flat) or any(not _is_simple(now[name]) for name in fields):
         return set()
     return fields if sum(_differ([a], [b]) for a, b in zip(inside, flat)) == len(fields) else set()
 
@@ -404,49 +457,50 @@ def _differ(before: list[Any] | None, now: list[Any]) -> bool:
     return any(a is not b and not (type(a) is type(b) is int and a == b) for a, b in zip(before, now))
 
 
-def _sent(value: Any) -> Any:
-    """What the other stages are told."""
-    if isinstance(value, tuple):
-        parts = tuple(map(_sent, value)) if type(value) is tuple and len(value) <= _ENTRIES else (_Elsewhere(),)
-        return _Elsewhere() if any(isinstance(part, _Elsewhere) for part in parts) else parts
-    if type(value) is Tensor and value.numel() <= LARGEST_TAKEN:
-        return value.detach().cpu().clone()
-    simple = value is None or type(value) in (bool, int, float, complex, str, bytes)
-    return value if simple else _Elsewhere()
+def _is_simple(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def _equal(held: Any, value: Any) -> bool:
+    """Whether a stage has a value that was sent; of nestings this isn't asked."""
     if isinstance(held, Unknown):
         return False
     if isinstance(value, Tensor):
         if not isinstance(held, Tensor) or (held.shape, held.dtype) != (value.shape, value.dtype):
             return False
-        return bool(torch.equal(held.detach().cpu(), value))
+        return bool(torch.equal(held.detach(), value.to(held.device)))
     if isinstance(value, tuple):
         return isinstance(held, tuple) and len(held) == len(value) and all(map(_equal, held, value))
-    return type(held) is type(value) and held == value
+    return _is_simple(value) and type(held) is type(value) and held == value
 
 
-def _set(module: nn.Module, name: str, value: Any, device: torch.device) -> None:
-    held = attributes_and_buffers(module).get(name)
-    if type(held) is Tensor and isinstance(value, Tensor) and held.shape == value.shape and not held.requires_grad:
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    held: Any = attributes_and_buffers(module).get(name)
+    is_plain = type(value) is Tensor and type(held) is Tensor
+    if is_plain and held.shape == value.shape and held.dtype == value.dtype and not held.requires_grad:
         held.copy_(value)
     elif name in module._buffers:
-        module._buffers[name] = _on(device, value)
+        module._buffers[name] = value
     else:
-        vars(module)[name] = _on(device, value)
+        vars(module)[name] = value
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_on(device, each) for each in value)
-    return value.to(device) if isinstance(value, Tensor) else value
+def _in_place_of_large(key: Name, sent: Unsent, device: torch.device) -> Tensor:
+    def missing(_: Any, sentence: str) -> NoReturn:
+        raise StepError(
+            f"{sentence.removesuffix(REMEDY)}It has {prod(sent.shape)} elements, and only tensors of up to"
+            f" {LARGEST_SENT} are sent to other stages. Keep less (a metric, or predictions), or use"
+            " pipeline_parallel_size=1."
+        )
+
+    empty = torch.full((), torch.nan, device=device).to(sent.dtype).expand(sent.shape)
+    return mark(empty, Origin(f"what {_path(key)} holds, which the last stage has kept,", missing))
 
 
 def _too_late(key: Name, microbatches: int, elsewhere: bool) -> StepError:
-    name = ".".join(part for part in ("self", *key) if part)
+    name = _path(key)
     reason = (
-        "it can't be sent there (a number, a text or a small tensor could be)"
+        "it can't be sent there (numbers, texts, tensors, and lists, dicts and plain objects of these could be)"
         if elsewhere
         else f"each of the {microbatches} microbatches would begin with an old value"
     )
@@ -455,6 +509,10 @@ def _too_late(key: Name, microbatches: int, elsewhere: bool) -> StepError:
         f" the change, and {reason}: change it before the network is called, or in on_train_batch_end, or use"
         " pipeline_parallel_size=1."
     )
+
+
+def _path(key: Name) -> str:
+    return ".".join(part for part in ("self", *key) if part)
 
 
 # -- who reads an attribute
