@@ -23,7 +23,7 @@ from lightning_shard.parallel.blocks import code_of, tied_parameters
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MATRIX_PRODUCT = "@"
 _SWITCHES = {"autocast", "maybe_autocast", "decorate_autocast", "decorate_fwd"}
-"""Names in code that sets autocast itself; ``maybe_autocast`` is transformers', ``decorate_*`` torch.amp's decorators."""
+"""Names in code that sets autocast itself: ``maybe_autocast`` is transformers', ``decorate_*`` are torch.amp's."""
 _PRODUCTS = {
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", _MATRIX_PRODUCT),
     *(f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)),

@@ -229,7 +229,7 @@ def _check_kept(target: Any) -> None:
 
 
 def _part_of(value: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of ``value`` in the layout of ``like``; if ``value`` has that layout, its local tensor itself."""
+    """This rank's part of ``value`` in the layout of ``like``; its local tensor itself if it has that layout."""
     laid_out = like.shape, like.device_mesh, like.placements
     if isinstance(value, DTensor) and (value.shape, value.device_mesh, value.placements) == laid_out:
         given: Any = value
