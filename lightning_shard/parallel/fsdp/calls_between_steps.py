@@ -20,7 +20,7 @@ from lightning_shard.parallel.fsdp.unsharded import COPIED, whole_of
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Make calls of modules below ``root`` unshard what a call of ``root`` would; not of modules inside of ``blocks``."""
+    """Make calls of modules below ``root``, but not inside of ``blocks``, unshard what a call of ``root`` would."""
     if whole_of(root) is None and not isinstance(root, FSDPModule):
         return
     calls = _Calls(root)

@@ -26,13 +26,13 @@ _OVER = -1
 
 
 class Lockstep:
-    """Keeps the all-gathers of this rank and of the other ranks in step.
+    """Makes all ranks take part in each all-gather of an evaluation step.
 
     Args:
         units: All units, in the same order on all ranks.
         group: A CPU group of all ranks.
-        deals_experts: With expert parallelism, calls send tokens to other ranks' experts; a rank whose step is over
-            can't take part in these exchanges, so unequal numbers of calls are refused.
+        deals_experts: Whether there is expert parallelism: calls send tokens to other ranks' experts, and a rank whose
+            step is over can't take part in these exchanges, so unequal numbers of calls are refused.
     """
 
     def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, *, deals_experts: bool = False) -> None:
@@ -49,8 +49,7 @@ class Lockstep:
         """The context of an evaluation step. Collective over all ranks.
 
         Raises:
-            StepError: Data ranks call different units at once; or, with expert parallelism, call units different
-                numbers of times.
+            StepError: Data ranks call different units at once; or, with expert parallelism, call units unequally often.
         """
         self._called.clear()
         self._in_step, self._calls_again = True, False
@@ -76,7 +75,7 @@ class Lockstep:
             self._agree(index)
 
     def _agree(self, index: int) -> int:
-        """The index of the unit that ranks call next, or :data:`_OVER` if the step is over on all of them.
+        """The index of the unit that ranks call next; :data:`_OVER` if the step is over on all of them.
 
         Raises:
             StepError: On all ranks, if two ranks call different units.
