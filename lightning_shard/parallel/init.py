@@ -2,8 +2,8 @@
 
 A module built with real weights keeps them. If processes built different ones (no seed was set), rank 0's are
 broadcast, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a part is a block, or one
-module outside the blocks): each full part under a seed derived from its name, of which every rank keeps its own shards.
-So the weights depend on the seed alone, and no rank ever holds more than one full part.
+module outside the blocks). Every rank initialises the full part under a seed derived from its name, and keeps its own
+shards. So the weights depend on the seed alone, and no rank ever holds more than one full part.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class DealtSequences:
         return plain
 
     def deal(self, block: nn.Module, plain: Callable[..., Any]) -> None:
-        """Cut a block's arguments, and all-gather its outputs, in place. All context ranks must call the block alike.
+        """Cut a block's arguments, and all-gather its outputs, in place. All context ranks must make the same calls.
 
         Args:
             block: A block after :meth:`attend`, and after activation checkpointing.

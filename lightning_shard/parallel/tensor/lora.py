@@ -37,8 +37,8 @@ def layers_in_place(name: str, module: nn.Module, style: Any, features: str | No
 def _with_lora(name: str, module: nn.Module, style: Any, features: str | None) -> dict[str, nn.Module]:
     """The layers of a LoRA layer of peft that are split: the adapted layer, and ``A`` or ``B``.
 
-    ``y = x·W + (x·A)·B``. If ``W`` is split by output features, ``B`` is too, and ``x·A`` is computed on all ranks
-    alike. If ``W`` is split by input features, ``A`` is too, and the product with ``B`` is computed on all ranks alike.
+    ``y = x·W + (x·A)·B``. If ``W`` is split by output features, ``B`` is too, and every rank computes all of ``x·A``.
+    If ``W`` is split by input features, ``A`` is too, and every rank computes all of the product with ``B``.
     """
     holding = {key for key, child in module.named_children() if any(True for _ in child.parameters())}
     if style not in _WITH_LORA or not holding <= {"base_layer", "lora_A", "lora_B"}:

@@ -186,7 +186,7 @@ class SummedGradients(ParallelStyle):
 
 
 class SharedOutput(ParallelStyle):
-    """A module computed on all ranks alike, whose output each rank uses for its own features or heads.
+    """A module computed identically on all ranks, whose output each rank uses for its own features or heads.
 
     For a single head's keys and values beside queries that are split, or for a gate. Each rank's gradient of the output
     is a summand, so these gradients are all-reduced.
@@ -201,7 +201,7 @@ class SharedOutput(ParallelStyle):
 
 
 class SharedByHeads(ParallelStyle):
-    """A module computed on all ranks alike, whose last output features each rank uses for its own heads.
+    """A module computed identically on all ranks, whose last output features each rank uses for its own heads.
 
     The gradients of these features are summands, and are all-reduced. The gradients of the other features come from a
     column-wise layer, and are whole.
