@@ -13,8 +13,8 @@ differ between ranks.
 sequence parallelism) assume that each rank's gradient of the output is a summand. If the following code computes the
 same on all ranks, each rank has the whole gradient, and the sum is too large by the number of ranks. The forward is
 correct then too, and the resulting gradients are equal on all ranks. Detected by output gradients that are equal on all
-ranks before they are summed. With sequence parallelism and a mean over the sequence they are rightly equal; but there the
-outputs differ, since each rank has its part. So outputs are recorded as well.
+ranks before they are summed. With sequence parallelism and a mean over the sequence they are rightly equal; but there
+the outputs differ, since each rank has its part. So outputs are recorded as well.
 """
 
 from __future__ import annotations
