@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.units import groups_of, is_set_up, look_before_gathering
-from lightning_shard.parallel.fsdp.unsharded import COPIED, whole_of
+from lightning_shard.parallel.fsdp.units import check_before_gather, groups_of, is_set_up
+from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Make calls of modules below ``root``, but not inside of ``blocks``, unshard what a call of ``root`` would."""
-    if whole_of(root) is None and not isinstance(root, FSDPModule):
+    if unsharded_of(root) is None and not isinstance(root, FSDPModule):
         return
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
@@ -75,21 +75,21 @@ class _Calls:
 
     def _is_gathered(self) -> bool:
         """Whether the root unit is unsharded, has nothing to all-gather, or isn't initialised by FSDP2 yet."""
-        if (whole := whole_of(self._root)) is not None:
+        if (whole := unsharded_of(self._root)) is not None:
             return whole.is_gathered
         if not isinstance(self._root, FSDPModule):
             raise StepError(COPIED.format(kind=type(self._root).__name__))
         return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
 
     def _gather(self) -> None:
-        if (whole := whole_of(self._root)) is not None:
+        if (whole := unsharded_of(self._root)) is not None:
             whole.gather(self._root)
         elif isinstance(self._root, FSDPModule):
-            look_before_gathering(self._root)
+            check_before_gather(self._root)
             self._root.unshard()
 
     def _free(self) -> None:
-        if (whole := whole_of(self._root)) is not None:
+        if (whole := unsharded_of(self._root)) is not None:
             whole.free()
         elif isinstance(self._root, FSDPModule) and not torch.is_grad_enabled():  # else a backward may need them
             self._root.reshard()

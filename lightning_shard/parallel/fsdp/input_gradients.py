@@ -15,7 +15,7 @@ from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_g
 from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
 
 
-class ByInputs:
+class InputGradients:
     """Makes backwards with respect to inputs correct within steps, and the later backwards through their graphs.
 
     A graph created by ``torch.autograd.grad(…, create_graph=True)`` uses parameters again in its own backward. FSDP2

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.shard import gather_along
+from lightning_shard.parallel.fsdp.shard import join_all_gather
 
 _OVER = -1
 
@@ -57,14 +57,14 @@ class Lockstep:
             yield
         finally:
             self._in_step = False
-        while (index := self._agree(_OVER)) != _OVER:
+        while (index := self._next_call(_OVER)) != _OVER:
             if self._deals_experts:
                 raise StepError(
                     "Data ranks call the network different numbers of times in an evaluation step, and its experts are"
                     " dealt to all of them: call it equally often on all (generate as many tokens), or use"
                     " expert_parallel_size=1."
                 )
-            gather_along(self._units[index])
+            join_all_gather(self._units[index])
 
     def _before_call(self, index: int, *_: Any) -> None:
         if not self._in_step:
@@ -72,9 +72,9 @@ class Lockstep:
         self._calls_again = self._calls_again or index in self._called
         self._called.add(index)
         if self._calls_again:
-            self._agree(index)
+            self._next_call(index)
 
-    def _agree(self, index: int) -> int:
+    def _next_call(self, index: int) -> int:
         """The index of the unit that ranks call next; :data:`_OVER` if the step is over on all of them.
 
         Raises:

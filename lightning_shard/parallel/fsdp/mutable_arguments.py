@@ -22,7 +22,7 @@ from lightning_shard.errors import StepError
 _LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
 
 
-def keep_what_is_given(units: Iterable[FSDPModule]) -> None:
+def write_back_arguments(units: Iterable[FSDPModule]) -> None:
     """Make changes by FSDP2 units of their arguments reach the caller's containers, in place.
 
     Raises:

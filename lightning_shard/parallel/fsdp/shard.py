@@ -25,8 +25,8 @@ from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.containers import called_below, with_forward
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
-from lightning_shard.parallel.fsdp.units import groups_of, groups_under, look_before_gathering, sharded_units
-from lightning_shard.parallel.fsdp.unsharded import hold_whole, whole_of
+from lightning_shard.parallel.fsdp.units import check_before_gather, groups_of, groups_under, sharded_units
+from lightning_shard.parallel.fsdp.unsharded import hold_unsharded, unsharded_of
 from lightning_shard.sharding import local_tensor
 
 
@@ -79,7 +79,7 @@ def apply_fully_sharded(
             holds a parameter, or two modules share a tied one.
     """
     if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
-        hold_whole(root, mesh)
+        hold_unsharded(root, mesh)
         return
     if not whole_steps:
         sharding = replace(sharding, keeps_gathered=False)
@@ -238,7 +238,7 @@ def expect_backward_of(
 
 
 @contextmanager
-def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
+def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
     """Prefetch: start asynchronous all-gathers before a step that runs inside; each unit's call waits for its own.
 
     Use it only after the first call of ``root``, in which FSDP2 initialises itself.
@@ -248,7 +248,7 @@ def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
         all_units: Prefetch all units, or only the first one.
     """
     units = list(sharded_units(root))
-    look_before_gathering(root)
+    check_before_gather(root)
     handles = [unit.unshard(async_op=True) for unit in (units if all_units else units[:1])]
     yield
     for handle in handles:
@@ -260,7 +260,7 @@ def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
 
 def reshard(root: nn.Module) -> None:
     """Free unsharded parameters, and put the sharded ones in their places."""
-    if (held := whole_of(root)) is not None:
+    if (held := unsharded_of(root)) is not None:
         held.free()
     for unit in sharded_units(root):
         unit.reshard()
@@ -278,9 +278,9 @@ def no_gradient_sync(root: nn.Module) -> Iterator[None]:
 
 def end_backward(root: nn.Module, *, reduces: bool) -> None:
     """After the last backward of a step, where nothing is sharded: do what FSDP2 else does by itself."""
-    if (held := whole_of(root)) is not None:
+    if (held := unsharded_of(root)) is not None:
         if reduces:
-            held.hand_over_gradients()
+            held.move_gradients()
         held.free()
 
 
@@ -291,8 +291,8 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
         root: The model.
         reshards: Whether to free the unsharded parameters of groups with such gradients.
     """
-    if (held := whole_of(root)) is not None:
-        held.hand_over_gradients()
+    if (held := unsharded_of(root)) is not None:
+        held.move_gradients()
     for group in groups_under(root):
         if has_unreduced_gradients(group):
             group.reduce_grads = group.all_reduce_grads = True  # over shards and over replicas
@@ -301,7 +301,7 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
             group.finalize_backward()
 
 
-def hold_gradients(units: Iterable[FSDPModule]) -> None:
+def accumulate_late_gradients(units: Iterable[FSDPModule]) -> None:
     """Move gradients that came after the end of a unit's backward to FSDP2's 32-bit accumulators.
 
     FSDP2 itself does this at the end of a unit's backward that doesn't reduce.
@@ -313,10 +313,10 @@ def hold_gradients(units: Iterable[FSDPModule]) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def forget_gradients(root: nn.Module) -> None:
+def drop_unreduced_gradients(root: nn.Module) -> None:
     """Drop unreduced gradients, as of an accumulation that was interrupted; ``zero_grad`` doesn't drop them."""
-    if (held := whole_of(root)) is not None:
-        held.forget_gradients()
+    if (held := unsharded_of(root)) is not None:
+        held.drop_unreduced_gradients()
     for group in groups_under(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -324,7 +324,7 @@ def forget_gradients(root: nn.Module) -> None:
                 parameter.unsharded_param.grad = None
 
 
-def gather_along(unit: FSDPModule) -> None:
+def join_all_gather(unit: FSDPModule) -> None:
     """Take part in the all-gather of a unit that other ranks call, and reshard it if the call does."""
     groups = list(groups_of(unit))
     if any(group.is_unsharded for group in groups):

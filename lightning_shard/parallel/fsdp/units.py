@@ -60,17 +60,17 @@ def is_set_up(root: FSDPModule) -> bool:
     return state._is_root is not None
 
 
-class _OfModule(list["_Held"]):
+class _WatchedList(list["_Watched"]):
     """The parameters to check in calls of one module. Only the module's hook owns the list.
 
-    The list refers back to the module, so :data:`_HELD` has a weak reference to it.
+    The list refers back to the module, so :data:`_WATCHED` has a weak reference to it.
     """
 
 
-_HELD: WeakKeyDictionary[nn.Module, ref[_OfModule]] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[nn.Module, ref[_WatchedList]] = WeakKeyDictionary()
 
 
-class _Held:
+class _Watched:
     """One parameter of a unit, with the modules and names that hold it."""
 
     def __init__(self, group: Any, parameter: Any) -> None:
@@ -84,7 +84,7 @@ class _Held:
         self._local = parameter.sharded_param._local_tensor
         self._version: int | None = None
 
-    def begins(self) -> None:
+    def before_gather(self) -> None:
         """Check before the all-gather for a step; take over a shard that was assigned by ``p.data = …``."""
         held = self._parameter
         self.check_in_place()
@@ -92,7 +92,7 @@ class _Held:
             held.reset_sharded_param()  # FSDP2 itself has still the old local tensor
             self._local = held.sharded_param._local_tensor
 
-    def ends(self) -> None:
+    def after_forward(self) -> None:
         """Check after the unit's forward, before the parameter is freed; take over ``requires_grad``."""
         if not self._group.is_unsharded:
             return
@@ -100,7 +100,7 @@ class _Held:
         sharded, gathered = self._parameter.sharded_param, self._parameter._unsharded_param
         version, self._version = self._version, gathered._version
         if version not in (None, self._version) or not self._is_over_gathered_memory(gathered):
-            raise StepError(self._says("was changed in place while it was gathered from the ranks that hold it", _LOST))
+            raise StepError(self._text("was changed in place while it was gathered from the ranks that hold it", _LOST))
         if sharded.requires_grad != gathered.requires_grad:
             sharded.requires_grad_(gathered.requires_grad)
 
@@ -115,9 +115,9 @@ class _Held:
         expected = held.sharded_param if self._group.is_sharded else held._unsharded_param
         for module, name in self._slots:
             if module._parameters.get(name) is not expected:
-                raise StepError(self._says("was replaced or removed after the module was laid out on ranks", _REPLACED))
+                raise StepError(self._text("was replaced or removed after the module was laid out on ranks", _REPLACED))
 
-    def _says(self, what: str, remedy: str) -> str:
+    def _text(self, what: str, remedy: str) -> str:
         module, name = self._slots[0]
         shape = tuple(self._parameter.sharded_param.shape)
         return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
@@ -134,7 +134,7 @@ _LOST = (
 )
 
 
-def keep_what_is_set(root: nn.Module) -> None:
+def watch_parameters(root: nn.Module) -> None:
     """Register hooks: what is set on parameters, unsharded or not, acts in the next step at the latest, or is refused.
 
     Args:
@@ -142,18 +142,18 @@ def keep_what_is_set(root: nn.Module) -> None:
             otherwise a step calls the units.
     """
     _UNITS[root] = [*map(ref, _find_units(root))]
-    held: dict[Any, _OfModule] = {
-        unit: _OfModule(_Held(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
+    held: dict[Any, _WatchedList] = {
+        unit: _WatchedList(_Watched(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
         for unit in sharded_units(root)
     }
     for unit, own in held.items():
-        _HELD[unit] = ref(own)
+        _WATCHED[unit] = ref(own)
         # prepended: before FSDP2's hook that all-gathers, and before the one that frees
-        unit.register_forward_pre_hook(look_before_gathering, prepend=True)
-        unit.register_forward_hook(partial(_ends, own), prepend=True)
+        unit.register_forward_pre_hook(check_before_gather, prepend=True)
+        unit.register_forward_hook(partial(_after_forward, own), prepend=True)
     if isinstance(root, FSDPModule):
-        everything = _OfModule(parameter for own in held.values() for parameter in own)
-        _HELD[root] = ref(everything)
+        everything = _WatchedList(parameter for own in held.values() for parameter in own)
+        _WATCHED[root] = ref(everything)
         root.register_forward_hook(partial(_all_in_place, everything), prepend=True)
 
 
@@ -182,24 +182,24 @@ def _bases(value: Any) -> Iterator[Any]:
     return (tensor._base for tensor in tree.tensors(value) if tensor._base is not None)
 
 
-def look_before_gathering(called: nn.Module, *_: Any) -> None:
+def check_before_gather(called: nn.Module, *_: Any) -> None:
     """Before an all-gather: check that all parameters are in their places, and take over assigned data.
 
     Raises:
         StepError: A parameter was replaced or removed.
     """
     with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
-        found = _HELD.get(called)
+        found = _WATCHED.get(called)
         for parameter in (found and found()) or ():
-            parameter.begins()
+            parameter.before_gather()
 
 
-def _all_in_place(held: Iterable[_Held], *_: Any) -> None:
+def _all_in_place(held: Iterable[_Watched], *_: Any) -> None:
     for parameter in held:
         parameter.check_in_place()
 
 
-def _ends(held: Iterable[_Held], *_: Any) -> None:
+def _after_forward(held: Iterable[_Watched], *_: Any) -> None:
     with torch._C.DisableTorchFunction():
         for parameter in held:
-            parameter.ends()
+            parameter.after_forward()

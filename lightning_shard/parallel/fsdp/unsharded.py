@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
 
-_OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
-_OF_PART: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
+_OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
 COPIED = (
     "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
@@ -35,7 +35,7 @@ COPIED = (
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
 
 
-def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
+def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
     """Make ``root``'s parameters DTensors on a mesh of one rank, in place; calls of ``root`` use running parameters.
 
     Args:
@@ -52,7 +52,7 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
                     made[parameter] = nn.Parameter(own, parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
                 _put(module, name, made[parameter])
-    whole = _OF[root] = WholeParameters(mesh)
+    whole = _OF[root] = UnshardedParameters(mesh)
     root.register_forward_pre_hook(_gather, prepend=True)
     for module in root.modules():
         _OF_PART[module] = whole  # a copy of a module has the hooks too, but isn't in this dict
@@ -61,7 +61,7 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _gather(root: nn.Module, _: Any) -> None:
-    held = whole_of(root)
+    held = unsharded_of(root)
     if held is None:
         raise StepError(COPIED.format(kind=type(root).__name__))
     held.gather(root)
@@ -72,12 +72,12 @@ def _free(module: nn.Module, *_: Any, **__: Any) -> None:
         whole.free()
 
 
-def whole_of(root: nn.Module) -> WholeParameters | None:
-    """The :class:`WholeParameters` that :func:`hold_whole` made for ``root``, if any."""
+def unsharded_of(root: nn.Module) -> UnshardedParameters | None:
+    """The :class:`UnshardedParameters` that :func:`hold_unsharded` made for ``root``, if any."""
     return _OF.get(root)
 
 
-class WholeParameters:
+class UnshardedParameters:
     """Running parameters, which replace a module's own ones in steps: plain ones where the module's are on ``mesh``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -109,7 +109,7 @@ class WholeParameters:
             # (pipeline/runtime/split_backward.py)
             if held.requires_grad and held not in self._watched and not self.in_microbatches:
                 self._watched.add(held)
-                running.register_post_accumulate_grad_hook(partial(self._arrived, held))
+                running.register_post_accumulate_grad_hook(partial(self._move_at_once, held))
             _put(module, name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True
@@ -150,13 +150,13 @@ class WholeParameters:
         return [running._version for _, _, _, running in self._slots] if self.in_microbatches else []
 
     @torch.no_grad()
-    def hand_over_gradients(self) -> None:
+    def move_gradients(self) -> None:
         """Move the gradients of the running parameters to the module's own."""
         for held, running in self._running.items():
             if running.grad is not None:
-                self._hand_over(held, running)
+                self._move_gradient(held, running)
 
-    def _hand_over(self, held: nn.Parameter, running: nn.Parameter) -> None:
+    def _move_gradient(self, held: nn.Parameter, running: nn.Parameter) -> None:
         assert running.grad is not None
         gradient = self._laid_out(running.grad, held)
         running.grad = None
@@ -166,11 +166,11 @@ class WholeParameters:
             hook(held)
 
     @torch.no_grad()
-    def _arrived(self, held: nn.Parameter, running: Tensor) -> None:
+    def _move_at_once(self, held: nn.Parameter, running: Tensor) -> None:
         """Hook: move the gradient at once if it comes from a part that was called between steps."""
         if not self.is_gathered:
             assert isinstance(running, nn.Parameter)
-            self._hand_over(held, running)
+            self._move_gradient(held, running)
 
     def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
         """The gradient in the parameter's layout. Of a split parameter it may be replicated or partial instead."""
@@ -183,7 +183,7 @@ class WholeParameters:
             return gradient
         return gradient.redistribute(placements=like.placements)
 
-    def forget_gradients(self) -> None:
+    def drop_unreduced_gradients(self) -> None:
         for running in self._running.values():
             running.grad = None
 

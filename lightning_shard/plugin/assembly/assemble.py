@@ -25,10 +25,10 @@ from lightning_shard.parallel.experts.stacked import apply_expert_parallel, reso
 from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
-from lightning_shard.parallel.fsdp.mutable_arguments import keep_what_is_given
+from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
-from lightning_shard.parallel.fsdp.units import gather_for_views, keep_what_is_set, sharded_units
-from lightning_shard.parallel.fsdp.unsharded import whole_of
+from lightning_shard.parallel.fsdp.units import gather_for_views, sharded_units, watch_parameters
+from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor.check_around_blocks import SplitAround
 from lightning_shard.parallel.tensor.check_blocks import SplitBlocks, beside_blocks, holds_others
@@ -236,10 +236,10 @@ def assemble(
 
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
     """Have what users' code does to a sharded module kept or refused, in steps and between them."""
-    keep_what_is_set(module)
-    keep_what_is_given(sharded_units(module))
+    watch_parameters(module)
+    write_back_arguments(sharded_units(module))
     gather_for_views(unit for unit in sharded_units(module) if unit is not module)
-    whole = whole_of(module)
+    whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
     if part.stages is None:
