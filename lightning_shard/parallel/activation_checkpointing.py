@@ -83,7 +83,7 @@ def chosen(count: int, setting: Recomputing) -> list[int]:
 
 def recompute(
     block: nn.Module,
-    remember: Callable[[], Callable[[], None]],
+    snapshot: Callable[[], Callable[[], None]],
     *,
     selective: bool = False,
     is_compiled: bool = False,
@@ -96,7 +96,7 @@ def recompute(
 
     Args:
         block: The module.
-        remember: Takes a snapshot of the random generators; returns a function that restores it.
+        snapshot: Takes a snapshot of the random generators; returns a function that restores it.
         selective: Keep the results of matrix products, convolutions, attention and collectives.
         is_compiled: The forward will be compiled; the compiler itself restores generators for the second run.
     """
@@ -105,7 +105,7 @@ def recompute(
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = keeping() if selective else (nullcontext(), nullcontext())
-        return first, _SecondRun(block, remember(), remember, second)
+        return first, _SecondRun(block, snapshot(), snapshot, second)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -162,19 +162,19 @@ class _SecondRun(AbstractContextManager[None]):
     def __init__(
         self,
         block: nn.Module,
-        put_back: Callable[[], None],
-        remember: Callable[[], Callable[[], None]],
+        restore: Callable[[], None],
+        snapshot: Callable[[], Callable[[], None]],
         context: AbstractContextManager[Any],
     ) -> None:
         self._block = block
-        self._put_back = put_back
-        self._remember = remember
+        self._restore = restore
+        self._snapshot = snapshot
         self._context = context
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        self._stack.callback(self._remember())
-        self._put_back()
+        self._stack.callback(self._snapshot())
+        self._restore()
         self._stack.enter_context(_leaving_no_trace(self._block))
         self._stack.enter_context(self._context)
 

@@ -25,7 +25,7 @@ from lightning_shard.parallel.context.attention import attention_by, make_masks,
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
     Arguments,
-    Looking,
+    TrialRuns,
     check_positions,
     draws,
     outputs_of,
@@ -38,17 +38,17 @@ _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
 
 
-class DealtSequences:
+class ShardedSequences:
     """Makes a model's blocks run on parts of sequences.
 
     Args:
         part: This rank's part of every sequence.
-        looking_at: A context for runs of a block; its :class:`Traces` restore what a run has changed.
+        trial_runs: A context for runs of a block; its :class:`RunChanges` restore what a run has changed.
     """
 
-    def __init__(self, part: Part, looking_at: Looking) -> None:
+    def __init__(self, part: Part, trial_runs: TrialRuns) -> None:
         self._part = part
-        self._looking_at = looking_at
+        self._trial_runs = trial_runs
         self._runs_whole = False
         self._caches: WeakKeyDictionary[Any, set[nn.Module]] = WeakKeyDictionary()
 
@@ -172,7 +172,7 @@ class DealtSequences:
             _hidden_states(block, *arguments)[:, position] = torch.nan
             return arguments
 
-        check_positions(block, plain, of, poison, count, self._looking_at)
+        check_positions(block, plain, of, poison, count, self._trial_runs)
 
     def _without_caches(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         """Replace transformers' caches of keys and values by ``None``: each rank would append those of its own part.

@@ -32,15 +32,15 @@ _APART = 1e-3
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Traces(Protocol):
-    """What runs of a module have changed; ``put_back`` restores it."""
+class RunChanges(Protocol):
+    """What runs of a module have changed; ``restore`` undoes it."""
 
     def changed(self) -> list[str]: ...
 
-    def put_back(self) -> None: ...
+    def restore(self) -> None: ...
 
 
-Looking = Callable[[nn.Module], AbstractContextManager[Traces]]
+TrialRuns = Callable[[nn.Module], AbstractContextManager[RunChanges]]
 
 
 def check_positions(
@@ -49,7 +49,7 @@ def check_positions(
     arguments: Callable[[int, int], Arguments],
     poison: Callable[[Arguments, int], Arguments],
     count: int,
-    looking_at: Looking,
+    trial_runs: TrialRuns,
 ) -> None:
     """Run a block's code on a few positions, and check what it computes; no communication.
 
@@ -59,7 +59,7 @@ def check_positions(
         arguments: Returns arguments in 32 bits for a range of this rank's positions.
         poison: Sets one position's hidden states in such arguments to NaN; returns the arguments.
         count: The number of positions, even.
-        looking_at: A context for runs of the block; its :class:`Traces` restore what they have changed.
+        trial_runs: A context for runs of the block; its :class:`RunChanges` restore what they have changed.
 
     Raises:
         StepError: The block can't be run on a part of a sequence, or that can't be known.
@@ -67,16 +67,16 @@ def check_positions(
     half, name = count // 2, type(block).__name__
     device = next((p.device for p in block.parameters()), torch.device("cpu"))
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _noisy(block), looking_at(block) as traces:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _noisy(block), trial_runs(block) as changes:
             before = random_state(device)
             whole = _seen(forward, arguments(0, count), count)
-            changed = traces.changed()
+            changed = changes.changed()
             if random_state(device) != before:
                 raise StepError(draws(block))
             first = _seen(forward, arguments(0, half), half)
             second = _seen(forward, arguments(half, count), half)
             poisoned = _seen(forward, poison(arguments(0, count), half), count)
-            traces.put_back()
+            changes.restore()
     except ShardError:
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows: sends ``given[r]`` rows of each tensor to rank ``r``, and receives ``taken[r]`` from it.
+    """All-to-all of rows: of each tensor, send ``send_counts[r]`` to rank ``r``, and receive ``receive_counts[r]``.
 
     One function takes all tensors of a dispatch, so that every rank's backward sends their gradients in the same order.
     The backward sends gradients back, multiplied by ``factor``. Its own backward sends as the forward did, multiplied
@@ -26,14 +26,14 @@ class Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         group: dist.ProcessGroup,
-        given: list[int],
-        taken: list[int],
+        send_counts: list[int],
+        receive_counts: list[int],
         factor: float,
         by: float,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way_back = group, taken, given, by, factor
-        sent = (all_to_all(tensor, group, given, taken) for tensor in tensors)
+        ctx.way_back = group, receive_counts, send_counts, by, factor
+        sent = (all_to_all(tensor, group, send_counts, receive_counts) for tensor in tensors)
         return tuple(rows if by == 1 else rows.mul_(by) for rows in sent)
 
     @staticmethod
@@ -41,10 +41,10 @@ class Exchange(torch.autograd.Function):
         return None, None, None, None, None, *Exchange.apply(*ctx.way_back, *gradients)
 
 
-def all_to_all(rows: Tensor, group: dist.ProcessGroup, given: list[int], taken: list[int]) -> Tensor:
-    """Send ``given[r]`` rows to rank ``r``; returns the ``taken[r]`` rows of each rank, in the order of ranks."""
-    received = rows.new_empty(sum(taken), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)
+def all_to_all(rows: Tensor, group: dist.ProcessGroup, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+    """Send ``send_counts[r]`` rows to rank ``r``; return ``receive_counts[r]`` rows from it, in the order of ranks."""
+    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=group)
     return received
 
 

@@ -108,15 +108,15 @@ class ExpertWeights:
                 for part in range(self._parts)
             ]
             kinds = [self._kinds[number] for number in numbers] * self.here
-            taken = [self._elements(kinds, rank) for rank in range(self._ranks)]
-            came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], taken)
+            receive_counts = [self._elements(kinds, rank) for rank in range(self._ranks)]
+            came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], receive_counts)
             from_ranks = [self._cut(flat, kinds, rank) for rank, flat in enumerate(came)]
             keys = [(place, number) for place in range(self.here) for number in numbers]
             for key, kind, pieces in zip(keys, kinds, zip(*from_ranks)):
                 whole[key] = torch.cat(pieces, kind.dim)
         return [whole[key] for key in sorted(whole)]
 
-    def give_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of this rank's shards of all experts, averaged over all data ranks. Collective over these.
 
         Args:
@@ -141,9 +141,9 @@ class ExpertWeights:
         for place in range(part * self.here, (part + 1) * self.here):
             yield from (place * len(self._kinds) + number for number in numbers)
 
-    def _exchange(self, given: Sequence[Tensor], taken: list[int]) -> list[Tensor]:
+    def _exchange(self, given: Sequence[Tensor], counts: list[int]) -> list[Tensor]:
         group = self._mesh.get_group(self._mesh.ndim - 1)
-        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], taken).split(taken))
+        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], counts).split(counts))
 
     def _shape(self, kind: _Kind, rank: int) -> list[int]:
         size = -(-kind.shape[kind.dim] // self._ranks)
@@ -179,7 +179,7 @@ class Gathered(torch.autograd.Function):
         shards: tuple[DTensor, ...] = ctx.shards
         kinds = len(gradients) // weights.here
         reduced_in = torch.promote_types(shards[0].dtype, torch.float32)
-        back = weights.give_back([gradient.to(reduced_in) for gradient in gradients])
+        back = weights.reduce_gradients([gradient.to(reduced_in) for gradient in gradients])
         # on one process, an expert that isn't called has no gradient
         has = [has_any for has_any in ctx.called for _ in range(kinds)]
         return None, None, *(_laid_out(g, shard) if h else None for g, shard, h in zip(back, shards, has))

@@ -37,8 +37,8 @@ from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered, slots_of
 from lightning_shard.parallel.tensor.local_modules import split_parameter
 
-RunsAgain = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
-ToRunAgain = Callable[[nn.Module], AbstractContextManager[RunsAgain]]
+RestoreAndReplay = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
+TwoRuns = Callable[[nn.Module], AbstractContextManager[RestoreAndReplay]]
 """Makes a context around two runs of a module's code. Its value is a function that restores the state that the first
 run has changed, and a context for the second run: inside, random generators have the state of the beginning, and after
 it the state of before it."""
@@ -101,12 +101,12 @@ def _owner(root: nn.Module, name: str) -> tuple[str, str]:
     return owner, key
 
 
-def deal_list(
+def distribute_list(
     root: nn.Module,
     name: str,
     mesh: DeviceMesh,
     data_mesh: DeviceMesh,
-    to_run_again: ToRunAgain,
+    two_runs: TwoRuns,
     owner_type: Callable[..., Owner] | None = None,
 ) -> set[nn.Parameter]:
     """Distribute a list's experts over the ranks of ``mesh``, in place: parameters become DTensors on ``data_mesh``.
@@ -116,7 +116,7 @@ def deal_list(
         name: Name of the list in ``root``; :func:`unfit_list` returned ``None`` for it.
         mesh: The expert axis: adjacent data ranks.
         data_mesh: One axis to shard over, or two: replicate over the first, shard over the second.
-        to_run_again: Context for the owner's two runs.
+        two_runs: Context for the owner's two runs.
         owner_type: Makes the owner's new forward. Default: :class:`Owner`.
 
     Returns:
@@ -143,7 +143,7 @@ def deal_list(
     for place, expert in enumerate(experts):
         expert.forward = MethodType(_Expert(place), expert)  # type: ignore[assignment]
     # methods, so that deepcopy binds them to the copied modules
-    dealt = (owner_type or Owner)(name, key, mesh, data_mesh, to_run_again)
+    dealt = (owner_type or Owner)(name, key, mesh, data_mesh, two_runs)
     owner.forward = MethodType(dealt, owner)  # type: ignore[assignment]
     return {module.get_parameter(own) for _, module, own in parameters}
 
@@ -222,7 +222,7 @@ class _Run:
         self._same.append(((before == now) | now.isnan()).all())
         return self._results[turn]
 
-    def begin_again(self, results: list[Tensor]) -> None:
+    def begin_second_run(self, results: list[Tensor]) -> None:
         """Begin the second run, in which the calls return ``results`` in their order."""
         self._results = results
 
@@ -249,14 +249,14 @@ class Owner:
         name: Name of the list, for errors.
         key: The list's name in the owner; ``""`` if it is the owner itself.
         mesh: The expert axis.
-        data_mesh: As for :func:`deal_list`.
-        to_run_again: Context for the two runs.
+        data_mesh: As for :func:`distribute_list`.
+        two_runs: Context for the two runs.
     """
 
-    def __init__(self, name: str, key: str, mesh: DeviceMesh, data_mesh: DeviceMesh, to_run_again: ToRunAgain) -> None:
+    def __init__(self, name: str, key: str, mesh: DeviceMesh, data_mesh: DeviceMesh, two_runs: TwoRuns) -> None:
         self._name, self._key = name, key
         self._mesh, self._data_mesh = mesh, data_mesh
-        self._to_run_again = to_run_again
+        self._two_runs = two_runs
         self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -273,23 +273,23 @@ class Owner:
         def shape_of(rows: Tensor) -> tuple[torch.Size, torch.dtype]:
             kind = rows.shape[1:], rows.dtype, _autocast(device)
             if kind not in self._shapes:
-                with torch.no_grad(), from_the_beginning():
+                with torch.no_grad(), same_draws():
                     result = self._compute(weights, full, 0, rows.new_zeros(1, *rows.shape[1:]))
                 self._shapes[kind] = result.shape[1:], result.dtype
             return self._shapes[kind]
 
         run = _Run(self._name, experts, device, shape_of)
-        with self._to_run_again(owner) as (put_back, from_the_beginning):
+        with self._two_runs(owner) as (restore, same_draws):
             with run.active():
                 own_forward(owner, *args, **kwargs)
-            put_back()
+            restore()
             if versions != [tensor._version for tensor in tensors]:
                 raise StepError(
                     f"The module around {self._name} changes its input in place, and has to run twice where experts"
                     " are dealt to ranks: have it make a new tensor, or use expert_parallel_size=1."
                 )
-            run.begin_again(self._dispatch(run.calls, weights, full, called))
-            with run.active(), from_the_beginning():
+            run.begin_second_run(self._dispatch(run.calls, weights, full, called))
+            with run.active(), same_draws():
                 result = own_forward(owner, *args, **kwargs)
         self._check(run)
         return result
@@ -324,8 +324,10 @@ class Owner:
             return []
         order = sorted(range(len(calls)), key=lambda turn: calls[turn][0])
         group, here = self._mesh.get_group(), weights.here
-        given, taken = [sum(row) for row in counts], [sum(row) for row in coming]
-        (rows,) = Exchange.apply(group, given, taken, 1, 1, torch.cat([calls[turn][1] for turn in order]))
+        send_counts, receive_counts = [sum(row) for row in counts], [sum(row) for row in coming]
+        (rows,) = Exchange.apply(
+            group, send_counts, receive_counts, 1, 1, torch.cat([calls[turn][1] for turn in order])
+        )
         pieces = rows.split([count for row in coming for count in row])
         by_expert = []
         for place in range(here):
@@ -340,7 +342,7 @@ class Owner:
                 )
             by_expert.append(results[: len(came)].split([row[place] for row in coming]))
         back = torch.cat([results[source] for source in range(len(coming)) for results in by_expert])
-        (returned,) = Exchange.apply(group, taken, given, 1, 1, back)
+        (returned,) = Exchange.apply(group, receive_counts, send_counts, 1, 1, back)
         # an unsafe split: the owner may change each part in place, which autograd refuses for views of a split
         parts = returned.unsafe_split_with_sizes([len(calls[turn][1]) for turn in order])
         return [part for _, part in sorted(zip(order, parts), key=lambda pair: pair[0])]
@@ -361,14 +363,14 @@ class Owner:
             called[place] = True
         sizes = [*calls[0][1].shape[1:]] if calls else []
         kind = [len(sizes), *sizes, *[0] * (_MOST_DIMS - len(sizes)), int(len(set(kinds)) > 1)]
-        said = torch.tensor([*called, *kind, *(-number for number in kind)], device=device)
+        agreed = torch.tensor([*called, *kind, *(-number for number in kind)], device=device)
         for axis in range(self._data_mesh.ndim):
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._data_mesh.get_group(axis))
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._data_mesh.get_group(axis))
         sent = torch.tensor(given, device=device)
         coming = torch.empty_like(sent)
         dist.all_to_all_single(coming, sent, group=self._mesh.get_group())
         # the only wait for the device
-        answer = torch.cat([said, coming]).tolist()
+        answer = torch.cat([agreed, coming]).tolist()
         called[:] = map(bool, answer[:count])
         largest, smallest = answer[count : count + len(kind)], answer[count + len(kind) : -count]
         if largest != [-number for number in smallest] or largest[-1]:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Shard
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.experts.exchange import Exchange
-from lightning_shard.parallel.experts.module_lists import ToRunAgain, deal_list, experts_of, is_list, unfit_list
+from lightning_shard.parallel.experts.module_lists import TwoRuns, distribute_list, experts_of, is_list, unfit_list
 from lightning_shard.parallel.plans import declared_plan, matches, similar
 from lightning_shard.parallel.tensor.local_modules import local_parameters, split_parameter
 
@@ -139,7 +139,7 @@ def count_experts(module: nn.Module) -> int:
 
 
 def apply_expert_parallel(
-    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], data_mesh: DeviceMesh, to_run_again: ToRunAgain
+    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], data_mesh: DeviceMesh, two_runs: TwoRuns
 ) -> tuple[list[nn.Module], set[nn.Parameter]]:
     """Distribute experts of ``root`` over the ranks of ``mesh``, in place: their parameters become DTensors.
 
@@ -149,7 +149,7 @@ def apply_expert_parallel(
         mesh: The one-dimensional expert axis.
         names: The result of :func:`resolve_experts`, for the modules of ``root``.
         data_mesh: The axes of all data ranks, which parameters are sharded (and replicated) over.
-        to_run_again: As for :func:`~lightning_shard.parallel.experts.module_lists.deal_list`.
+        two_runs: As for :func:`~lightning_shard.parallel.experts.module_lists.distribute_list`.
 
     Returns:
         The modules of stacked experts, whose parameters are sharded over ``mesh``, and are yet to be sharded over the
@@ -159,13 +159,13 @@ def apply_expert_parallel(
     dealt: set[nn.Parameter] = set()
     for name in names:
         if is_list(root.get_submodule(name)):
-            dealt |= deal_list(root, name, mesh, data_mesh, to_run_again)
+            dealt |= distribute_list(root, name, mesh, data_mesh, two_runs)
         else:
-            stacks.append(deal_stack(root, name, mesh))
+            stacks.append(distribute_stack(root, name, mesh))
     return stacks, dealt
 
 
-def deal_stack(
+def distribute_stack(
     root: nn.Module, name: str, mesh: DeviceMesh, dispatched: Callable[..., Dispatched] | None = None
 ) -> nn.Module:
     """Distribute the experts of one module with stacked parameters, in place; returns the module.
@@ -205,13 +205,19 @@ class Dispatched:
         group, ranks = self._mesh.get_group(), self._mesh.size()
         chosen = indices.reshape(-1)
         order = chosen.argsort(stable=True)
-        given, taken, experts = self._agree(chosen)
+        send_counts, receive_counts, experts = self._agree(chosen)
         rows, scales = Exchange.apply(
-            group, given, taken, ranks, 1, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
+            group,
+            send_counts,
+            receive_counts,
+            ranks,
+            1,
+            hidden[order // indices.size(-1)],
+            weights.reshape(-1, 1)[order],
         )
         here = self._experts // ranks
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
-        (returned,) = Exchange.apply(group, taken, given, 1 / ranks, 1, results)
+        (returned,) = Exchange.apply(group, receive_counts, send_counts, 1 / ranks, 1, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)
         return placed.view(*indices.shape, -1).sum(1)
 
@@ -233,12 +239,14 @@ class Dispatched:
         counts = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
         counts.scatter_add_(0, chosen.long().masked_fill(is_none, 0), torch.ones_like(chosen, dtype=torch.long))
         # [ranks, here + 1]: rows to be sent, by rank and its expert; last, this rank's rows with an invalid expert
-        told = torch.cat([counts.view(ranks, here), is_none.sum().expand(ranks, 1)], dim=1)
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=self._mesh.get_group())
-        coming = heard[:, :-1]
+        sent = torch.cat([counts.view(ranks, here), is_none.sum().expand(ranks, 1)], dim=1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._mesh.get_group())
+        coming = received[:, :-1]
         # three numbers per rank that the host needs: the only wait for the device
-        given, taken, without = torch.stack([told[:, :-1].sum(1), coming.sum(1), heard[:, -1]]).tolist()
+        send_counts, receive_counts, without = torch.stack(
+            [sent[:, :-1].sum(1), coming.sum(1), received[:, -1]]
+        ).tolist()
         if any(without):
             raise PlanError(
                 f"{self._name} was called with {sum(without)} indices that aren't of its {self._experts} experts, 0 to"
@@ -246,8 +254,8 @@ class Dispatched:
                 " any of them, or use expert_parallel_size=1."
             )
         return (
-            given,
-            taken,
+            send_counts,
+            receive_counts,
             torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.reshape(-1)),
         )
 

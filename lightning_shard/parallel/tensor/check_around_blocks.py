@@ -25,15 +25,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.context.check_positions import Looking, random_state
+from lightning_shard.parallel.context.check_positions import TrialRuns, random_state
 from lightning_shard.parallel.tensor.check_blocks import (
-    Alike,
+    JointAttempt,
     OpaqueError,
     are_alike,
     copied,
     is_called,
     is_watched,
-    tell_of_draws,
+    warn_of_draws,
 )
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
@@ -43,7 +43,7 @@ Outcomes = list[tuple[str, list[Tensor]]]
 """Copies of tensors in the order of a run, with a text that says where: the first block's arguments, and outputs."""
 
 
-class SplitAround:
+class AroundBlocksCheck:
     """Compares modules that hold blocks, and split layers beside them.
 
     Args:
@@ -52,9 +52,9 @@ class SplitAround:
         parts: Names of modules without blocks, which are compared by themselves.
         styles: Styles of split modules, by name.
         step: Name of the method that calls ``root``; ``None`` if that can't be run again.
-        looking_at: A context for runs of a module; its :class:`Traces` restore what a run has changed.
-        looking_at_step: The same for runs of ``root``'s ``step``.
-        alike: Its ranks are all ranks of a stage, since blocks that run inside are all-gathered from the data ranks.
+        trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
+        trial_runs_of_step: The same for runs of ``root``'s ``step``.
+        joint_attempt: Its ranks are those of a stage, since blocks that run inside are all-gathered from data ranks.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class SplitAround:
         parts: Collection[str],
         styles: Mapping[str, ParallelStyle],
         step: str | None,
-        looking_at: Looking,
-        looking_at_step: Looking,
-        alike: Alike,
+        trial_runs: TrialRuns,
+        trial_runs_of_step: TrialRuns,
+        joint_attempt: JointAttempt,
     ) -> None:
         inside = tuple(f"{name}." for name in (*blocks, *parts))
         around = [name for name in styles if not f"{name}.".startswith(inside)]
         crossing = [name for name in around if not _is_whole_outside(styles[name])]
         owners = {_owner(root, name) for name in crossing}
-        owners.update("" for part in parts if _hands_on(part, styles))
+        owners.update("" for part in parts if _has_split_edge(part, styles))
         if step is None:
             owners.discard("")
         if any(isinstance(style, ScatterSequence) for style in styles.values()):
@@ -83,9 +83,9 @@ class SplitAround:
         self._layers = {name: style for name, style in styles.items() if not f"{name}.".startswith(within)}
         self._forwards = {name: vars(root.get_submodule(name)).get("forward") for name in self._layers}
         self._step = step
-        self._looking_at = looking_at
-        self._looking_at_step = looking_at_step
-        self._alike = alike
+        self._trial_runs = trial_runs
+        self._trial_runs_of_step = trial_runs_of_step
+        self._joint_attempt = joint_attempt
 
     def compare(self, root: nn.Module) -> None:
         """Wrap the owners, so that their first calls in training are compared. Call after ``root`` is sharded.
@@ -97,9 +97,9 @@ class SplitAround:
             blocks = {each: root.get_submodule(each) for each in self._blocks if _is_in(each, name)}
             layers = {each: root.get_submodule(each) for each in self._layers if _is_in(each, name)}
             if name:
-                self._compare_first_call(owner, name, "forward", blocks, layers, self._looking_at)
+                self._compare_first_call(owner, name, "forward", blocks, layers, self._trial_runs)
             elif self._step:
-                self._compare_first_call(owner, self._step, self._step, blocks, layers, self._looking_at_step)
+                self._compare_first_call(owner, self._step, self._step, blocks, layers, self._trial_runs_of_step)
 
     def _compare_first_call(
         self,
@@ -108,7 +108,7 @@ class SplitAround:
         method: str,
         blocks: Mapping[str, nn.Module],
         layers: Mapping[str, nn.Module],
-        looking_at: Looking,
+        trial_runs: TrialRuns,
     ) -> None:
         own, had = getattr(owner, method), method in vars(owner)
 
@@ -122,7 +122,7 @@ class SplitAround:
                 del vars(owner)[method]
             inside = {parameter for block in blocks.values() for parameter in block.parameters()}
             with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
-                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, looking_at)
+                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, trial_runs)
             if apart is not None:
                 raise PlanError(
                     f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
@@ -143,7 +143,7 @@ class SplitAround:
         arguments: tuple[Any, Any],
         blocks: Mapping[str, nn.Module],
         layers: Mapping[str, nn.Module],
-        looking_at: Looking,
+        trial_runs: TrialRuns,
     ) -> str | None:
         """Where results differ first, in running order; ``None`` if nowhere, or if that can't be known."""
         device = next((parameter.device for parameter in owner.parameters()), torch.device("cpu"))
@@ -171,21 +171,21 @@ class SplitAround:
             seen.append(("what it returns", _copies(returned)))
             return seen, random_state(device)
 
-        with looking_at(owner) as traces:
+        with trial_runs(owner) as changes:
             whole = None
             try:
-                with self._alike(name or "the step"):
+                with self._joint_attempt(name or "the step"):
                     owner.eval()
                     split, drawn = outcomes(None)
-                    traces.put_back()
+                    changes.restore()
                     owner.eval()
                     whole, drawn_whole = outcomes(iter(calls))
             finally:
-                traces.put_back()
+                changes.restore()
         if whole is None:
             return None  # the runs failed on all ranks; if the cause is a real error, the user's run raises it too
         if drawn != drawn_whole:
-            tell_of_draws(owner, name)
+            warn_of_draws(owner, name)
         if drawn != drawn_whole or [where for where, _ in split] != [where for where, _ in whole]:
             return None
         for (where, ours), (_, theirs) in zip(split, whole):
@@ -294,14 +294,16 @@ def _is_in(name: str, outer: str) -> bool:
 
 
 def _is_whole_outside(style: ParallelStyle) -> bool:
-    return isinstance(style, Split) and style.given == REPLICATED and style.produced == REPLICATED
+    return isinstance(style, Split) and style.input_layout == REPLICATED and style.output_layout == REPLICATED
 
 
 def _gives_whole(style: ParallelStyle) -> bool:
-    return isinstance(style, Split) and style.produced == REPLICATED
+    return isinstance(style, Split) and style.output_layout == REPLICATED
 
 
-def _hands_on(part: str, styles: Mapping[str, ParallelStyle]) -> bool:
+def _has_split_edge(part: str, styles: Mapping[str, ParallelStyle]) -> bool:
     """Whether a part takes split features that none of its layers produces, or produces some that none takes."""
     own = [style for name, style in styles.items() if _is_in(name, part) and isinstance(style, Split)]
-    return any(style.given != REPLICATED for style in own) != any(style.produced != REPLICATED for style in own)
+    return any(style.input_layout != REPLICATED for style in own) != any(
+        style.output_layout != REPLICATED for style in own
+    )

@@ -35,7 +35,7 @@ from torch.func import functional_call
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.context.check_positions import Looking, Traces, random_state
+from lightning_shard.parallel.context.check_positions import RunChanges, TrialRuns, random_state
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import ScatterSequence
@@ -46,21 +46,21 @@ _APART_IN_16_BITS = 0.2
 """Tolerance, relative to the largest element that a block adds to its input; a wrong plan differs by about 1."""
 
 _PACKAGES = ("torch.", "transformers.", "peft.")
-Alike = Callable[[str], AbstractContextManager[None]]
+JointAttempt = Callable[[str], AbstractContextManager[None]]
 """A context, by a name, for a run that may fail: it suppresses an error if all ranks of the group have one."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-class SplitBlocks:
+class SplitBlocksCheck:
     """Compares one block of each kind.
 
     Args:
         blocks: Whole blocks by name, before anything wraps them.
         parts: Other modules by name, whose input or output may be split.
         styles: Styles of split modules, by name.
-        looking_at: A context for runs of a module; its :class:`Traces` restore what a run has changed.
-        alike: Its ranks are the tensor ranks, and those that hold experts of the blocks.
+        trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
+        joint_attempt: Its ranks are the tensor ranks, and those that hold experts of the blocks.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SplitBlocks:
         blocks: Mapping[str, nn.Module],
         parts: Mapping[str, nn.Module],
         styles: Mapping[str, ParallelStyle],
-        looking_at: Looking,
-        alike: Alike,
+        trial_runs: TrialRuns,
+        joint_attempt: JointAttempt,
     ) -> None:
         kinds: dict[Any, str] = {}
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
@@ -81,8 +81,8 @@ class SplitBlocks:
                 kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
         self._copies = {name: _without_hooks(modules_by_name[name]) for name in kinds.values()}
         self._parts = parts.keys()
-        self._looking_at = looking_at
-        self._alike = alike
+        self._trial_runs = trial_runs
+        self._joint_attempt = joint_attempt
 
     def compare(self, root: nn.Module) -> None:
         """Wrap the blocks' forwards, so that their first calls in training are compared; on all tensor ranks.
@@ -91,7 +91,7 @@ class SplitBlocks:
         """
         for name, whole in self._copies.items():
             block, is_part = root.get_submodule(name), name in self._parts
-            _compare_first_call(block, name, whole, self._looking_at, self._alike, is_part)
+            _compare_first_call(block, name, whole, self._trial_runs, self._joint_attempt, is_part)
 
 
 def beside_blocks(root: nn.Module, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
@@ -141,7 +141,12 @@ def _without_hooks(block: nn.Module) -> nn.Module:
 
 
 def _compare_first_call(
-    block: nn.Module, name: str, whole: nn.Module, looking_at: Looking, alike: Alike, is_part: bool
+    block: nn.Module,
+    name: str,
+    whole: nn.Module,
+    trial_runs: TrialRuns,
+    joint_attempt: JointAttempt,
+    is_part: bool,
 ) -> None:
     own, had, is_done = block.forward, "forward" in block.__dict__, False
 
@@ -157,7 +162,7 @@ def _compare_first_call(
             else:
                 del block.__dict__["forward"]
         with suppress(OpaqueError), torch.no_grad(), enlarged(block.parameters()):
-            _check(block, name, own, whole, looking_at, alike, (args, kwargs), is_part)
+            _check(block, name, own, whole, trial_runs, joint_attempt, (args, kwargs), is_part)
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
@@ -200,8 +205,8 @@ def _check(
     name: str,
     own: Callable[..., Any],
     whole: nn.Module,
-    looking_at: Looking,
-    alike: Alike,
+    trial_runs: TrialRuns,
+    joint_attempt: JointAttempt,
     arguments: tuple[Any, Any],
     is_part: bool,
 ) -> None:
@@ -218,20 +223,20 @@ def _check(
         buffers = {key: tensors[key].clone() for key, _ in block.named_buffers()}
         return functional_call(whole, tensors | buffers, *copied(arguments))
 
-    with looking_at(block) as traces:
+    with trial_runs(block) as changes:
         for own_part, part in zip(block.modules(), whole.modules()):
             part.training = own_part.training
-        with alike(name):  # fails if the part's input is split
-            _, drawn = _outcome(split_run, traces, device)
-            _, drawn_whole = _outcome(whole_run, traces, device)
+        with joint_attempt(name):  # fails if the part's input is split
+            _, drawn = _outcome(split_run, changes, device)
+            _, drawn_whole = _outcome(whole_run, changes, device)
             if drawn != drawn_whole:
-                tell_of_draws(block, name)
+                warn_of_draws(block, name)
         whole.eval()
         block.eval()
-        split, drawn = _outcome(split_run, traces, device)
+        split, drawn = _outcome(split_run, changes, device)
         expected = None
-        with alike(name) if is_part else nullcontext():
-            expected, drawn_whole = _outcome(whole_run, traces, device)
+        with joint_attempt(name) if is_part else nullcontext():
+            expected, drawn_whole = _outcome(whole_run, changes, device)
         if expected is None:
             return  # the part's input is split
     given = next(iter(tree.tensors(arguments)), None)
@@ -250,7 +255,7 @@ def _check(
             )
 
 
-def tell_of_draws(module: nn.Module, name: str) -> None:
+def warn_of_draws(module: nn.Module, name: str) -> None:
     """Warn, on the first tensor rank, that a module draws random numbers for split features."""
     meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
     coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
@@ -265,13 +270,13 @@ def tell_of_draws(module: nn.Module, name: str) -> None:
         )
 
 
-def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tuple[list[Tensor], bytes]:
+def _outcome(run: Callable[[], Any], changes: RunChanges, device: torch.device) -> tuple[list[Tensor], bytes]:
     """The tensors that a run returns, and the state of the generators after it; then restore everything."""
     try:
         # clones, since the run may return a buffer, which is restored
         return [tensor.clone() for tensor in tree.tensors(run())], random_state(device)
     finally:
-        traces.put_back()
+        changes.restore()
 
 
 def are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:

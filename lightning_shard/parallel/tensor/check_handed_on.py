@@ -30,30 +30,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_shard.parallel.tensor.styles import OwnShare, SharedOutput, Split, SummedGradients
+from lightning_shard.parallel.tensor.styles import SharedOutput, Split, SummedGradients, SummedOutput
 
-_WHOLE: WeakSet[nn.Module] = WeakSet()
-_ADDED: WeakSet[nn.Module] = WeakSet()
+_WHOLE_OUTPUTS: WeakSet[nn.Module] = WeakSet()
+_SUMMED_GRADIENTS: WeakSet[nn.Module] = WeakSet()
 
 
-def remember_outputs(root: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+def mark_outputs(root: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
     """Remember which split modules return whole outputs, and for which gradients are all-reduced."""
-    _WHOLE.update(root.get_submodule(name) for name, style in styles.items() if _hands_on_whole(style))
-    _ADDED.update(root.get_submodule(name) for name, style in styles.items() if _adds_up(style))
+    _WHOLE_OUTPUTS.update(root.get_submodule(name) for name, style in styles.items() if _has_whole_output(style))
+    _SUMMED_GRADIENTS.update(root.get_submodule(name) for name, style in styles.items() if _sums_gradients(style))
 
 
-def _hands_on_whole(style: ParallelStyle) -> bool:
+def _has_whole_output(style: ParallelStyle) -> bool:
     if isinstance(style, Split):
-        return isinstance(style.produced, Replicate)
+        return isinstance(style.output_layout, Replicate)
     # torch's styles have layouts of the module's output, and some the layouts that they convert it to
     layouts = getattr(style, "desired_output_layouts", getattr(style, "output_layouts", ()))
     of_torch = isinstance(layouts, tuple) and layouts and all(isinstance(each, Replicate) for each in layouts)
-    return isinstance(style, OwnShare) or bool(of_torch)
+    return isinstance(style, SummedOutput) or bool(of_torch)
 
 
-def _adds_up(style: ParallelStyle) -> bool:
+def _sums_gradients(style: ParallelStyle) -> bool:
     if isinstance(style, Split):
-        return style.produced == Shard(1)  # dim 1 is the sequence
+        return style.output_layout == Shard(1)  # dim 1 is the sequence
     layouts = getattr(style, "sequence_sharding", getattr(style, "output_layouts", ()))  # of torch's styles
     of_sequences = isinstance(layouts, tuple) and Shard(1) in layouts
     return isinstance(style, (SummedGradients, SharedOutput)) or of_sequences
@@ -63,11 +63,15 @@ class OutputGradients:
     """Norms and sums of the gradients of split modules' outputs (and of some outputs), added up over calls.
 
     Args:
-        root: The model, or a stage of it, after :func:`remember_outputs`.
+        root: The model, or a stage of it, after :func:`mark_outputs`.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = {name: module for name, module in root.named_modules() if module in _WHOLE or module in _ADDED}
+        self._modules = {
+            name: module
+            for name, module in root.named_modules()
+            if module in _WHOLE_OUTPUTS or module in _SUMMED_GRADIENTS
+        }
         self._seen: dict[str, Tensor] = {}
         self._outputs: dict[str, Tensor] = {}
 
@@ -84,7 +88,7 @@ class OutputGradients:
     def _at_call(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         if type(output) is Tensor and output.requires_grad:
             output.register_hook(partial(_add_to, self._seen, name))
-            if self._modules[name] in _ADDED:
+            if self._modules[name] in _SUMMED_GRADIENTS:
                 _add_to(self._outputs, name, output)
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -102,8 +106,8 @@ class OutputGradients:
         )
         self._outputs.clear()
         self._seen.clear()
-        whole = {name: seen for name, seen in gradients.items() if self._modules[name] in _WHOLE}
-        added = [name for name, module in self._modules.items() if module in _ADDED]
+        whole = {name: seen for name, seen in gradients.items() if self._modules[name] in _WHOLE_OUTPUTS}
+        added = [name for name, module in self._modules.items() if module in _SUMMED_GRADIENTS]
         return whole, {name: torch.stack([outputs[name], gradients[name]]) for name in added}
 
 

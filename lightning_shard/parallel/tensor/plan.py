@@ -35,10 +35,10 @@ from lightning_shard.parallel.tensor.styles import (
     REPLICATED,
     STYLES,
     IndivisibleError,
-    OwnShare,
     SharedByHeads,
     Split,
     SummedGradients,
+    SummedOutput,
 )
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -124,7 +124,7 @@ def _stays_whole(modules: Mapping[str, nn.Module], name: str, chosen: Any, parts
     full memory on each rank.
     """
     style = STYLES.get(chosen)
-    if not isinstance(style, Split) or (style.given, style.produced) != (REPLICATED, REPLICATED):
+    if not isinstance(style, Split) or (style.input_layout, style.output_layout) != (REPLICATED, REPLICATED):
         return False
     try:
         [*_styles(modules, name, name, chosen, parts)]
@@ -175,7 +175,7 @@ def _styles(
                 f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, has {setting}, which torch can't do"
                 " on a part of a table: build it without, or leave it out of the plan."
             )
-        if isinstance(layer, nn.Embedding) and style.given == LAST:
+        if isinstance(layer, nn.Embedding) and style.input_layout == LAST:
             raise PlanError(
                 f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, is given indices, and not a part of"
                 ' features: choose "embedding_rowwise" (by rows of the table) or "colwise_gather_output".'
@@ -201,7 +201,7 @@ def _of_whole_tables(embedding: nn.Embedding) -> str:
     return "sparse=True" if embedding.sparse else ""
 
 
-def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts: int) -> OwnShare:
+def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts: int) -> SummedOutput:
     def refusal(reason: str) -> PlanError:
         return PlanError(
             f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {EXPERTS!r}, {reason}: leave it out of"
@@ -228,7 +228,7 @@ def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts:
                 f" ({packed} × tensor_parallel_size)"
             )
         placements[key] = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
-    return OwnShare(placements)
+    return SummedOutput(placements)
 
 
 _SPLIT_BEFORE = {
@@ -253,7 +253,7 @@ def _complete_sums(modules: Mapping[str, nn.Module], resolved: dict[str, Paralle
         parent, _, key = name.rpartition(".")
         layer = _SPLIT_BEFORE.get(key)
         before = resolved.get(f"{parent}.{layer}")
-        if name in resolved or not own or not isinstance(before, Split) or before.produced != LAST:
+        if name in resolved or not own or not isinstance(before, Split) or before.output_layout != LAST:
             continue
         features = getattr(modules[f"{parent}.{layer}"], "out_features", 0)
         if all(parameter.numel() * parts <= features for parameter in own):

@@ -57,18 +57,18 @@ class Split(ParallelStyle):
     Attributes:
         features: The dim of the parameters that is sharded: ``"out"`` or ``"in"`` features of a linear layer,
             ``"rows"`` of an embedding's table, or ``None`` for replicated parameters.
-        given: Placement of the input as the module is called with it, a plain tensor on every rank.
-        wanted: Placement of the input as the module computes with it.
-        produced: Placement of the output as the module returns it, again as a plain tensor.
+        input_layout: Placement of the input as the module is called with it, a plain tensor on every rank.
+        desired_input_layout: Placement of the input as the module computes with it.
+        output_layout: Placement of the output as the module returns it, again as a plain tensor.
     """
 
     features: str | None
-    given: Placement
-    wanted: Placement
-    produced: Placement
+    input_layout: Placement
+    desired_input_layout: Placement
+    output_layout: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._split, self._take, self._hand_on)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, self._split, self._prepare_input, self._prepare_output)  # type: ignore[arg-type]
 
     def _split(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -109,20 +109,20 @@ class Split(ParallelStyle):
             )
         return Shard(dim)
 
-    def _take(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if not inputs:
             raise PlanError(
                 f"A {type(module).__name__} of the tensor-parallel plan was called without positional input."
             )
         first = inputs[0]
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, [self._on(self.given, first)], run_check=False)
-        return (first.redistribute(mesh, [self._on(self.wanted, first)]), *inputs[1:])
+            first = DTensor.from_local(first, mesh, [self._on(self.input_layout, first)], run_check=False)
+        return (first.redistribute(mesh, [self._on(self.desired_input_layout, first)]), *inputs[1:])
 
-    def _hand_on(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if not isinstance(output, DTensor):
             return output
-        return output.redistribute(mesh, [self._on(self.produced, output)]).to_local()
+        return output.redistribute(mesh, [self._on(self.output_layout, output)]).to_local()
 
     @staticmethod
     def _on(placement: Placement, tensor: Tensor) -> Placement:
@@ -141,7 +141,7 @@ class ScatterSequence(ParallelStyle):
         return module
 
 
-class OwnShare(ParallelStyle):
+class SummedOutput(ParallelStyle):
     """A module that runs its own code on this rank's part of its parameters; its outputs are all-reduced.
 
     For a mixture's experts, ``[experts, features, features]``: each rank has a part of every expert's inner features.
