@@ -464,7 +464,7 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
 
 
 def _loops(cls: type) -> list[set[str]]:
-    """For each loop in a class's methods and inherited forwards, the names of the attributes that the loop uses."""
+    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses."""
     inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
     methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
     nodes = (node for body in methods for statement in body for node in ast.walk(statement))

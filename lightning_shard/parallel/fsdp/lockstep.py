@@ -5,7 +5,8 @@ would wait for them forever. Therefore, in an evaluation step, a rank announces 
 all-reduce before it. A rank whose step is over takes part in the announced all-gathers until the step is over on all
 ranks.
 
-A step that calls each unit once costs one small all-reduce, at its end.
+A step that calls each unit once costs one small all-reduce, at its end. Only repeated calls are announced: a unit that
+one rank calls and another doesn't call at all in a step still waits, until the process group's timeout.
 """
 
 from __future__ import annotations
