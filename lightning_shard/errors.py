@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""The exception classes of this package: every error that it raises on purpose.
 
 ::
 
@@ -8,14 +8,14 @@
     │   ├── PlacementError                    blocks, stages and what belongs to them
     │   └── PlanError                         a tensor-parallel plan
     ├── StepError (RuntimeError)              a training or evaluation step that can't be run in parallel
-    │   └── BatchError                        its batch can't be split into microbatches
+    │   └── BatchError                        a batch that can't be split into microbatches
     ├── RankFailure (RuntimeError)            another rank failed first; the message says which and why
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError           no manifest at this path
-        ├── CheckpointConflictError           another save or removal came first
+        ├── CheckpointConflictError           another save to the path, or a removal, came first
         ├── FormatVersionError                written by a newer version of the format
         ├── CorruptCheckpointError            a file is missing, truncated, or its digest differs
-        │   └── CheckpointReplacedError       it was replaced or removed while it was read: open it anew
+        │   └── CheckpointReplacedError       replaced or removed while it was being read: open it again
         ├── StateMismatchError                names, shapes or dtypes differ from what is being loaded into
         └── UnsupportedStateError             a value that the format can't hold; names its key
 
@@ -43,19 +43,19 @@ __all__ = [
 
 
 class ShardError(Exception):
-    """The root of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class ConfigurationError(ShardError, ValueError):
-    """A setting that can't work."""
+    """A setting that can't work; raised at setup."""
 
 
 class LayoutError(ConfigurationError):
-    """Axis sizes that don't fit each other or the world."""
+    """Sizes of parallel axes that don't fit each other or the world size."""
 
 
 class PlacementError(ConfigurationError):
-    """Blocks that aren't found, or can't be placed on the stages."""
+    """Blocks that aren't found, or can't be placed on the pipeline stages."""
 
 
 class PlanError(ConfigurationError):
@@ -71,7 +71,7 @@ class BatchError(StepError):
 
 
 class RankFailure(ShardError, RuntimeError):
-    """Another rank failed first."""
+    """Another rank failed first; the message says which one, and its error."""
 
 
 class CheckpointError(ShardError, RuntimeError):
@@ -83,11 +83,11 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointConflictError(CheckpointError):
-    """Since this save began, another one has put its checkpoint at the path. That one stays."""
+    """Another save committed a checkpoint to the same path after this save began. The other checkpoint stays."""
 
 
 class FormatVersionError(CheckpointError):
-    """The checkpoint is of a newer format version than this package reads."""
+    """The checkpoint has a newer format version than this package can read."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -95,12 +95,12 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class CheckpointReplacedError(CorruptCheckpointError):
-    """The checkpoint was replaced or removed while it was read. What is there now can be opened anew."""
+    """The checkpoint was replaced or removed while it was being read. What is at the path now can be opened again."""
 
 
 class StateMismatchError(CheckpointError):
-    """The checkpoint's tensors aren't those of the state it is loaded into."""
+    """The checkpoint's tensors differ in name, shape or dtype from the state that they are loaded into."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
-    """A value in the state that the format can't hold."""
+    """The state has a value that the checkpoint format can't hold."""

@@ -1,14 +1,14 @@
-"""Axis sizes to ranks: the only place where ranks are computed.
+"""The layout of ranks: sizes of the parallel axes, each rank's coordinates, and the device meshes.
 
-The world is one box of ranks, the last axis varying fastest::
+No other module computes ranks. The world is one multi-dimensional box of ranks, in which the last axis varies fastest::
 
     rank = ((((stages − 1 − stage) × replicas + replica) × shards + shard) × context + context_rank) × tensor
            + tensor_rank
 
-so a tensor-parallel group is made of neighbours (it talks in every layer) and the stages of a pipeline are farthest
-apart (they talk once per microbatch). The ranks that hold parts of one sequence lie inside the data axis, whose ranks
-parameters are sharded over. The last stage, which sees losses and results, is on the first ranks: Lightning
-logs and prints on rank 0.
+So the ranks of a tensor-parallel group are adjacent (they communicate in every layer), and pipeline stages are farthest
+apart (they communicate once per microbatch). Context ranks, which hold parts of one sequence, lie inside the data axis:
+parameters are sharded over them too. The last stage, which sees losses and results, is on the first ranks, since
+Lightning logs and prints on rank 0.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PARTS_OF_DATA_AXIS = (EXPERT_DATA_AXIS, EXPERT_AXIS)
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a run's axes, and where one rank stands in them.
+    """The sizes of a run's parallel axes, and the coordinates of one rank.
 
-    ``data_parallel_size`` counts every data-parallel rank; parameters are sharded over ``shard_size`` of them and
-    replicated over ``data_parallel_replicas``. The experts of mixtures are dealt to ``expert_parallel_size`` neighbours
-    among those, and sharded over the ``shard_size / expert_parallel_size`` ranks that hold the same experts. Each data
-    rank's sequences are dealt to ``context_parallel_size`` ranks, which parameters are sharded over too.
+    ``data_parallel_size`` counts every data-parallel rank; parameters are sharded over ``shard_size`` ranks and
+    replicated over ``data_parallel_replicas``. A mixture's experts are distributed over ``expert_parallel_size``
+    adjacent data ranks, and sharded over the ``shard_size / expert_parallel_size`` ranks that hold the same experts.
+    Each data rank's sequences are split over ``context_parallel_size`` ranks; parameters are sharded over these too.
     """
 
     pipeline_parallel_size: int = 1
@@ -62,10 +62,10 @@ class Layout:
         expert_parallel_size: int = 1,
         context_parallel_size: int = 1,
     ) -> Layout:
-        """Sizes that multiply to ``world_size``; ``data_parallel_size="auto"`` takes the ranks that are left.
+        """The layout for ``world_size`` ranks, checked; ``data_parallel_size="auto"`` takes the ranks that are left.
 
         Raises:
-            LayoutError: The sizes don't multiply to the world; says what would.
+            LayoutError: The product of the sizes isn't the world size; the message names sizes that fit.
         """
         check_sizes(
             pipeline_parallel_size,
@@ -104,10 +104,10 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The axes by their setting's name: what a layout is, without a rank's place in it.
+        """Axis sizes by the name of their setting, without this rank's coordinates.
 
-        Checkpoints hold it; the expert and context axes are there only where they are used, so that older ones still
-        compare equal.
+        Checkpoints hold this mapping. The expert and context axes are in it only if they are larger than 1, so that it
+        still compares equal to the mapping in older checkpoints.
         """
         sizes = {
             "pipeline_parallel_size": self.pipeline_parallel_size,
@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def shard_size(self) -> int:
-        """Over how many ranks a parameter is sharded by fully sharded data parallelism."""
+        """The number of ranks that fully sharded data parallelism shards a parameter over."""
         return self.data_parallel_size // self.data_parallel_replicas * self.context_parallel_size
 
     @property
@@ -137,7 +137,7 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data this rank reads; all ranks of a pipeline, tensor or context group share it."""
+        """Which part of the data this rank reads; the same for all ranks of a pipeline, tensor or context group."""
         return self.rank // (self.tensor_parallel_size * self.context_parallel_size) % self.data_parallel_size
 
     @property
@@ -151,35 +151,35 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """How many ranks hold one pipeline stage."""
+        """The number of ranks that hold one pipeline stage."""
         return self.data_parallel_size * self.context_parallel_size * self.tensor_parallel_size
 
     def at(self, rank: int) -> Layout:
-        """The same layout, seen from another rank."""
+        """The same layout with the coordinates of another rank."""
         return replace(self, rank=rank)
 
     def stages(self) -> list[range]:
-        """Every stage's ranks."""
+        """The ranks of each stage, in stage order."""
         return [range(first, first + self.stage_size) for first in range(0, self.world_size, self.stage_size)][::-1]
 
     def neighbours(self, size: int) -> range:
-        """The ranks among which this one is, in runs of ``size``: those of its stage, or of its tensor group."""
+        """The aligned run of ``size`` consecutive ranks that holds this rank: its stage, or its tensor group."""
         first = self.rank - self.rank % size
         return range(first, first + size)
 
     def pipelines(self) -> list[list[int]]:
-        """Every pipeline's ranks in stage order."""
+        """The ranks of each pipeline, in stage order."""
         return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]
 
     def data_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model and read different data, in data order.
+        """The groups of ranks that hold the same part of the model and read different data, in the order of the data.
 
-        Of several context ranks, those that hold the same parts of their sequences.
+        With context parallelism, the ranks of a group hold the same part of their sequences.
         """
         return self._in_stages(self.tensor_parallel_size * self.context_parallel_size)
 
     def context_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model and the parts of one sequence, in their order."""
+        """The groups of ranks that hold the same part of the model and the parts of one sequence, in context order."""
         step = self.tensor_parallel_size
         span = step * self.context_parallel_size
         return [
@@ -189,7 +189,7 @@ class Layout:
         ]
 
     def gradient_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model: their gradients are averaged."""
+        """The groups of ranks that hold the same part of the model and average their gradients."""
         return self._in_stages(self.tensor_parallel_size)
 
     def _in_stages(self, step: int) -> list[list[int]]:
@@ -202,7 +202,7 @@ class Layout:
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """Axis name to size, in rank order; the replica axis is there only where it is used."""
+        """Axis name to size, slowest axis first; without the replica axis if there is one replica."""
         axes = {PIPELINE_AXIS: self.pipeline_parallel_size}
         if self.data_parallel_replicas > 1:
             axes[REPLICA_AXIS] = self.data_parallel_replicas
@@ -212,25 +212,25 @@ class Layout:
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """The mesh axes of the ranks that hold one stage."""
+        """The mesh axes within one pipeline stage."""
         return (*self.data_axes, TENSOR_AXIS)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The mesh axes that parameters are sharded (and, with replicas, replicated) over."""
+        """The mesh axes that parameters are sharded over; with replicas, the replica axis first."""
         return (REPLICA_AXIS, DATA_AXIS) if self.data_parallel_replicas > 1 else (DATA_AXIS,)
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The world's mesh; a collective call: every rank makes it, once."""
+        """The mesh of all ranks. Collective: every rank calls it once."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = self.mesh_shape
         return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
     def expert_mesh(self, device_type: str) -> DeviceMesh:
-        """The same world with its data axis divided for experts, the expert axis inside: it talks in every layer.
+        """The mesh of all ranks, its data axis divided in two for experts.
 
-        A collective call, as :meth:`mesh`.
+        The expert axis is the inner one, since its ranks communicate in every layer. Collective, as :meth:`mesh`.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -245,7 +245,7 @@ class Layout:
 
     @property
     def expert_data_axes(self) -> tuple[str, ...]:
-        """The axes of the experts' mesh that experts are sharded (and, with replicas, replicated) over."""
+        """The axes of the experts' mesh that experts are sharded over; with replicas, the replica axis first."""
         return (REPLICA_AXIS, EXPERT_DATA_AXIS) if self.data_parallel_replicas > 1 else (EXPERT_DATA_AXIS,)
 
     def __str__(self) -> str:
@@ -266,11 +266,11 @@ def check_sizes(
     expert_parallel_size: int = 1,
     context_parallel_size: int = 1,
 ) -> None:
-    """Refuse sizes that fit no world.
+    """Check the axis sizes as far as that is possible without the world size.
 
     Raises:
-        LayoutError: A size that isn't a positive integer, replicas or experts that don't divide the data ranks, or an
-            axis that sequences over ranks don't go with.
+        LayoutError: A size isn't a positive integer, replicas or experts don't divide the data ranks, or context
+            parallelism is combined with an axis that it doesn't support.
     """
     sizes = {
         "pipeline_parallel_size": pipeline_parallel_size,

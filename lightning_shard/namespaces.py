@@ -1,8 +1,7 @@
-"""State that code keeps outside of objects: attributes of classes and of functions, globals of Python modules.
+"""Find the state that user code keeps outside of instances: module globals, class attributes, function attributes.
 
-Found from a class, by the names that its functions use, and the functions and classes that they use, as far as these
-are of the same package. So a counter, a cache or a list of losses is found, and none of what a library keeps for
-itself.
+The search starts at a class and follows the names that its functions use, through functions, classes and Python modules
+of the same package. So it finds a user's global counter, cache or list of losses, but no internal state of libraries.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ _MACHINERY = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
     *("lightning_shard", "numpy", "functorch", "fsspec"),
 }
-"""Packages of whose classes and functions the insides are left alone."""
+"""Top-level packages whose classes and functions aren't searched."""
 _OUTSIDE_STEPS = {"__init__", "setup", "prepare_data", "configure_model", "configure_optimizers"}
-"""And hooks that give loaders: what these use is data to train on, or settings."""
+"""Methods that aren't searched, like ``*_dataloader`` hooks: what they use is training data, or settings."""
 _NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """What code of a user's keeps under global names, or as attributes of one class or function.
+    """One holder of user state: the globals of a Python module, or the attributes of a class or function.
 
     Attributes:
-        name: The Python module's, the class's or the function's.
-        holder: The class or function; of a Python module its globals, which aren't always those that ``sys.modules``
-            has under its name: a script's, in a process that was spawned, are a copy there.
-        names: Those that code uses; of a class or function, all that it has.
+        name: Name of the Python module, class or function.
+        holder: The class or function; for a Python module the dict of its globals. That dict isn't always the one in
+            ``sys.modules``: in a spawned process, the functions of the main script have a copy of it.
+        names: The names that code uses; ``None`` for all names, as for classes and functions.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Namespace:
 
     @property
     def held(self) -> dict[str, Any]:
-        """The data among them."""
+        """Name to value, for values that are data; default values of a function's parameters too."""
         own: dict[str, Any] = {**(self.holder if isinstance(self.holder, dict) else vars(self.holder))}
         for number, default in enumerate(getattr(self.holder, "__defaults__", None) or ()):
             own[f"default {number}"] = default
@@ -66,7 +65,7 @@ def is_machinery(value: Any) -> bool:
 
 @functools.cache
 def namespaces(*kinds: Any) -> tuple[Namespace, ...]:
-    """Those that the functions of classes use, and of the classes that these are derived from; each once."""
+    """The namespaces that the functions of classes and of their base classes use, each once."""
     found = _Found()
     for kind in kinds:
         for base in kind.__mro__:
@@ -76,6 +75,8 @@ def namespaces(*kinds: Any) -> tuple[Namespace, ...]:
 
 
 class _Found:
+    """A search that is under way: the globals, classes and functions found so far."""
+
     def __init__(self) -> None:
         self.globals: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
         self.holders: list[Any] = []
@@ -115,10 +116,10 @@ class _Found:
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """In an attribute of a class."""
+    """The plain functions behind a class attribute: a method, property, or decorated function."""
     accessors: tuple[Any, ...] = (value.fget, value.fset) if isinstance(value, property) else (value,)
     for each in accessors:
-        function = getattr(each, "__func__", each)  # of class methods and static ones
+        function = getattr(each, "__func__", each)  # of classmethod and staticmethod
         while callable(inner := getattr(function, "__wrapped__", None)):
             function = cast(Callable[..., Any], inner)
         if isinstance(function, types.FunctionType):
@@ -126,7 +127,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's, and of those defined in it."""
+    """A function's code object, and those of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""The local part of a tensor under DTensor placements, in plain arithmetic on views."""
+"""Local and full tensors under DTensor placements; a rank's local part is computed by arithmetic on views."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of ``full``, as ``like`` is sharded; no communication.
+    """This rank's part of ``full``, sharded as ``like`` is; no communication.
 
     Args:
-        full: The whole tensor, of ``like``'s global shape.
-        like: A DTensor with replicated and sharded placements.
+        full: The full tensor, of ``like``'s global shape.
+        like: A DTensor with replicated and sharded placements only.
     """
     return part_on(full, like.device_mesh, like.placements)
 
 
 def part_on(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of ``full`` under placements on a mesh: a view, or where it is several pieces, their copy.
+    """This rank's part of ``full`` under placements on a mesh: a view, or a copy if it consists of several pieces.
 
-    Shards are cut as ``torch.chunk`` cuts, the last mesh axis first: fully sharded data parallelism (an earlier axis)
-    splits what tensor parallelism (a later axis) left. torch writes that as a strided shard, whose factor is the number
-    of parts that later axes made of the dim. Any other factor is a tensor packed of so many, each cut by itself.
+    Shards are cut as by ``torch.chunk``, the last mesh axis first: fully sharded data parallelism (an earlier axis)
+    shards what tensor parallelism (a later axis) has already sharded. torch writes this as a strided shard whose
+    ``split_factor`` is the number of parts that the later axes made of the dim. With any other factor, the dim is that
+    many tensors packed one after the other, and each of them is sharded by itself.
     """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank isn't in the tensor's mesh"
@@ -34,7 +35,7 @@ def part_on(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     for axis in reversed(range(mesh.ndim)):
         placement = placements[axis]
         assert not placement.is_partial(), f"{placement} has no local part of a full tensor"
-        # torch's own strided shards aren't a Shard, but have its dim.
+        # torch's strided shard isn't a subclass of Shard, but has a dim too
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue
@@ -49,28 +50,30 @@ def part_on(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
 
 
 def chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
-    """``torch.chunk(tensor, parts, dim)[index]``, with an empty part where the tensor has fewer rows than parts."""
+    """``torch.chunk(tensor, parts, dim)[index]``; an empty part where torch returns fewer chunks than ``parts``."""
     size = -(-tensor.size(dim) // parts)
     start = min(index * size, tensor.size(dim))
     return tensor.narrow(dim, start, min(size, tensor.size(dim) - start))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor (collective over its mesh), or the tensor itself; without gradient history."""
+    """The full tensor of a DTensor (collective over its mesh), or the tensor itself; detached from the graph."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    on_mesh = tensor.to(tensor.device_mesh.device_type)  # it may be offloaded
+    on_mesh = tensor.to(tensor.device_mesh.device_type)  # the shard may be offloaded to the host
     assert isinstance(on_mesh, DTensor)
     try:
         return on_mesh.full_tensor()
-    except ValueError:  # torch 2.11 takes any strided shard for FSDP2's over a tensor-parallel one, and not packed ones
+    except ValueError:
+        # torch 2.11 takes every strided shard for FSDP2's over a tensor-parallel one, and can't gather packed tensors
         if torch.__version__ >= "2.12":
             raise
         return _summed_parts(on_mesh)
 
 
 def _summed_parts(tensor: DTensor) -> Tensor:
+    """The full tensor as an all-reduced sum: each rank writes its local part into zeros."""
     local = tensor.to_local()
     numbers = torch.arange(tensor.numel(), device=local.device).view(tensor.shape)
     full = torch.zeros(tensor.numel(), dtype=local.dtype, device=local.device)
@@ -82,6 +85,6 @@ def _summed_parts(tensor: DTensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, or the tensor itself; shares memory."""
+    """The local part of a DTensor, or the tensor itself; detached, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""Trees of tensors: batches, hidden states and what steps return.
+"""Walk, rebuild and split nested values (pytrees): batches, hidden states, and the outputs of steps.
 
-A batch may be any nesting of dicts (``BatchEncoding`` and other mappings included), lists, tuples, named tuples and
-dataclasses.
+Nodes are dicts and other mappings (such as ``BatchEncoding``), lists, tuples, named tuples and dataclasses, nested in
+any way. All other values are leaves. :func:`split` cuts a batch into microbatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 class Leaf:
-    """Base of dataclasses that are leaves of a tree, not nodes."""
+    """Base class of dataclasses that are leaves of a tree, not nodes."""
 
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -38,7 +38,7 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Every leaf, without its path: this is asked for each call of a block."""
+    """Every leaf, without its path; faster than :func:`walk`, since it is used in each call of a block."""
     found: list[Any] = []
     _collect(tree, found)
     return found
@@ -52,7 +52,7 @@ def _collect(tree: Any, found: list[Any]) -> None:
         for child in tree:
             _collect(child, found)
     elif kind == "mapping":
-        for _, child in tree.items():  # a user's mapping may have a key of the name ``values``
+        for _, child in tree.items():  # not values(): a user's mapping may have a key named ``values``
             _collect(child, found)
     else:
         for _, child in children(tree):
@@ -64,16 +64,16 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def containers(tree: Any) -> Iterator[Any]:
-    """The lists, dicts and dataclasses in it that code may change in place, in order."""
+    """The mutable containers of a tree (lists, dicts and dataclasses), in order."""
     is_object = is_node(tree) and dataclasses.is_dataclass(tree)
-    if is_object != isinstance(tree, (list, dict)):  # transformers' outputs are both, and don't change
+    if is_object != isinstance(tree, (list, dict)):  # transformers' outputs are dataclass and dict, and aren't changed
         yield tree
     for _, child in children(tree):
         yield from containers(child)
 
 
 def same_entries(before: list[Any], now: list[Any]) -> bool:
-    """Whether two lists hold the same objects; numbers and texts have no identity."""
+    """Whether two lists hold the same objects; numbers and strings are compared by type and value."""
     return len(before) == len(now) and all(
         one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
         for one, other in zip(before, now)
@@ -88,7 +88,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def is_node(tree: Any) -> bool:
-    """Whether it has children; :class:`torch.Size` is a leaf."""
+    """Whether a value is a node; :class:`torch.Size` is a leaf."""
     return _kind_of_node(type(tree)) is not None
 
 
@@ -102,12 +102,12 @@ def _found_kind_of_node(kind: type) -> str | None:
     return "object" if dataclasses.is_dataclass(kind) and not issubclass(kind, Leaf) else None
 
 
-# asking for a Mapping takes long
+# cached by type: issubclass(…, Mapping) is slow
 _kind_of_node: Callable[[type], str | None] = lru_cache(maxsize=1024)(_found_kind_of_node)
 
 
 def children(tree: Any) -> list[tuple[Any, Any]]:
-    """Keys and children of a node, in order; of a leaf none."""
+    """Keys and children of a node, in order; empty for a leaf."""
     kind = _kind_of_node(type(tree))
     if kind == "sequence":
         return list(enumerate(tree))
@@ -119,7 +119,7 @@ def children(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def rebuild(tree: Any, children: list[Any]) -> Any:
-    """A node of the same type and keys with other children."""
+    """A node of the same type with the same keys and other children; a dict if the mapping can't be made from one."""
     if isinstance(tree, Mapping):
         items = dict(zip(tree, children))
         try:
@@ -140,18 +140,19 @@ def _named(kind: Any, children: Iterable[Any]) -> Any:
     return tuple.__new__(kind, children)
 
 
-# its own constructor takes nothing but tensors, and stages tell each other nestings of what stands for them
+# PackedSequence's constructor takes tensors only, but stages send each other nestings with placeholders for tensors
 copyreg.pickle(PackedSequence, lambda packed: (_named, (PackedSequence, tuple(packed))))  # type: ignore[arg-type]
 
 
 def split(batch: Any, parts: int) -> list[Any]:
     """Cut a batch into ``parts`` microbatches of equal size, in order.
 
-    Tensors of at least one dimension are cut along the first; sequences of the batch's length that hold no such tensors
-    (texts, file names, a number for each sample) are cut too; anything else is handed to each microbatch as it is.
+    Tensors of at least one dimension are cut along dim 0. Lists with an entry per sample and no such tensors (texts,
+    file names, a number for each sample), tuples of strings, and numpy arrays of the batch's length are cut too.
+    Anything else is passed to each microbatch unchanged.
 
     Raises:
-        BatchError: Tensors of different first sizes, no tensor at all, or a size that ``parts`` doesn't divide.
+        BatchError: Tensors differ in the size of dim 0, there is no tensor, or ``parts`` doesn't divide the size.
     """
     size = batch_size(batch)
     if size % parts:
@@ -165,7 +166,11 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 
 def batch_size(batch: Any) -> int:
-    """How many samples a batch holds: the first size of its tensors."""
+    """The number of samples in a batch: the size of dim 0 of its tensors.
+
+    Raises:
+        BatchError: Tensors differ in the size of dim 0, or there is no tensor of at least one dimension.
+    """
     found = {tensor.size(0) for tensor in tensors(batch) if tensor.ndim}
     if len(found) == 1:
         return found.pop()
@@ -186,16 +191,24 @@ def batch_size(batch: Any) -> int:
 
 
 def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool = True) -> None:
-    """A list or tuple with an entry for each sample, as ``collate_fn=list`` gives, would be cut within each sample.
+    """Refuse a batch that has a list or tuple with an entry per sample, as ``collate_fn=list`` makes.
+
+    :func:`split` would cut such a batch inside each sample, along dim 0 of its tensors. Below, entries are *alike* if
+    their tensors have the same paths, dtypes and numbers of dimensions.
 
     Args:
-        drawn: Of so many samples the loader makes a batch, where that is known.
-        may_be_last: Whether it may be an epoch's last batch, of fewer samples.
+        drawn: The number of samples that the loader draws for a batch; ``None`` if it isn't known.
+        may_be_last: Whether the batch may be the last of an epoch, with fewer samples.
 
     Raises:
-        BatchError: There is one of as many entries alike, of another first size; or of that first size, where they are
-            tensors, and not a tuple of at most three that is the batch; or one of as many nestings, as that first size
-            says, that are dicts or are all that the batch has.
+        BatchError: The batch has a list or plain tuple with tensors in each entry, and one of these holds:
+
+            - It has ``drawn`` entries, all alike, and dim 0 of their tensors is larger than ``drawn``; or smaller, and
+              the batch can't be the last one; or equal, and the entries are tensors (allowed is a tuple of at most
+              three that is the whole batch, such as inputs and targets).
+            - It is inside the batch, its entries are nestings, as many as the size of dim 0 of their tensors, and they
+              are dicts, or the batch has no tensors outside of such lists.
+            - ``drawn`` isn't known, and it holds more than three tensors, all alike, as many as dim 0's size.
     """
     found: list[Any] = []
     _holds_tensors(batch, found)
@@ -218,13 +231,13 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
     inside = {id(tensor) for tensor in tensors(nested)}
     is_said_outside = any(tensor.ndim and id(tensor) not in inside for tensor in tensors(batch))
     for node in nested:
-        # as many layers as samples, each with tensors of all samples, come as tuples; samples' targets as dicts
+        # tuples: may be the states of as many layers as samples, each for all samples; dicts: the samples' targets
         if not (is_said_outside and all(isinstance(entry, (list, tuple)) for entry in node)):
             raise _list_of_samples(node, f"{size}, as a batch of {size} samples has them")
 
 
 _PARTS = 3
-"""A tuple of so many tensors of as many samples, that is the whole batch, is taken for inputs and targets."""
+"""A batch that is a tuple of at most so many tensors is taken for inputs and targets, not for a tuple of samples."""
 
 
 def _are_alike(node: Any) -> bool:
@@ -244,7 +257,7 @@ def _list_of_samples(node: Any, alike: str) -> BatchError:
 
 
 def _holds_tensors(tree: Any, found: list[Any]) -> bool:
-    """Whether it has tensors to cut; the lists and plain tuples that have some in each entry are added to ``found``."""
+    """Whether a tree has tensors to cut; appends to ``found`` every list and plain tuple with some in each entry."""
     if isinstance(tree, Tensor):
         return tree.ndim > 0
     kind = _kind_of_node(type(tree))
@@ -262,7 +275,7 @@ def _first_size(tree: Any) -> int:
 
 
 def _outline(tree: Any) -> tuple[Any, ...]:
-    """What samples of one data set have alike; their sizes may differ."""
+    """Paths, numbers of dimensions and dtypes of a tree's tensors: equal for samples of one data set; sizes differ."""
     return tuple((path, leaf.ndim, leaf.dtype) for path, leaf in walk(tree) if isinstance(leaf, Tensor) and leaf.ndim)
 
 
@@ -270,7 +283,7 @@ def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Tensor):
         if tree.layout != torch.strided or tree.is_nested:
             return _sparse_slice(tree, start, stop)
-        # autograd counts what is written into a part by itself: a step may change its batch in place
+        # .data gives the part a version counter of its own: a step may change its microbatch in place
         part = tree[start:stop] if tree.ndim else tree
         return part if part.requires_grad else part.data
     if isinstance(tree, np.ndarray):
@@ -293,13 +306,13 @@ def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _is_a_column(tree: Any, size: int) -> bool:
-    """Whether a sequence without tensors to cut has an entry per sample: a list of anything, or a tuple of texts."""
+    """Whether a value is a list, or a tuple of strings, with an entry per sample and no tensors to cut."""
     if not isinstance(tree, (list, tuple)) or len(tree) != size or any(tensor.ndim for tensor in tensors(tree)):
         return False
     return isinstance(tree, list) or (type(tree) is tuple and all(isinstance(entry, str) for entry in tree))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory, ``[bytes]``: a view."""
-    # not view(-1), which leaves a single element its odd stride
+    """The memory of a contiguous tensor as a ``uint8`` view of shape ``[bytes]``."""
+    # not view(-1): it keeps a single element's stride, which may be other than 1
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

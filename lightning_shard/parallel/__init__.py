@@ -1,1 +1,1 @@
-"""A model to this rank's part, one axis a folder: FSDP2 over data ranks, tensor, expert and context parallelism."""
+"""Reduce a model to this rank's part, one folder per parallel axis: FSDP2 (data), tensor, expert, context."""

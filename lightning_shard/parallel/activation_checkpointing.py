@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a block computes in a forward is computed again in the backward, not kept.
+"""Activation checkpointing: recompute a block's activations in the backward instead of keeping them.
 
-A block's ``forward`` is replaced on the instance, so that modules, names and state dicts stay as they are, and hooks
-around the block (sharding, the stage's) run once per forward.
+A block's ``forward`` is replaced on the instance. So modules, names and state dicts don't change, and hooks around the
+block (FSDP2's, the pipeline stage's) run once per forward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 from lightning_shard.errors import ConfigurationError, StepError
 
 Recomputing = bool | int | Literal["selective"] | None
-"""``None`` or ``False``: nothing; ``True``: every block; ``n``: every n-th; ``"selective"``: of every block all but
-matrix products, convolutions, attention and what ranks send each other."""
+"""``None`` or ``False``: recompute nothing; ``True``: every block; ``n``: every n-th block; ``"selective"``: in every
+block all but matrix products, convolutions, attention and collectives."""
 
 _CACHES = ("past_key_values", "layer_past")
 _KEPT = (
@@ -44,16 +44,17 @@ _KEPT = (
     ),
 )
 
-# Ranges of a profile compute nothing, and a second run may have more: FSDP2 marks how it gathers a unit in a block.
+# Profiler ranges compute nothing, and the second run may have more of them (FSDP2 marks its all-gather of a unit within
+# a block), so that selective checkpointing must not count them.
 for _packet in (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit):
     SAC_IGNORED_OPS.update(getattr(_packet, overload) for overload in _packet.overloads())
 
 
 def check_recomputing(setting: Any) -> None:
-    """Check ``activation_checkpointing``.
+    """Check the setting ``activation_checkpointing``.
 
     Raises:
-        ConfigurationError: It is none of those it can be.
+        ConfigurationError: The setting isn't a :data:`Recomputing`.
     """
     is_number = isinstance(setting, int) and not isinstance(setting, bool) and setting > 0
     if not (setting is None or isinstance(setting, bool) or is_number or setting == "selective"):
@@ -64,10 +65,10 @@ def check_recomputing(setting: Any) -> None:
 
 
 def chosen(count: int, setting: Recomputing) -> list[int]:
-    """The places of the blocks, of ``count``, that are recomputed: of every n-th the n-th, 2n-th, … .
+    """The indices of the blocks, out of ``count``, that are recomputed; with a number n, the n-th, 2n-th, … block.
 
     Raises:
-        ConfigurationError: There are fewer blocks than n.
+        ConfigurationError: There are fewer than n blocks.
     """
     if not setting:
         return []
@@ -82,28 +83,29 @@ def chosen(count: int, setting: Recomputing) -> list[int]:
 
 def recompute(
     block: nn.Module,
-    remember: Callable[[], Callable[[], None]],
+    snapshot: Callable[[], Callable[[], None]],
     *,
     selective: bool = False,
     is_compiled: bool = False,
 ) -> None:
-    """Have a block's forward run again in each backward, in place.
+    """Make a block run its forward again in each backward, in place.
 
-    The second run draws the random numbers of the first, under the autocast of the first, and leaves no trace in
-    attributes and buffers (counters, running statistics). What the block adds to lists, and hooks inside of it, see it.
+    The second run draws the same random numbers as the first, under the same autocast. Afterwards, attributes and
+    buffers (counters, running statistics) are restored. Not undone: what the block appends to lists, and what hooks
+    inside of the block do.
 
     Args:
         block: The module.
-        remember: Notes where random generators stand; returns what puts them back there.
+        snapshot: Takes a snapshot of the random generators; returns a function that restores it.
         selective: Keep the results of matrix products, convolutions, attention and collectives.
-        is_compiled: The compiler is to see the forward, and itself has the second run draw alike.
+        is_compiled: The forward will be compiled; the compiler itself restores generators for the second run.
     """
     forward = block.forward
     keeping = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = keeping() if selective else (nullcontext(), nullcontext())
-        return first, _SecondRun(block, remember(), remember, second)
+        return first, _SecondRun(block, snapshot(), snapshot, second)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -122,13 +124,13 @@ def recompute(
 
 
 def leave_out_caches(block: nn.Module) -> None:
-    """Have a block be trained without transformers' cache of keys and values, in place.
+    """Make a block ignore transformers' cache of keys and values while gradients are enabled, in place.
 
-    Training has no use for it, a second run would add to it once more, and compiling breaks off at it. transformers'
-    own checkpointing leaves it out too, by the same names.
+    Training has no use for the cache, a second run would append to it again, and the compiler breaks its graph at it.
+    transformers' own checkpointing drops it too, by the same argument names.
 
     Raises:
-        StepError: When called with one that holds what isn't of this step, such as a trained prefix.
+        StepError: The block is called with a cache that isn't empty, such as one with a trained prefix.
     """
     forward = block.forward
     indices = (getattr(part, "layer_idx", None) for part in block.modules())
@@ -155,24 +157,24 @@ def leave_out_caches(block: nn.Module) -> None:
 
 
 class _SecondRun(AbstractContextManager[None]):
-    """Around each run but the first: there may be several, where a graph is kept."""
+    """The context of each run after the first; with ``retain_graph`` there may be several."""
 
     def __init__(
         self,
         block: nn.Module,
-        put_back: Callable[[], None],
-        remember: Callable[[], Callable[[], None]],
+        restore: Callable[[], None],
+        snapshot: Callable[[], Callable[[], None]],
         context: AbstractContextManager[Any],
     ) -> None:
         self._block = block
-        self._put_back = put_back
-        self._remember = remember
+        self._restore = restore
+        self._snapshot = snapshot
         self._context = context
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        self._stack.callback(self._remember())
-        self._put_back()
+        self._stack.callback(self._snapshot())
+        self._restore()
         self._stack.enter_context(_leaving_no_trace(self._block))
         self._stack.enter_context(self._context)
 
@@ -182,7 +184,7 @@ class _SecondRun(AbstractContextManager[None]):
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Iterator[None]:
-    """Inside, modules have buffers that are copies; afterwards they have the attributes and buffers of before."""
+    """Inside, the modules' buffers are copies; on exit, the attributes and buffers of before are restored."""
     before = [(part, dict(vars(part))) for part in block.modules()]
     copies: dict[int, Tensor] = {}
     for part, _ in before:
@@ -200,7 +202,7 @@ def _leaving_no_trace(block: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def _kept() -> frozenset[Any]:
-    """The operations that this torch has of those to keep."""
+    """The operations of :data:`_KEPT` that the installed torch has."""
     found = [getattr(getattr(torch.ops, space), name, None) for space, names in _KEPT for name in names]
     return frozenset(getattr(packet, overload) for packet in found if packet for overload in packet.overloads())
 
@@ -212,7 +214,9 @@ def _policy(_context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpo
 
 
 def _draws(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it draws random numbers (dropout in attention): kept, it would leave the second run's other draws out of
-    step."""
+    """Whether an operation draws random numbers (dropout in attention).
+
+    If its result were kept, the second run would draw other numbers in the operations after it.
+    """
     names = [argument.name for argument in operation._schema.arguments]
     return "dropout_p" in names and {**dict(zip(names, args)), **kwargs}.get("dropout_p", 0.0) > 0.0

@@ -1,8 +1,9 @@
-"""BatchNorm over the samples of all data ranks, as ``Trainer(sync_batchnorm=True)`` asks for.
+"""Synchronized BatchNorm: statistics over the samples of all data ranks, for ``Trainer(sync_batchnorm=True)``.
 
-Torch's ``SyncBatchNorm`` runs on accelerators only, and is another class. Here a layer stays what it is, with its name,
-hooks and buffers; in training it takes the mean and the variance of all data ranks' samples. On an accelerator torch's
-own kernels do that, on the CPU sums that are reduced twice: of the samples, and of their squared distances to the mean.
+torch's ``SyncBatchNorm`` runs on accelerators only, and replaces the layer by one of another class. Here a layer stays
+the same object, with its name, hooks and buffers, and gets a subclass of its class. In training it uses the mean and
+variance over all data ranks' samples. On an accelerator torch's own kernels compute them. On the CPU two all-reduces
+do: of the sum of the samples, and of the sum of their squared distances to the mean.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import (
     SyncBatchNorm as _OnAccelerator,
-)  # private: what nn.SyncBatchNorm calls (2.11-13)
+)  # private: the function that nn.SyncBatchNorm calls (torch 2.11 to 2.13)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _CLASSES: dict[type[_BatchNorm], type[_BatchNorm]] = {}
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """Those that take statistics of the samples that they see, by name."""
+    """The BatchNorm layers of a module, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
 
 
 def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Have ``module``'s BatchNorm layers normalize by all samples of a group's ranks in training, in place.
+    """Make ``module``'s BatchNorm layers use the statistics of all samples of a group's ranks in training, in place.
 
     Args:
-        group: None: by their own samples again.
+        group: The ranks; ``None`` turns synchronization off again.
     """
     for layer in batch_norms(module).values():
         kind = type(layer)
@@ -44,7 +45,7 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 class _Over:
-    """A group, of which copies of a layer have the same one."""
+    """Holds a process group; a deep copy of a layer shares it, since groups can't be copied."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -54,7 +55,7 @@ class _Over:
 
 
 class Synchronized(_BatchNorm):
-    """A BatchNorm layer while it is synchronized; pickled, it is what it was."""
+    """Mixin for a BatchNorm layer that is synchronized. Pickling restores the layer's original class."""
 
     _over: _Over
 
@@ -80,7 +81,7 @@ class Synchronized(_BatchNorm):
         return self._on_host(input, group, mean, variance, share)
 
     def _to_track(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """The running statistics, and the share of a batch's in them; counts the batch."""
+        """The running mean and variance, and the weight of this batch in them; increments the batch counter."""
         if not self.track_running_stats:
             return None, None, 0.0
         assert self.num_batches_tracked is not None
@@ -114,7 +115,7 @@ class Synchronized(_BatchNorm):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over a group's ranks; the gradient is that of all their losses."""
+    """All-reduced sum over a group's ranks; its backward all-reduces the gradients of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

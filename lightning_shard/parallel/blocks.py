@@ -1,8 +1,11 @@
-"""Find a model's repeated blocks, and when what stands around them runs.
+"""Find a model's repeated blocks, and the place of every other part among them in running order.
 
-A model is cut, sharded and initialised block by block, so the blocks are found once, by name, in the order in which
-they run, and everything else follows: a pipeline stage is a range of them, and a part around them belongs to the stage
-of the block that it runs before.
+A model is cut, sharded and initialised block by block. So the blocks are found once, by name, in the order in which
+they run, and the rest follows from that order: a pipeline stage is a range of blocks, and a part around the blocks
+belongs to the stage of the block that it runs before.
+
+Order is guessed from source code (:func:`_running_order`), and corrected by a run where there is an example input
+(:meth:`Blocks.ordered`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _SELF = ("self",)
 _SUPER = "super()."
 _SMALL = 0.1
-"""A list of other blocks than the largest one's, and of a smaller share of its size, isn't cut."""
+"""A list whose blocks have other classes than the largest list's is cut only if it has at least this share of its size.
+
+Sizes are numbers of parameters.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,10 @@ class Blocks:
     """The repeated blocks of ``root`` and the parts around them, all as dotted names in ``root``.
 
     Attributes:
-        names: Every block's name, in the order in which they run; one that runs several times is there as often.
-        network: The module that a step calls: the first part of all names, or ``""`` where that is ``root`` itself.
-        parts: Modules and bare parameters around the blocks, each with the place of the block that it runs before;
-            ``len(names)`` for what runs after all of them. Of those outside of the network, the ones that are trained.
+        names: Every block's name in running order; a block that runs several times appears as often.
+        network: The module that a step calls: the first part of all names, or ``""`` if it is ``root`` itself.
+        parts: Modules and bare parameters around the blocks, each with the index in ``names`` of the block that it runs
+            before; ``len(names)`` if it runs after all blocks. Parts outside of the network only if they are trained.
     """
 
     names: tuple[str, ...]
@@ -58,11 +64,11 @@ class Blocks:
         return [root.get_submodule(name) for name in self.names]
 
     def ordered(self, calls: Sequence[str]) -> Blocks:
-        """The same with the order that was seen in a run.
+        """The same blocks and parts in the order of a run.
 
         Args:
-            calls: Names of blocks and parts, in the order in which they were called. What wasn't called stays where it
-                is among the blocks; if that is a block, all of them do.
+            calls: Names of blocks and parts, in the order in which they were called. A part that wasn't called keeps
+                its place. If a block wasn't called, all blocks keep their order.
         """
         called = tuple(name for name in calls if name in self.names)
         names = called if {*called} == {*self.names} else self.names
@@ -79,12 +85,13 @@ class Blocks:
 
 
 def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]:
-    """Every outermost list of at least two modules of one class that hold parameters: its path, and its blocks' names.
+    """The outermost lists of at least two modules of one class with parameters; list name to names of its blocks.
 
-    A list inside a block (the experts of a mixture, say) isn't one of the model's.
+    A list inside of a block, such as a mixture's experts, is left out.
 
     Args:
-        mixed: Also lists of several classes of which one is there twice, as attention and state-space layers in turn.
+        mixed: Also find lists of several classes, at least one of them repeated, such as alternating attention and
+            state-space layers.
     """
     found: dict[str, list[str]] = {}
     first_names = _first_names(root)
@@ -104,23 +111,26 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
 def find_blocks(
     root: nn.Module, path: str | Sequence[str] | None = None, calls: Callable[[], Sequence[str]] = tuple
 ) -> Blocks:
-    """The blocks at ``path``, or those of the model's lists of blocks.
+    """The blocks at ``path``, or without a path those of the model's lists of blocks.
 
-    Without a path these are the longest list that is trained, if any is, and with it those of the same network that
-    hold such blocks too, or others that are about as large: an encoder's and a decoder's, or a ResNet's stages; not
-    those that the example leaves out, as text does a vision tower. Where there is no such list, or only in a module
-    that runs several times, that module; where there is none, the parts of an ``nn.Sequential``.
+    Without a path, the first of these that exists:
+
+    - The longest list, a trained one if there is one, and other lists of the same network that hold blocks of its
+      classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't
+      run are left out, such as those of a vision tower if the example is text.
+    - A module that runs several times: instead of lists inside of it, or if there are no lists.
+    - The parts of an ``nn.Sequential``.
 
     Args:
         root: The LightningModule.
-        path: A list of blocks by its name in ``root`` or by the end of that name: ``"layers"`` finds ``"model.layers"``
-            where no other list ends so. Or several names, of lists or of modules, in the order in which they run, and
-            as often as they do.
-        calls: Runs the network on an example; gives the names of all modules that were called, in order. Asked where
-            there are several lists, none, or one in a loop.
+        path: A list of blocks, by its name in ``root`` or the end of that name: ``"layers"`` finds ``"model.layers"``
+            if no other list's name ends so. Or several names of lists or modules in running order, each as often as
+            it runs.
+        calls: Runs the network on an example, and returns the names of all called modules in order. Called only if
+            there are several lists or none, or if all chosen lists are inside of a loop.
 
     Raises:
-        PlacementError: No list, or none by this name; says which there are.
+        PlacementError: There is no list, or none of this name; the message names the lists that there are.
     """
     lists = block_lists(root, mixed=True)
     if path is None:
@@ -143,12 +153,12 @@ def find_blocks(
         names, parts = _lay_out(root, groups, network)
         if not isinstance(path, str):
             names = [name for one in found for name in groups[one]]
-    around = {name: place for name, place in reversed(parts) if name not in names}  # of several places the first
+    around = {name: place for name, place in reversed(parts) if name not in names}  # reversed: the first place wins
     return Blocks(tuple(names), network, tuple(reversed(around.items())))
 
 
 def names_of_parameters(root: nn.Module) -> list[tuple[str, ...]]:
-    """Each parameter's names: several where it is tied."""
+    """The names of each parameter: several if it is tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -164,7 +174,7 @@ def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The largest list, and those that belong to it."""
+    """The longest list, a trained one if there is one, and the lists that are cut with it."""
     if not lists:
         return {}
     path = max(lists, key=lambda name: (_trains(root.get_submodule(name)), len(lists[name]), _size(root, name)))
@@ -189,9 +199,9 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
 
 
 def _run_by(lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
-    """Without the lists that an example leaves out, while it runs others of the same network.
+    """``lists`` without those that the example doesn't call, in networks of which it calls other lists.
 
-    Their modules run on one stage then, whenever a step does call them.
+    Modules of a list that is left out are held by one stage, and run there if a step calls them.
     """
     run = {path for path, names in lists.items() if not called.isdisjoint(names)}
     networks = {path.partition(".")[0] for path in run}
@@ -199,7 +209,7 @@ def _run_by(lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str
 
 
 def _sequential(root: nn.Module) -> dict[str, list[str]]:
-    """The largest ``nn.Sequential`` of unlike parts, those inside it unfolded."""
+    """The children of the largest ``nn.Sequential``, nested ones flattened; they may be of different classes."""
     paths = [path for path, module in root.named_modules() if type(module) is nn.Sequential]
     found = {path: list(_unfolded(root, path)) for path in paths}
     found = {path: names for path, names in found.items() if sum(_holds(root.get_submodule(n)) for n in names) > 1}
@@ -210,7 +220,10 @@ def _sequential(root: nn.Module) -> dict[str, list[str]]:
 
 
 def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
-    """The modules that run several times, of the class that makes most of the network: ALBERT's one layer."""
+    """The outermost modules that run several times, of the class that computes most: ALBERT's one layer, say.
+
+    Empty if the largest of them has less than :data:`_SMALL` of the parameters.
+    """
     times = Counter(calls)
     often = [name for name, count in times.items() if count > 1 and name and _trains(root.get_submodule(name))]
     outermost = [name for name in often if not any(name.startswith(f"{other}.") for other in often)]
@@ -224,14 +237,14 @@ def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_looped(root: nn.Module, path: str) -> bool:
-    """Whether code has a loop that uses a module that ``path`` is in."""
+    """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
     return any(name in loop for level, name in levels if not isinstance(level, _LISTS) for loop in _loops(type(level)))
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
-    """Says what could be named."""
+    """The error for a model without blocks; it names modules that ``pipeline_blocks`` could name."""
     path, level = "", root
     while len(trained := [name for name, child in level.named_children() if _trains(child)]) == 1:
         path, level = f"{path}{trained[0]}.", level.get_submodule(trained[0])
@@ -258,7 +271,7 @@ def _unfolded(root: nn.Module, path: str) -> Iterator[str]:
 
 
 def _children(root: nn.Module, path: str) -> list[str]:
-    """What a list holds, by name; a module that has several names by its first. Of another module its own name."""
+    """Names of a list's modules, each by its first name in ``root``; for any other module, its own name."""
     module = root.get_submodule(path)
     if not isinstance(module, _LISTS):
         return [path]
@@ -271,7 +284,7 @@ def _first_names(root: nn.Module) -> dict[int, str]:
 
 
 def _held_by(listed: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> Iterable[nn.Module]:
-    """As often as they are there."""
+    """A list's modules, repeated ones as often as they are in it."""
     return listed.values() if isinstance(listed, nn.ModuleDict) else listed
 
 
@@ -298,7 +311,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _run_in_turn(root: nn.Module, one: str, other: str) -> bool:
-    """Whether two lists of one length are run by one loop: ``for a, f in zip(self.attentions, self.feedforwards)``."""
+    """Whether one loop runs two lists of one length: ``for a, f in zip(self.attentions, self.feedforwards)``."""
     parent, _, name = one.rpartition(".")
     other_parent, _, other_name = other.rpartition(".")
     if parent != other_parent or len(_children(root, one)) != len(_children(root, other)):
@@ -312,7 +325,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _trains(module: nn.Module) -> bool:
-    """A frozen teacher may have more blocks than the network that is trained."""
+    """Whether a module has trained parameters; used since a frozen teacher may have more blocks than the network."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -320,11 +333,11 @@ def _size(root: nn.Module, path: str) -> int:
     return sum(parameter.numel() for parameter in root.get_submodule(path).parameters())
 
 
-# -- in which order
+# -- running order
 
 
 def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """All blocks in running order, and the parts around them with their places."""
+    """All blocks in running order, and the parts around them with the indices of the blocks that they run before."""
     names: list[str] = []
     parts: list[tuple[str, int]] = []
 
@@ -354,7 +367,7 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
         carriers = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
 
         def runs(name: str, rest: str) -> bool:
-            """``self.model.embed(x)`` uses another part of the model than its blocks."""
+            """Whether code that uses ``name.rest`` may run blocks: not so for ``self.model.embed(x)``."""
             full = f"{prefix}{name}.{rest}"
             return name not in carriers or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
 
@@ -371,12 +384,16 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
 def _running_order(
     level: nn.Module, children: list[str], bare: list[str], carriers: list[str], runs: Callable[[str, str], bool]
 ) -> list[str]:
-    """What a module holds, in the order in which its code uses it first.
+    """A module's children and bare parameters, in the order in which its code first uses them.
 
-    What the code doesn't name, a bare parameter begins with, and a child stands where it is registered among the
-    children with blocks. This is a guess, which a run corrects where there is an example (``Blocks.ordered``). A wrong
-    one costs traffic or is refused, but can't pass for right: what a stage doesn't hold is unknown there
-    (``pipeline/dataflow/taint.py``).
+    Of those that the code doesn't name, bare parameters come first, and a child keeps its registration order relative
+    to the children with blocks. This is a guess, which a run corrects if there is an example (:meth:`Blocks.ordered`).
+    A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
+    tainted as unknown there (``pipeline/dataflow/taint.py``).
+
+    Args:
+        carriers: The children that contain blocks.
+        runs: Whether a use of attribute ``rest`` of a child counts as running it.
     """
     held = {*children, *bare}
     used: list[str] = []
@@ -398,7 +415,10 @@ def _running_order(
 
 
 def _loops_first(cls: type, used: Sequence[str], carriers: Sequence[str]) -> list[str]:
-    """What is called in the loop over the blocks runs between them all: the earliest stage that needs it holds it."""
+    """``used`` with modules that the loop over the blocks calls moved before the blocks.
+
+    They run between all blocks, so the earliest stage that needs one holds it.
+    """
     order = list(used)
     for loop in _loops(cls):
         places = [order.index(name) for name in carriers if name in loop and name in order]
@@ -409,12 +429,13 @@ def _loops_first(cls: type, used: Sequence[str], carriers: Sequence[str]) -> lis
 
 
 def _attributes_used(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
-    """Names of attributes in the order in which a method's code uses them, its class's own methods unfolded.
+    """Names of attributes in the order in which a method's code uses them, with the class's own methods inlined.
 
-    A call comes after what it is given: ``self.head(self.blocks(x))`` uses the blocks first.
+    A call comes after its arguments: ``self.head(self.blocks(x))`` uses the blocks first.
 
     Args:
-        after: A base class, of whose own bases the method is meant.
+        depth: How many levels of calls are inlined.
+        after: For ``super()``: look the method up in the classes after this one in the method resolution order.
     """
     bases = cls.__mro__[cls.__mro__.index(after) + 1 if after else 0 :]
     owner = next((base for base in bases if method in vars(base)), None)
@@ -431,7 +452,7 @@ def _attributes_used(cls: type, method: str, depth: int, after: type | None = No
 
 
 def _dotted(node: ast.Attribute) -> Iterator[str]:
-    """The attributes of a variable as one name: ``"model.embed"`` of ``self.model.embed``."""
+    """A chain of attributes as one name: ``"model.embed"`` for ``self.model.embed``."""
     names = [node.attr]
     inner = node.value
     while isinstance(inner, ast.Attribute):
@@ -443,7 +464,7 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
 
 
 def _loops(cls: type) -> list[set[str]]:
-    """Of each loop in a class's methods, and in the forwards that it inherits, the names of attributes that it uses."""
+    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses."""
     inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
     methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
     nodes = (node for body in methods for statement in body for node in ast.walk(statement))
@@ -451,7 +472,7 @@ def _loops(cls: type) -> list[set[str]]:
 
 
 def code_of(function: Any) -> list[ast.stmt]:
-    """A function's statements; none where there is no source."""
+    """The statements of a function's body; empty if its source isn't available."""
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     except (OSError, TypeError, SyntaxError, ValueError):
@@ -460,6 +481,7 @@ def code_of(function: Any) -> list[ast.stmt]:
 
 
 def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names of attributes in order of evaluation; ``"forward"`` for a call of ``self`` itself."""
     for node in nodes:
         if isinstance(node, ast.Call):
             yield from _names_used([*node.args, *node.keywords, node.func])

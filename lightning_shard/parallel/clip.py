@@ -1,4 +1,4 @@
-"""The norm of gradients that lie over every axis: shards, tensor parts, stages."""
+"""Norms of gradients that are sharded over every axis (data shards, tensor parts, stages), and clipping by them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE = 1 << 15
 
 
 def count_elsewhere(parameter: Tensor) -> None:
-    """Have norms leave out a parameter that another stage holds too, and counts."""
+    """Exclude a parameter from norms on this rank: another stage holds it too, and counts it."""
     setattr(parameter, _ELSEWHERE, True)
 
 
@@ -29,10 +29,10 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
 
 
 def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
-    """Whether this rank is the one that counts its local part of ``tensor``.
+    """Whether this rank counts its local part of ``tensor`` in norms.
 
-    Of ranks that hold equal parts (replicated placements, or axes of the stage that the tensor doesn't lie on) the
-    first counts it, so that a sum over all ranks counts every element once.
+    Several ranks hold the same part where a placement is replicated, or the tensor's mesh lacks an axis of the stage.
+    The first of them counts it, so that a sum over all ranks counts every element once.
     """
     coordinate = stage_mesh.get_coordinate()
     names = stage_mesh.mesh_dim_names
@@ -51,13 +51,16 @@ def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
 def gradient_norm(
     parameters: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of all gradients of the whole model, equal on all ranks; a collective call over all ranks.
+    """The norm of all gradients of the whole model, equal on all ranks. Collective over all ranks.
 
     Args:
         parameters: This rank's parameters; those without a gradient count as zero.
         stage_mesh: The mesh of the ranks that hold this rank's stage.
-        device: Where the norm is wanted.
+        device: Device of the result.
         norm_type: ``p`` of the p-norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        The norm, ``[]``, in the widest dtype of this rank's gradients, and at least float32.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and not is_counted_elsewhere(p)]
     return norm_over_ranks(gradients, stage_mesh, device, norm_type)
@@ -66,7 +69,7 @@ def gradient_norm(
 def norm_over_ranks(
     tensors: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """The common norm of all ranks' tensors, each element counted once; a collective call over all ranks."""
+    """The norm over all ranks' tensors together, each element counted once. Collective over all ranks."""
     own = list(tensors)
     norms = _own_norms(own, stage_mesh, device, norm_type)
     largest = math.isinf(norm_type)
@@ -81,7 +84,7 @@ def norm_over_ranks(
 def norms_over_stage(
     tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float
 ) -> Tensor:
-    """The norm of each tensor that a stage's ranks hold, ``[len(tensors)]``; a collective call over those ranks."""
+    """The norm of each tensor that a stage's ranks hold, ``[len(tensors)]``. Collective over the stage's ranks."""
     norms = _own_norms(tensors, stage_mesh, device, norm_type)
     largest = math.isinf(norm_type)
     total = norms if largest else norms.pow(norm_type)
@@ -91,16 +94,16 @@ def norms_over_stage(
 
 
 def _type_of_norm(tensors: Iterable[Tensor]) -> torch.dtype:
-    """That of this rank's tensors, and at least 32 bits."""
+    """The widest dtype of this rank's tensors, and at least float32."""
     return reduce(torch.promote_types, (tensor.dtype.to_real() for tensor in tensors), torch.float32)
 
 
 def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float) -> Tensor:
-    """Of what this rank counts of each tensor, ``[len(tensors)]`` in 64 bits; one launch for all of a kind.
+    """The norm of the part of each tensor that this rank counts, ``[len(tensors)]`` in float64.
 
-    Elements in 16 bits are taken in 32: what is rounded to 16 would depend on how tensors are cut. On the CPU, where
-    torch adds a tensor's elements one after another, and loses those that are small beside the sum, they are added by
-    pieces.
+    Tensors of one device and dtype share one kernel launch. Norms of 16-bit tensors are computed in 32 bits: a result
+    rounded to 16 bits would depend on how tensors are sharded. On the CPU, torch adds a tensor's elements one after
+    another and so loses those that are small beside the sum; there, norms are computed piece by piece.
     """
     norms = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -124,8 +127,9 @@ def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.
 def clip_by_norm(
     parameters: Iterable[Tensor], max_norm: float, stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """Scale all gradients so that their common norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_``
-    does.
+    """Scale all gradients so that their common norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
+
+    Collective over all ranks; for the arguments see :func:`gradient_norm`.
 
     Returns:
         The norm before clipping.
@@ -138,7 +142,7 @@ def clip_by_norm(
 
 @torch.no_grad()
 def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients of the common norm ``norm`` to ``max_norm``, where they exceed it."""
+    """Scale gradients, whose common norm is ``norm``, to ``max_norm`` if they exceed it."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for (place, dtype), alike in _gradients_by_kind(parameters).items():
         torch._foreach_mul_(alike, scale.to(device=place, dtype=dtype))
@@ -153,7 +157,7 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
 
 
 def _gradients_by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Local parts of gradients that one launch takes all of."""
+    """Local parts of gradients by device and dtype, so that one kernel launch takes all of a kind."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,7 +1,7 @@
-"""Blocks through ``torch.compile``, in place; and what a user has compiled.
+"""Compile blocks with ``torch.compile``, in place, and recognise modules that a user has compiled.
 
-Private (torch 2.11 to 2.13): where ``compile()`` of a module leaves its call, and the class of what ``torch.compile``
-makes of one.
+Private (torch 2.11 to 2.13): ``Module._compiled_call_impl``, which ``module.compile()`` sets, and
+``torch._dynamo.OptimizedModule``, the class that ``torch.compile(module)`` returns.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_shard.errors import ConfigurationError
 
 
 def check_backend(setting: Any) -> None:
-    """Check ``compile_blocks``: ``False``, ``True``, or the name of a backend of ``torch.compile``.
+    """Check the setting ``compile_blocks``: ``False``, ``True``, or the name of a ``torch.compile`` backend.
 
     Raises:
-        ConfigurationError: It is none of these.
+        ConfigurationError: The setting has another value.
     """
     if isinstance(setting, bool):
         return
@@ -31,19 +31,19 @@ def check_backend(setting: Any) -> None:
 
 
 def calls_compiled(module: nn.Module) -> bool:
-    """Whether a call goes through the compiler with its hooks, as after ``module.compile()``."""
+    """Whether calls of a module are compiled together with its hooks, as after ``module.compile()``."""
     return module._compiled_call_impl is not None
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile`` has made of a module."""
+    """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def compile_block(block: nn.Module, backend: str | Callable[..., Any]) -> None:
-    """Compile a block's forward, in place, by a backend of ``torch.compile``; blocks alike share what was compiled.
+    """Compile a block's forward with a ``torch.compile`` backend, in place; blocks of one class share compiled code.
 
-    The forward alone, and not the call (as ``block.compile()`` does): the hooks around it gather parameters and talk to
-    other stages.
+    Only the forward is compiled, not the call with its hooks (as ``block.compile()`` does): the hooks all-gather
+    parameters and communicate with other stages.
     """
     block.__dict__["forward"] = torch.compile(block.forward, backend=backend)

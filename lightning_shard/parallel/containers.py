@@ -1,4 +1,4 @@
-"""What is called of a model: containers such as a ``ModuleList`` have no forward, and hold modules that have."""
+"""Find the modules that are called, past containers without a forward of their own, such as ``ModuleList``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or the outermost ones in a container that is never called itself."""
+    """The module itself; for a container without a forward, the outermost modules in it that have one."""
     if type(module).forward is nn.Module.forward:
         yield from called_below(module)
     else:
@@ -16,7 +16,7 @@ def with_forward(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def called_below(root: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules below ``root`` that have a forward, and parameters."""
+    """The outermost modules below ``root`` that have a forward and hold parameters."""
     for child in root.children():
         if any(True for _ in child.parameters()):
             yield from with_forward(child)

@@ -1,9 +1,9 @@
-"""Weights that are the same on every layout.
+"""Initial weights that are bit-equal on every layout.
 
-A module built with real weights keeps exactly these: where processes built different ones (no seed was set), rank 0's
-win, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a block, or one module outside the
-blocks), each under a seed derived from its name, and every rank keeps its own shards: the weights depend on the seed
-alone, and no rank ever holds more than one whole part.
+A module built with real weights keeps them. If processes built different ones (no seed was set), rank 0's are
+broadcast, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a part is a block, or one
+module outside the blocks). Every rank initialises the full part under a seed derived from its name, and keeps its own
+shards. So the weights depend on the seed alone, and no rank ever holds more than one full part.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_shard.sharding import local_part
 from lightning_shard.tree import as_bytes
 
 _FILLED = 1
-"""The version of a new tensor after its one fill."""
+"""Version counter of a new tensor after its one ``fill_``."""
 
 
 def agree_on_weights(root: nn.Module) -> bool:
-    """Make every rank's real parameters and buffers those of rank 0; a collective call over all ranks.
+    """Broadcast rank 0's real parameters and buffers to all ranks if digests differ; collective over all ranks.
 
     Returns:
-        Whether any rank held others.
+        Whether any rank held other values.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
@@ -48,7 +48,7 @@ def agree_on_weights(root: nn.Module) -> bool:
 
 
 def _broadcast_from_first(tensor: Tensor) -> None:
-    """Rank 0's values, over a device that the process group's backend serves."""
+    """Broadcast rank 0's values, through a device that the process group's backend supports."""
     device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
     values = tensor.to(device).contiguous()
     raw = as_bytes(values)
@@ -57,19 +57,19 @@ def _broadcast_from_first(tensor: Tensor) -> None:
 
 
 def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, seed: int) -> list[str]:
-    """Initialise everything of ``root`` that is on meta, in place.
+    """Initialise all parameters and buffers of ``root`` that are on meta, in place.
 
     Args:
-        root: The model, already cut and sharded.
-        parts: Names of blocks that are initialised as one; other modules are parts by themselves.
-        device: Where the weights go.
+        root: The model, already cut to its stage and sharded.
+        parts: Names of blocks. All modules of a block are initialised under one seed; other modules one by one.
+        device: Device of the weights.
         seed: The run's seed.
 
     Returns:
         The names of the parts that were on meta.
 
     Raises:
-        ConfigurationError: A module on meta that nothing initialises; names it.
+        ConfigurationError: Nothing initialises a tensor on meta; the message names it.
     """
     done = []
     real: dict[int, tuple[Tensor, Tensor]] = {}
@@ -86,13 +86,17 @@ def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, see
 
 
 def _parts(root: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by name, without those inside of blocks."""
     for name, module in root.named_modules():
         if not any(name.startswith(f"{block}.") for block in blocks):
             yield name, module
 
 
 def _named(part: nn.Module, name: str, *, alone: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a part by full name, parents first (a parent's own rule is applied after its children's)."""
+    """The modules of a part by full name, parents first.
+
+    The caller reverses the order: a parent's own rule is applied after its children's.
+    """
     if alone:
         yield name, part
         return
@@ -109,11 +113,11 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 def _whole(
     modules: list[nn.Module], device: torch.device, real: dict[int, tuple[Tensor, Tensor]]
 ) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """Put full-sized real tensors in place of those on meta; on leaving, keep this rank's part of each.
+    """Replace tensors on meta by full-sized real ones; on exit, replace these by this rank's part of each.
 
     Args:
-        real: What was kept so far, with what it replaced, by the id of that: tied tensors stay tied, and have the
-            values of the part that comes first.
+        real: By the id of a tensor on meta: that tensor, and the part that replaces it; extended on exit. With it, tied
+            tensors stay tied, and have the values of the first part that holds them.
     """
     originals: dict[int, dict[str, Tensor]] = {}
     whole: dict[int, Tensor] = {}
@@ -139,6 +143,7 @@ def _whole(
 
 
 def _keep(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of ``full`` as a DTensor, if ``like`` is one; else ``full``."""
     if not isinstance(like, DTensor):
         return full
     local = local_part(full.detach(), like).clone(memory_format=torch.contiguous_format)
@@ -159,9 +164,10 @@ def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
 
 
 def _initialize(root: nn.Module, name: str, module: nn.Module) -> None:
-    """The module's own ``reset_parameters``, then the ``_init_weights(module)`` of the nearest module around it.
+    """Call the module's own ``reset_parameters``, then ``_init_weights(module)`` of the nearest ancestor that has it.
 
-    ``_init_weights`` is the convention of transformers and of GPTs since; it refines what the layers do by themselves.
+    ``_init_weights`` is a convention of transformers that many GPT implementations follow. It refines the layers' own
+    initialisation.
     """
     for method in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, method, None)
@@ -187,8 +193,8 @@ def _check_initialized(part: str, modules: list[nn.Module], originals: dict[int,
     for module in modules:
         for key in originals.get(id(module), {}):
             tensor = _own(module)[key]
-            # Floating-point tensors were filled with NaN, others with zeros: those must have been written to, or
-            # replaced.
+            # Floating-point tensors were filled with NaN, others with zeros. The others count as initialised if they
+            # were written to or replaced.
             if tensor.is_floating_point() or tensor.is_complex():
                 untouched = bool(tensor.isnan().any())
             else:

@@ -1,4 +1,4 @@
-"""Plans by names of modules: those that transformers models declare, and how a pattern's names are matched."""
+"""Parallel plans as patterns of module names: checks, the plans that transformers models declare, and matching."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from lightning_shard.errors import PlanError
 
 
 def check_plan(name: str, plan: Any, known: Collection[str], kinds: type | tuple[type, ...] = ()) -> None:
-    """Check a user's own plan, as far as it can be without the model; ``None`` is the model's.
+    """Check a user's plan, as far as that is possible without the model; ``None`` stands for the model's own plan.
 
     Args:
-        name: The setting's, for errors.
+        name: Name of the setting, for errors.
+        plan: The value of the setting.
         known: Names of styles.
-        kinds: Of objects that are styles too.
+        kinds: Classes whose instances are styles too.
 
     Raises:
-        PlanError: It isn't a mapping of patterns to styles, or has an unknown style.
+        PlanError: The plan isn't a mapping of patterns to styles, or has an unknown style.
     """
     if plan is None:
         return
@@ -39,10 +40,11 @@ def check_plan(name: str, plan: Any, known: Collection[str], kinds: type | tuple
 
 
 def declared_plan(root: nn.Module, kind: Literal["tp", "ep"]) -> dict[str, str]:
-    """What transformers models in ``root`` declare, by names in ``root``; empty where there is none.
+    """The plans that transformers models in ``root`` declare, by names in ``root``; empty if there are none.
 
-    transformers 5: ``config.base_model_tp_plan`` for the base model, ``_tp_plan`` of the class for its head; the same
-    with ``ep`` for experts. A wrapper such as peft's passes their attributes on, so the class is asked.
+    transformers 5 declares ``config.base_model_tp_plan`` for the base model, and ``_tp_plan`` of the class for its
+    head; the same with ``ep`` for experts. ``base_model_prefix`` and ``_tp_plan`` are read from the class, since a
+    wrapper such as peft's forwards instance attributes to the model that it wraps.
     """
     plan: dict[str, str] = {}
     for name, module in root.named_modules():
@@ -60,13 +62,15 @@ def declared_plan(root: nn.Module, kind: Literal["tp", "ep"]) -> dict[str, str]:
 
 
 def check_heads(modules: Mapping[str, nn.Module], name: str, parts: int) -> None:
-    """Of a layer that is split by output features and makes whole heads, a part has to be some whole heads.
+    """Check that ``parts`` divides the heads of a query or key projection that is split by output features.
 
     Args:
-        modules: By name; transformers' attention modules know their ``head_dim``.
+        modules: Modules by name; transformers' attention modules have a ``head_dim``.
+        name: Name of the layer.
+        parts: Size of the tensor axis.
 
     Raises:
-        PlanError: It isn't.
+        PlanError: A part wouldn't be a whole number of heads.
     """
     owner, _, kind = name.rpartition(".")
     features = getattr(modules[name], "out_features", None)
@@ -85,20 +89,20 @@ _OF_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name, or its end, is of a pattern whose ``*`` stands for any one part."""
+    """Whether the last parts of a dotted name match a pattern; ``*`` in it stands for any one part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, parts[-len(wanted) :], wanted))
 
 
 def similar(names: Iterable[str], pattern: str) -> str:
-    """What an error says of names that end as a pattern does, which matches none."""
+    """For the error of a pattern without a match: a clause that names modules with the pattern's last part."""
     last = pattern.rpartition(".")[2]
     near = [name for name in names if name and name.rpartition(".")[2] == last]
     return f"; modules with that last name: {near[:4]}" if near else ""
 
 
 def weight_computed_by(module: nn.Module) -> str:
-    """What it is: a parametrization, or a hook of ``torch.nn.utils`` such as its older weight_norm."""
+    """Names of what computes a module's weight: parametrizations, or ``torch.nn.utils`` hooks (old weight_norm)."""
     if parametrize.is_parametrized(module):
         lists: Any = module.parametrizations
         return ", ".join(type(each).__name__ for of_one in lists.values() for each in of_one)

@@ -1,4 +1,4 @@
-"""What blocks are given: values that hold nothing, and users' hooks that would see a run more."""
+"""Predicates for code that runs a block once more to check it: plain arguments, caches, and hooks that would fire."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import torch
 from torch import nn
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-"""Values that no run changes, and that hold nothing of a batch."""
+"""Types of values that no run changes, and that hold no part of a batch."""
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is one of transformers' caches of keys and values, to which each run adds."""
+    """Whether a value is a transformers cache of keys and values; each run appends to it."""
     return hasattr(value, "get_seq_length")
 
 
 def has_other_hooks(module: nn.Module, packages: tuple[str, ...]) -> bool:
-    """Whether a module has forward hooks or pre-hooks of other packages than these, which end with a dot."""
+    """Whether a module has forward hooks or pre-hooks that none of ``packages`` defines.
+
+    Args:
+        packages: Prefixes of module names, each ending with a dot, such as ``"torch."``.
+    """
     hooks: Iterable[Any] = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
     return not all(str(getattr(function, "__module__", "")).startswith(packages) for function in functions)

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.experts import list_weights
-from lightning_shard.parallel.experts.module_lists import RunsAgain, ToRunAgain
+from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, TwoRuns
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
-from lightning_shard.plugin.assembly.probe import to_run_again
+from lightning_shard.plugin.assembly.probe import two_runs
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.mixtures import EXPERTS, NOISY, ListedMixture, Noisy
@@ -86,11 +86,11 @@ class Around(nn.Module):
 
 
 @contextmanager
-def nothing_to_put_back(_: nn.Module) -> Iterator[RunsAgain]:
+def nothing_to_put_back(_: nn.Module) -> Iterator[RestoreAndReplay]:
     yield (lambda: None), nullcontext
 
 
-def dealt(module: nn.Module, again: ToRunAgain = nothing_to_put_back) -> nn.Module:
+def dealt(module: nn.Module, again: TwoRuns = nothing_to_put_back) -> nn.Module:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
     root = nn.ModuleDict({"mixture": module})
     names = resolve_experts(root, PLAN, 2)
@@ -226,7 +226,7 @@ def noisy() -> None:
     (sum(out.square().sum() for out in expected) / 2).backward()
     rank = torch.distributed.get_rank()
     for recomputes in (False, True):
-        modules = [dealt(copy.deepcopy(block), partial(to_run_again, torch.device("cpu"))) for block in plain]
+        modules = [dealt(copy.deepcopy(block), partial(two_runs, torch.device("cpu"))) for block in plain]
         torch.manual_seed(seeds[rank])
         x = tokens[rank].clone().requires_grad_()
         for module in modules:

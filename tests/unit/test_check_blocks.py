@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.tensor.check_blocks import SplitBlocks
-from lightning_shard.plugin.assembly.probe import looking_at
+from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck
+from lightning_shard.plugin.assembly.probe import trial_runs
 
 Forward = Callable[["Block", Tensor], Any]
 
@@ -41,8 +41,8 @@ def called(block: Block, x: Tensor, *, is_part: bool = False, split: Forward | N
     root = nn.ModuleDict({"block": block})
     blocks: dict[str, nn.Module] = {"block": block}
     parts, blocks = (blocks, {}) if is_part else ({}, blocks)
-    looks, styles = partial(looking_at, x.device), {"block.linear": ColwiseParallel()}
-    compared = SplitBlocks(blocks, parts, styles, looks, lambda _: suppress(Exception))
+    looks, styles = partial(trial_runs, x.device), {"block.linear": ColwiseParallel()}
+    compared = SplitBlocksCheck(blocks, parts, styles, looks, lambda _: suppress(Exception))
     if split is not None:
         block.compute = split
     compared.compare(root)

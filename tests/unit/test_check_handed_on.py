@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from lightning_shard.parallel.tensor.check_handed_on import OutputGradients, remember_outputs
+from lightning_shard.parallel.tensor.check_handed_on import OutputGradients, mark_outputs
 from lightning_shard.parallel.tensor.styles import STYLES
 
 
@@ -33,7 +33,7 @@ from lightning_shard.parallel.tensor.styles import STYLES
 )
 def test_of_our_styles_and_of_torchs(style: ParallelStyle, is_whole: bool) -> None:
     root = nn.ModuleDict({"layer": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
-    remember_outputs(root, {"layer": style})
+    mark_outputs(root, {"layer": style})
     whole, _ = OutputGradients(root).take()
     assert [*whole] == ["layer"] * is_whole
 
@@ -55,6 +55,6 @@ def test_of_our_styles_and_of_torchs(style: ParallelStyle, is_whole: bool) -> No
 )
 def test_whose_gradients_are_added_up(style: ParallelStyle, is_added: bool) -> None:
     root = nn.ModuleDict({"layer": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
-    remember_outputs(root, {"layer": style})
+    mark_outputs(root, {"layer": style})
     _, added = OutputGradients(root).take()
     assert [*added] == ["layer"] * is_added

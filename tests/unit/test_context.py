@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, LayoutError, StepError
-from lightning_shard.parallel.context.blocks import DealtSequences, sequence_dim
+from lightning_shard.parallel.context.blocks import ShardedSequences, sequence_dim
 from lightning_shard.parallel.context.chunks import Part
-from lightning_shard.plugin.assembly.probe import looking_at
+from lightning_shard.plugin.assembly.probe import trial_runs
 
 WIDTH, LENGTH = 8, 16
 
@@ -140,7 +140,7 @@ MIXES = "mixes or counts positions by more than its attention does.*sdpa.*contex
 
 
 def dealt(block: nn.Module) -> nn.Module:
-    sequences = DealtSequences(Part(cast(Any, None), 0, 2), lambda module: looking_at(torch.device("cpu"), module))
+    sequences = ShardedSequences(Part(cast(Any, None), 0, 2), lambda module: trial_runs(torch.device("cpu"), module))
     sequences.deal(block, sequences.attend(block))
     return block
 

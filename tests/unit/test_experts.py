@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import LayoutError, PlanError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.experts.module_lists import deal_list
+from lightning_shard.parallel.experts.module_lists import distribute_list
 from lightning_shard.parallel.experts.stacked import resolve_experts
-from lightning_shard.plugin.assembly.probe import to_run_again
+from lightning_shard.plugin.assembly.probe import two_runs
 from lightning_shard.testing.layouts import parse
 from tests.mixtures import EXPERTS, NETWORKS, NOISY, Experts, ListedMixture, Mixtures, Noisy
 
@@ -170,7 +170,7 @@ def test_noise_of_the_router_is_the_same_in_both_runs_whatever_experts_draw() ->
     mesh = init_device_mesh("cpu", (1,))
     plain = nn.ModuleDict({"mixture": Noisy()})
     dealt = copy.deepcopy(plain)
-    deal_list(dealt, "mixture.experts", mesh, mesh, partial(to_run_again, torch.device("cpu")))
+    distribute_list(dealt, "mixture.experts", mesh, mesh, partial(two_runs, torch.device("cpu")))
     tokens = torch.randn(16, NOISY)
     for step in range(2):  # of which the first asks an expert for the shape of its results
         results = []

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp import mutable_arguments
-from lightning_shard.parallel.fsdp.mutable_arguments import keep_what_is_given
+from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.sharding import full_tensor
 from tests.unit.pipelines import Root
 from tests.unit.test_crossing import (
@@ -58,7 +58,7 @@ def sharded(network: type[Net]) -> tuple[Sharded, Sharded]:
     fully_shard(root, mesh=mesh, ignored_params={p for block in blocks for p in block.parameters()})
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    keep_what_is_given(blocks)
+    write_back_arguments(blocks)
     return root, plain
 
 

@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.shards import Split, shard, shard_strided_last, 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.parallel.tensor.plan import resolve_plan
-from lightning_shard.parallel.tensor.styles import BY_HEADS, STYLES, OwnShare, SharedByHeads, SummedGradients
+from lightning_shard.parallel.tensor.styles import BY_HEADS, STYLES, SharedByHeads, SummedGradients, SummedOutput
 from lightning_shard.sharding import part_on
 from tests.mixtures import NETWORKS, Mixtures, adapted, transformers_model
 
@@ -29,7 +29,7 @@ def on_meta(kind: str) -> nn.Module:
 
 def test_a_declared_plan_of_experts_is_taken_as_far_as_it_goes() -> None:
     styles = resolve_plan(on_meta("qwen3"), None, 2)
-    assert isinstance(styles["net.model.layers.0.mlp.experts"], OwnShare)
+    assert isinstance(styles["net.model.layers.0.mlp.experts"], SummedOutput)
     assert "net.model.layers.0.mlp" not in styles  # the plan has dense layers too, and this model none
     dealt = [f"net.model.layers.{i}.mlp.experts" for i in range(4)]
     beside = resolve_plan(on_meta("qwen3"), None, 2, without=dealt)

@@ -37,8 +37,8 @@ from lightning_shard.dryrun.counting.two_parts import accumulators
 from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import with_forward
-from lightning_shard.parallel.experts.module_lists import RunsAgain, deal_list, is_list
-from lightning_shard.parallel.experts.stacked import deal_stack, resolve_experts
+from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, distribute_list, is_list
+from lightning_shard.parallel.experts.stacked import distribute_stack, resolve_experts
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 
@@ -247,9 +247,9 @@ def _lay_out(
         mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
         for name in experts:
             if name in lists:
-                deal_list(module, name, mesh, mesh, _runs_again, ListDealtEvenly)
+                distribute_list(module, name, mesh, mesh, _runs_again, ListDealtEvenly)
             else:
-                deal_stack(module, name, mesh, DealtEvenly)
+                distribute_stack(module, name, mesh, DealtEvenly)
 
     def counted(name: str, parameter: Tensor) -> ParameterCount:
         is_listed = name.startswith(tuple(f"{each}." for each in lists))
@@ -282,7 +282,7 @@ def _lay_out(
     return {holder: tuple(held.values()) for holder, held in found.items()}
 
 
-def _runs_again(_owner: nn.Module) -> AbstractContextManager[RunsAgain]:
+def _runs_again(_owner: nn.Module) -> AbstractContextManager[RestoreAndReplay]:
     """What a second run changes is of no use to a count."""
     return nullcontext((lambda: None, nullcontext))
 

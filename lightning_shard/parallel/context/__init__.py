@@ -1,1 +1,1 @@
-"""Context parallelism: blocks on parts of sequences, attention over whole ones."""
+"""Context parallelism: blocks run on each rank's part of a sequence, and attention on the whole sequence."""

@@ -1,8 +1,9 @@
-"""Attention of this rank's queries to all positions' keys and values.
+"""Attention over ranks: this rank's queries attend to the keys and values of all positions.
 
-A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is exchanged while the block runs. Keys and
-values are gathered from the context ranks, in the order of the sequence, and each of this rank's two chunks of queries
-attends to them. Every device's kernels can do that, and each query's softmax is computed at once, as in one process.
+A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is replaced while the block runs. The
+replacement all-gathers keys and values from the context ranks, in the order of the sequence, and each of this rank's
+two chunks of queries attends to them. The kernels of every device support this, and each query's softmax is computed
+in one piece, as in one process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _PLAIN = F.scaled_dot_product_attention
 
 @contextmanager
 def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside, ``F.scaled_dot_product_attention`` is another function, and ``nn.MultiheadAttention`` calls it.
+    """Inside, ``F.scaled_dot_product_attention`` is replaced by ``function``; ``nn.MultiheadAttention`` calls it too.
 
-    Who has imported the function itself by its name calls torch's.
+    Code that has imported the function by name still calls torch's.
     """
     before, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
     F.scaled_dot_product_attention = function  # type: ignore[assignment]
@@ -43,21 +44,25 @@ def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
 
 @functools.cache
 def _lower_right(size: int, end: int) -> Tensor:
-    """The causal mask of the queries of a chunk, the last of which is at position ``end − 1``."""
+    """The causal mask for a chunk of ``size`` queries, the last of which is at position ``end − 1``."""
     return causal_lower_right(size, end)
 
 
 def make_masks(part: Part, length: int) -> None:
-    """Make those that :func:`over_ranks` needs; not under a mode that follows operations, which can't take their class.
+    """Make and cache the masks that :func:`over_ranks` needs.
 
-    Such as that of selective checkpointing.
+    Call it outside of dispatch modes, such as that of selective checkpointing, which don't support the masks' class.
     """
     for place in part.chunks:
         _lower_right(length // 2, (place + 1) * (length // 2))
 
 
 def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:
-    """``scaled_dot_product_attention`` of this rank's ``length`` positions of each sequence."""
+    """A replacement of ``scaled_dot_product_attention`` for this rank's ``length`` positions of each sequence.
+
+    Raises:
+        StepError: In a call: attention has dropout, isn't over the block's own sequence, or has a mask of another size.
+    """
 
     def attention(
         query: Tensor,
@@ -99,7 +104,7 @@ def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, end: int, options: dict[str, Any]) -> Tensor:
-    """Of queries whose last one is at position ``end − 1``; later keys aren't read."""
+    """Causal attention of queries, the last of which is at position ``end − 1``; later keys aren't read."""
     size = query.size(_SEQUENCE)
     key, value = key.narrow(_SEQUENCE, 0, end), value.narrow(_SEQUENCE, 0, end)
     if end == size:
@@ -108,7 +113,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, end: int, options: dict[s
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast would where attention begins, so that less is sent, and kernels are given one type."""
+    """Cast as autocast does in attention, but before the all-gather: fewer bytes are sent, and all have one dtype."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -117,7 +122,7 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _own_rows(mask: Tensor, part: Part, length: int) -> Tensor:
-    """Of a mask ``[…, queries or 1, keys or 1]`` over whole sequences."""
+    """This rank's rows of a mask ``[…, queries or 1, keys or 1]`` over whole sequences."""
     whole = part.ranks * length
     rows, columns = (mask.size(_SEQUENCE) if mask.ndim > 1 else 1), mask.size(-1)
     if rows not in (1, whole) or columns not in (1, whole):

@@ -1,9 +1,9 @@
 """Context parallelism: each block runs on this rank's part of every sequence.
 
-A block's ``forward`` is replaced on the instance: what it is given is cut, and what it returns is joined. So whatever
-runs around blocks, and between them, sees whole sequences: positions, labels, losses, hooks on blocks. Within,
-attention sees all positions (:mod:`.attention`), and nothing else mixes them, which is looked into
-(:mod:`.positions`).
+A block's ``forward`` is replaced on the instance: its arguments are cut to this rank's part, and its outputs are
+all-gathered. So all code around and between blocks (positions, labels, losses, hooks on blocks) sees whole sequences.
+Within a block, attention sees all positions (:mod:`.attention`). Nothing else in a block may mix positions;
+:mod:`.check_positions` checks that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_shard.parallel.context.attention import attention_by, make_masks,
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
     Arguments,
-    Looking,
+    TrialRuns,
     check_positions,
     draws,
     outputs_of,
@@ -38,25 +38,27 @@ _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
 
 
-class DealtSequences:
-    """The blocks of a model whose sequences are dealt to ranks.
+class ShardedSequences:
+    """Makes a model's blocks run on parts of sequences.
 
     Args:
-        part: This rank's.
-        looking_at: Gives what a run of a block inside leaves behind, and puts it back.
+        part: This rank's part of every sequence.
+        trial_runs: A context for runs of a block; its :class:`RunChanges` restore what a run has changed.
     """
 
-    def __init__(self, part: Part, looking_at: Looking) -> None:
+    def __init__(self, part: Part, trial_runs: TrialRuns) -> None:
         self._part = part
-        self._looking_at = looking_at
+        self._trial_runs = trial_runs
         self._runs_whole = False
         self._caches: WeakKeyDictionary[Any, set[nn.Module]] = WeakKeyDictionary()
 
     def attend(self, block: nn.Module) -> Callable[..., Any]:
-        """Have a block's attention see all positions, in place; runs inside of what runs the block again.
+        """Make a block's attention see all positions, in place.
+
+        Apply it before activation checkpointing wraps the forward, so that a recomputed forward does so too.
 
         Returns:
-            Its forward as it was.
+            The block's original forward.
         """
         plain = block.forward
 
@@ -76,10 +78,11 @@ class DealtSequences:
         return plain
 
     def deal(self, block: nn.Module, plain: Callable[..., Any]) -> None:
-        """Cut what a block is given, and join what it returns, in place; all ranks of the context call it alike.
+        """Cut a block's arguments, and all-gather its outputs, in place. All context ranks must make the same calls.
 
         Args:
-            block: After :meth:`attend`, which gave ``plain``.
+            block: A block after :meth:`attend`, and after activation checkpointing.
+            plain: The result of :meth:`attend`.
         """
         forward = block.forward
         inner = [module for module in block.modules() if module is not block]
@@ -115,9 +118,9 @@ class DealtSequences:
             self._runs_whole = before
 
     def generate_whole(self, root: nn.Module) -> None:
-        """Have transformers' ``generate`` run on whole sequences, of all networks below ``root``.
+        """Make transformers' ``generate`` of all networks below ``root`` run on whole sequences.
 
-        Its calls are of any length, and add to a cache of keys and values.
+        Its calls have sequences of any length, and append to a cache of keys and values.
         """
         for network in root.modules():
             if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
@@ -169,13 +172,13 @@ class DealtSequences:
             _hidden_states(block, *arguments)[:, position] = torch.nan
             return arguments
 
-        check_positions(block, plain, of, poison, count, self._looking_at)
+        check_positions(block, plain, of, poison, count, self._trial_runs)
 
     def _without_caches(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-        """Leave out transformers' caches of keys and values, to which each rank would add its own part's.
+        """Replace transformers' caches of keys and values by ``None``: each rank would append those of its own part.
 
         Raises:
-            StepError: For one that was filled, or would have been by an earlier call.
+            StepError: A cache isn't empty, or an earlier call of the block had it too, and would have filled it.
         """
 
         def left_out(value: Any) -> Any:
@@ -196,7 +199,7 @@ class DealtSequences:
 
 
 def _hidden_states(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor that a block is given, ``[batch, sequence, features]``."""
+    """The first tensor argument of a block: hidden states ``[batch, sequence, features]``."""
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if first is None or first.ndim != 3 or not first.is_floating_point():
         what = "no tensor" if first is None else f"{first.dtype} of shape {tuple(first.shape)}"
@@ -208,7 +211,7 @@ def _hidden_states(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _each_tensor(block: nn.Module, hidden: Tensor, given: Any, take: Callable[[Tensor, int | None], Tensor]) -> Any:
-    """What a block is given, with each tensor exchanged for what ``take`` makes of it and its dim of positions."""
+    """A block's arguments with each tensor replaced by ``take(tensor, dim)``, where ``dim`` is that of the sequence."""
     if isinstance(given, Tensor):
         return take(given, 1 if given is hidden else sequence_dim(given, hidden.size(1)))
     if isinstance(given, (tuple, list)):
@@ -224,20 +227,20 @@ def _each_tensor(block: nn.Module, hidden: Tensor, given: Any, take: Callable[[T
 
 
 def sequence_dim(tensor: Tensor, length: int) -> int | None:
-    """Which dim of an argument beside the hidden states is cut; ``None`` where each rank has all, as of masks.
+    """The dim along which an argument other than the hidden states is cut; ``None`` if it stays whole, such as masks.
 
-    A wrong answer shows as sizes that don't fit, since no rank's part is as long as the whole.
+    A wrong guess fails with sizes that don't fit, since no rank's part is as long as the whole sequence.
 
     Raises:
-        StepError: It can't be known.
+        StepError: Shape and dtype leave several answers.
     """
     dims = [dim for dim, size in enumerate(tensor.shape) if size == length]
     is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if not dims or (tensor.ndim == 3 and dims in ([2], [1, 2])):  # masks
         return None
-    if tensor.ndim == 1 or (tensor.ndim == 2 and dims == [0]):  # of each position
+    if tensor.ndim == 1 or (tensor.ndim == 2 and dims == [0]):  # [sequence, …]
         return 0
-    if tensor.ndim == 2 and (dims == [1] or not is_index):  # positions of each sample; or masks
+    if tensor.ndim == 2 and (dims == [1] or not is_index):  # indices [batch, sequence]; else masks
         return 1 if is_index else None
     if tensor.ndim == 3 and dims == [1]:
         return 1
@@ -253,7 +256,7 @@ def sequence_dim(tensor: Tensor, length: int) -> int | None:
 
 
 def _kind_of(given: Any) -> Any:
-    """What a block's code may branch on."""
+    """A key of arguments: the properties that a block's code may branch on."""
     if isinstance(given, Tensor):
         return given.ndim, given.dtype
     if isinstance(given, (tuple, list)):

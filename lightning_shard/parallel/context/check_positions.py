@@ -1,15 +1,15 @@
-"""Whether a block computes each position by itself, but for its attention.
+"""Check that a block computes each position independently, except in its attention.
 
-A block that mixes or counts positions in any other way would compute something else on a part of a sequence, and
-nothing would fail. So before its first run it is looked at on a few positions, with attention exchanged for a function
-of each position's own query, key and value. Then what it computes
+A block that mixes or counts positions in any other way would silently compute something else on a part of a sequence.
+So before its first run a block is run on a few positions, with attention replaced by a function of each position's own
+query, key and value. Two properties are checked:
 
-* is the same on all of them at once as on each half of them, within rounding, and so are queries, keys and values: it
-  isn't where positions are counted from the first, or a number of tokens matters;
-* isn't touched by one position that is NaN, but there: it is by matrix products, convolutions, recurrences and
+* Outputs, queries, keys and values on all positions at once equal those on each half, within rounding. They don't if
+  the block counts positions from the first one, or depends on the number of tokens.
+* If one position is NaN, no other position becomes NaN. Others do after matrix products, convolutions, recurrences or
   statistics over positions.
 
-Parameters have noise added meanwhile, so that none that begin as zeros hide what comes before them.
+Noise is added to the parameters for these runs, so that parameters that are zero at first hide nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lightning_shard.errors import ShardError, StepError
 from lightning_shard.parallel.context.attention import attention_by
 
 POSITIONS = 64
-"""How many are looked at, of a rank's part that has more."""
+"""Maximum number of positions, of a rank's part, that the check runs on."""
 _APART = 1e-3
-"""By how much what is the same may differ, as a part of its largest element; 32 bits, and other sizes of products."""
+"""Tolerance, relative to the largest element: float32 rounding, since matrix products have other sizes."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Traces(Protocol):
-    """What a run has left behind in the module."""
+class RunChanges(Protocol):
+    """What runs of a module have changed; ``restore`` undoes it."""
 
     def changed(self) -> list[str]: ...
 
-    def put_back(self) -> None: ...
+    def restore(self) -> None: ...
 
 
-Looking = Callable[[nn.Module], AbstractContextManager[Traces]]
+TrialRuns = Callable[[nn.Module], AbstractContextManager[RunChanges]]
 
 
 def check_positions(
@@ -49,34 +49,34 @@ def check_positions(
     arguments: Callable[[int, int], Arguments],
     poison: Callable[[Arguments, int], Arguments],
     count: int,
-    looking_at: Looking,
+    trial_runs: TrialRuns,
 ) -> None:
-    """Run a block's code on a few positions; no collective.
+    """Run a block's code on a few positions, and check what it computes; no communication.
 
     Args:
-        block: With its parameters gathered.
-        forward: Its code.
-        arguments: Those for a range of this rank's positions, in 32 bits.
-        poison: The same with one position's hidden states NaN.
-        count: Of positions, even.
-        looking_at: Gives what a run inside leaves behind.
+        block: The block, with unsharded parameters.
+        forward: Its forward.
+        arguments: Returns arguments in 32 bits for a range of this rank's positions.
+        poison: Sets one position's hidden states in such arguments to NaN; returns the arguments.
+        count: The number of positions, even.
+        trial_runs: A context for runs of the block; its :class:`RunChanges` restore what they have changed.
 
     Raises:
-        StepError: It can't be run on a part of a sequence, or that can't be known.
+        StepError: The block can't be run on a part of a sequence, or that can't be known.
     """
     half, name = count // 2, type(block).__name__
     device = next((p.device for p in block.parameters()), torch.device("cpu"))
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _noisy(block), looking_at(block) as traces:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _noisy(block), trial_runs(block) as changes:
             before = random_state(device)
             whole = _seen(forward, arguments(0, count), count)
-            changed = traces.changed()
+            changed = changes.changed()
             if random_state(device) != before:
                 raise StepError(draws(block))
             first = _seen(forward, arguments(0, half), half)
             second = _seen(forward, arguments(half, count), half)
             poisoned = _seen(forward, poison(arguments(0, count), half), count)
-            traces.put_back()
+            changes.restore()
     except ShardError:
         raise
     except Exception as error:
@@ -116,7 +116,7 @@ def _keeps(name: str, changed: list[str]) -> str:
 
 
 def random_state(device: torch.device) -> bytes:
-    """Of the generators that a module draws from; no device is waited for."""
+    """The state of the generators that a module draws from; doesn't wait for a device."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -124,15 +124,19 @@ def random_state(device: torch.device) -> bytes:
 
 
 Seen = list[tuple[Tensor, int]]
-"""Tensors with their dim of positions."""
+"""Tensors, each with the dim of its positions."""
 
 
 def _seen(forward: Callable[..., Any], arguments: Arguments, count: int) -> Seen:
-    """What a block returns, and what it gives to attention."""
+    """The queries, keys and values that a block passes to attention, then the tensors that it returns."""
     seen: Seen = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Of each position by itself; turned alike, queries and keys give something else, unlike their product."""
+        """A function of each position by itself.
+
+        If queries and keys are rotated by the same angle, it changes, unlike their product. So the check notices rotary
+        positions that are counted within the block.
+        """
         seen.extend((tensor, tensor.ndim - 2) for tensor in (query, key, value))
         if key.ndim > 2 and key.size(-3) != query.size(-3):
             times = query.size(-3) // key.size(-3)
@@ -148,10 +152,10 @@ def _seen(forward: Callable[..., Any], arguments: Arguments, count: int) -> Seen
 
 
 def outputs_of(returned: Any, count: int) -> list[Tensor]:
-    """The hidden states, ``[batch, count, …]``, among what a block returns.
+    """The hidden states, ``[batch, count, features]``, among the outputs of a block.
 
     Raises:
-        StepError: It returns something else that isn't plain.
+        StepError: The block returns something else, other than numbers, strings and ``None``.
     """
     values = returned if isinstance(returned, (tuple, list)) else [returned]
     for value in values:
@@ -177,13 +181,13 @@ def _alike(whole: Seen, first: Seen, second: Seen) -> bool:
         if found.shape != expected.shape:
             return False
         apart = (found - expected).abs().max()
-        if not apart <= _APART * expected.abs().max():  # nor where it is NaN
+        if not apart <= _APART * expected.abs().max():  # true for NaN too
             return False
     return True
 
 
 def _reaches(output: Tensor, dim: int, poisoned: int) -> bool:
-    """Whether other positions than the poisoned one are NaN."""
+    """Whether any position other than the poisoned one has a NaN."""
     spoiled = output.isnan().movedim(dim, 0).flatten(1).any(1)
     spoiled[poisoned] = False
     return bool(spoiled.any())
@@ -191,7 +195,7 @@ def _reaches(output: Tensor, dim: int, poisoned: int) -> bool:
 
 @contextmanager
 def _noisy(block: nn.Module) -> Iterator[None]:
-    """Parameters in 32 bits with noise of about their size added, and buffers in 32 bits, in place of the block's."""
+    """Inside, a block's parameters are float32 copies with noise of about their size, its buffers float32 copies."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     made: dict[Tensor, Tensor] = {}
     with torch.no_grad():

@@ -1,15 +1,18 @@
-"""Sequences over the ranks of a context group, and back.
+"""Shard sequences over the ranks of a context group, and gather them again, with correct gradients.
 
-A sequence of ``n`` ranks is ``2n`` chunks of one size, and rank ``i`` has chunks ``i`` and ``2n − 1 − i``: under causal
-attention, where a chunk's work grows with its place, all ranks have the same work (Llama 3, arXiv:2407.21783).
+For ``n`` ranks, a sequence is divided into ``2n`` chunks of equal size. Rank ``i`` has chunks ``i`` and
+``2n − 1 − i``: under causal attention, a chunk's work grows with its index, so all ranks have the same work (Llama 3,
+arXiv:2407.21783).
 
-**Gradients.** Around blocks every rank computes on whole sequences, and its gradients are those of the whole. Within
-blocks it computes on its part, and a parameter's gradients are summands. FSDP averages both over the data and context
-ranks. So gradients are multiplied by ``n`` where they enter a block, and divided by ``n`` where they leave it: then
-gradients anywhere are such that their mean over the ranks is right, whatever a block uses, and where else it is used.
+**Gradients.** Outside of blocks every rank computes on whole sequences, and a parameter's gradient on each rank is the
+whole gradient. Within blocks each rank computes on its part, and a parameter's gradient is a summand. FSDP2 averages
+both over the data and context ranks. So in the backward, gradients are multiplied by ``n`` where they enter a block,
+and divided by ``n`` where they leave it. Then the mean over the ranks is correct for every parameter, whatever a block
+uses, and wherever else it is used.
 
-They enter a block as their sum over the ranks, which is ``n`` times each where they are alike. They aren't where a
-later block uses what was computed from this one's output without being given it, such as an attribute.
+The multiplication is a sum over the ranks, which is ``n`` times the gradient if it is equal on all of them. It isn't
+equal if a later block uses something computed from this block's output that isn't one of its arguments, such as an
+attribute.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Part:
 
     Attributes:
         group: The ranks that hold the parts of one sequence.
-        rank, ranks: This one's place among them, and how many they are.
+        rank: This rank's index in the group.
+        ranks: The number of ranks in the group.
     """
 
     group: dist.ProcessGroup
@@ -41,14 +45,14 @@ class Part:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The places of this rank's two chunks, of ``2 × ranks``."""
+        """The indices of this rank's two chunks, out of ``2 × ranks``."""
         return self._chunks_of(self.rank)
 
     def _chunks_of(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.ranks - 1 - rank
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's chunks of what all ranks hold whole, a copy; no collective."""
+        """A copy of this rank's chunks of a tensor that all ranks hold whole; no communication."""
         return self._cut_for(self.rank, whole, dim)
 
     def _cut_for(self, rank: int, whole: Tensor, dim: int) -> Tensor:
@@ -56,7 +60,7 @@ class Part:
         return torch.cat([whole.narrow(dim, chunk * size, size) for chunk in self._chunks_of(rank)], dim)
 
     def gather(self, own: Tensor, dim: int) -> Tensor:
-        """The whole of all ranks' parts, in the order of the sequence, a copy; a collective call over the group."""
+        """All-gather the ranks' parts to the whole tensor, in the order of the sequence. Collective over the group."""
         own = own.contiguous()
         joined = own.new_empty(self.ranks, *own.shape)
         dist.all_gather(list(joined.unbind()), own, group=self.group)
@@ -64,9 +68,9 @@ class Part:
         return torch.cat([*heads, *reversed(tails)], dim)
 
     def sum(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of the sum of what each rank holds whole; a collective call over the group.
+        """Reduce-scatter: this rank's part of the sum of the ranks' whole tensors. Collective over the group.
 
-        Added up in 32 bits where it is in 16, as one process does, which has one sum over all positions.
+        16-bit tensors are summed in 32 bits, as in one process, which has one sum over all positions.
         """
         given = torch.stack([self._cut_for(rank, whole, dim) for rank in range(self.ranks)])
         taken = torch.empty_like(given)
@@ -76,7 +80,7 @@ class Part:
 
 
 class Cut(torch.autograd.Function):
-    """What a block is given: whole, to this rank's part."""
+    """For an argument of a block: cut the whole tensor to this rank's part; the backward gathers, divided by ``n``."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, part: Part) -> Tensor:
@@ -90,13 +94,13 @@ class Cut(torch.autograd.Function):
 
 
 def join(own: Tensor, dim: int, part: Part) -> Tensor:
-    """What a block returns: this rank's part, to the whole."""
+    """For the output of a block: all-gather the ranks' parts; the backward sums and cuts (reduce-scatter)."""
     (whole,) = Gather.apply(dim, part, 1, own)
     return whole  # type: ignore[no-any-return]
 
 
 def share(whole: Tensor, part: Part) -> Tensor:
-    """What a block is given whole, on every rank."""
+    """For a whole argument of a block: identity; the backward averages gradients over the ranks."""
     return _Share.apply(whole, part)  # type: ignore[no-any-return]
 
 
@@ -112,7 +116,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """Over the ranks; the gradient is that of all their losses."""
+    """Mean over the ranks; the backward averages the gradients of all ranks' losses in the same way."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
@@ -127,10 +131,10 @@ class _Mean(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Each rank's parts to wholes, multiplied by ``by``: what a block returns; or keys and values within it, which each
-    rank's queries use differently.
+    """All-gather of parts to whole tensors, times ``by``; the backward is a reduce-scatter, also times ``by``.
 
-    One function for both of these, so that every rank's backward sends their gradients in one order.
+    Used for a block's output, and for keys and values within a block, which each rank uses for its own queries. One
+    function takes keys and values, so that every rank's backward sends their gradients in the same order.
     """
 
     @staticmethod
@@ -144,7 +148,7 @@ class Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The other way: each rank's parts of the wholes' sums."""
+    """Reduce-scatter, times ``by``: this rank's parts of the sums of whole tensors; the backward of :class:`Gather`."""
 
     @staticmethod
     def forward(ctx: Any, dim: int, part: Part, by: float, *wholes: Tensor) -> tuple[Tensor, ...]:

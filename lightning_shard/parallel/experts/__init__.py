@@ -1,1 +1,1 @@
-"""Expert parallelism: experts as stacked matrices or as a list of modules, and the exchange of tokens."""
+"""Expert parallelism for experts in stacked matrices or in a list of modules, and the all-to-alls of their tokens."""

@@ -1,4 +1,4 @@
-"""Rows from rank to rank, of which each has others for each."""
+"""Differentiable all-to-all and all-gather of rows, with backwards that can be differentiated again."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from torch import Tensor
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks that they are for: ``given[r]`` of them to rank ``r``, ``taken[r]`` from it.
+    """All-to-all of rows: of each tensor, send ``send_counts[r]`` to rank ``r``, and receive ``receive_counts[r]``.
 
-    One function for all tensors of a dispatch, so that every rank's backward sends their gradients in one order.
-    Gradients go back multiplied by ``factor``, and theirs again as these rows went: who divides where gradients enter
-    a region, and multiplies where they leave it, does so with gradients of gradients.
+    One function takes all tensors of a dispatch, so that every rank's backward sends their gradients in the same order.
+    The backward sends gradients back, multiplied by ``factor``. Its own backward sends as the forward did, multiplied
+    by ``by``. So where gradients are divided as they enter a region and multiplied as they leave it, the same holds for
+    second-order gradients.
 
     Args:
-        by: What the rows are multiplied by.
+        factor: Factor of the gradients in the backward.
+        by: Factor of the rows in the forward.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         group: dist.ProcessGroup,
-        given: list[int],
-        taken: list[int],
+        send_counts: list[int],
+        receive_counts: list[int],
         factor: float,
         by: float,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.way_back = group, taken, given, by, factor
-        sent = (all_to_all(tensor, group, given, taken) for tensor in tensors)
+        ctx.way_back = group, receive_counts, send_counts, by, factor
+        sent = (all_to_all(tensor, group, send_counts, receive_counts) for tensor in tensors)
         return tuple(rows if by == 1 else rows.mul_(by) for rows in sent)
 
     @staticmethod
@@ -39,19 +41,20 @@ class Exchange(torch.autograd.Function):
         return None, None, None, None, None, *Exchange.apply(*ctx.way_back, *gradients)
 
 
-def all_to_all(rows: Tensor, group: dist.ProcessGroup, given: list[int], taken: list[int]) -> Tensor:
-    received = rows.new_empty(sum(taken), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)
+def all_to_all(rows: Tensor, group: dist.ProcessGroup, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+    """Send ``send_counts[r]`` rows to rank ``r``; return ``receive_counts[r]`` rows from it, in the order of ranks."""
+    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=group)
     return received
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[ranks, *tensor.shape]`` of all ranks'; each one's gradient is that of all their losses."""
+    """All-gather of equally large tensors: ``[ranks, *tensor.shape]``; the backward sums the gradients of all ranks."""
     return _Gather.apply(tensor, group)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
-    """Torch's own (2.13) takes ranks of the world for those of a group, on backends without reduce-scatter."""
+    """All-gather; torch's own (2.13) confuses ranks of a group and of the world on backends without reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -66,7 +69,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The other way: of ``[ranks, …]``, this rank's row of all ranks' sum."""
+    """Reduce-scatter, the backward of the all-gather: this rank's row of the sum of all ranks' ``[ranks, …]``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,10 +1,10 @@
-"""The parameters of a list's experts: sharded over all data ranks, and whole where an expert computes.
+"""Shard the parameters of a list's experts over all data ranks, and gather those of this rank's experts in a forward.
 
-Each expert keeps its own, under its own names. Where they lie mustn't depend on the expert, or ranks would hold
-parameters of different names: so they are sharded over all data ranks, as any other. In a forward each rank gathers
-those of its own experts only, by an all-to-all: ``1/p`` of what fully sharded data parallelism gathers. Under autocast,
-what it would cast is gathered in its type. Gradients go back the same way in 32 bits, and are averaged over all data
-ranks.
+Each expert keeps its parameters, under their names. If each rank held only its own experts' parameters, ranks would
+hold parameters of different names. So they are sharded over all data ranks, as any other parameter. In a forward, each
+rank gathers the full parameters of its own experts only, by an all-to-all: ``1/p`` of the bytes that FSDP2 would
+all-gather, with ``p`` expert ranks. Parameters that autocast would cast are gathered in its dtype. Gradients go back
+the same way in 32 bits, and are averaged over all data ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_shard.sharding import chunk
 
 
 class _Kind(NamedTuple):
-    """One parameter of each of the experts, which are alike."""
+    """Shape, sharded dim and gathered dtype of one parameter; the same for all experts of a list."""
 
     shape: torch.Size
     dim: int
@@ -34,13 +34,13 @@ class _Kind(NamedTuple):
 
 
 def slots_of(expert: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where its parameters are, in the order of their names."""
+    """The modules and attribute names that hold an expert's parameters, in a fixed order."""
     return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
 
 
 def _cast_to(expert: nn.Module, device_type: str) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters that autocast, where it is on, is known to cast, with its type."""
-    alone = nn.ModuleList([expert])  # so that an expert that is a norm, or a stack of matrices, is seen as one
+    """The parameters that autocast is certain to cast, with its dtype; empty if autocast is off."""
+    alone = nn.ModuleList([expert])  # wrapped to be recognised if it is a norm, or a stack of matrices, itself
     if not torch.is_autocast_enabled(device_type) or not cast_units(alone, [alone]):
         return {}
     left = not_cast(alone)
@@ -48,12 +48,12 @@ def _cast_to(expert: nn.Module, device_type: str) -> dict[nn.Parameter, torch.dt
 
 
 class ExpertWeights:
-    """The parameters of a list's experts, from shards on all data ranks to whole ones where they compute, and back.
+    """Gathers the parameters of this rank's experts from all data ranks' shards, and reduces their gradients.
 
     Args:
-        experts: The list.
-        parts: Over how many neighbours among the data ranks they are dealt.
-        mesh: Of the data ranks, the shards' axis last.
+        experts: All experts of the list.
+        parts: Size of the expert axis: the number of adjacent data ranks that the experts are distributed over.
+        mesh: The mesh of the data ranks; its last axis is the one that parameters are sharded over.
     """
 
     def __init__(self, experts: Sequence[nn.Module], parts: int, mesh: DeviceMesh) -> None:
@@ -74,12 +74,17 @@ class ExpertWeights:
         self._own_slots = self._slots[first : first + self.here]
 
     def shards(self) -> list[Tensor]:
-        """The parameters of every expert in turn, as this rank holds them."""
+        """This rank's shards of the parameters of all experts, expert by expert."""
         return [module._parameters[key] for slots in self._slots for module, key in slots]  # type: ignore[misc]
 
     @contextmanager
     def in_place(self, place: int, full: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, one of this rank's experts holds its whole parameters."""
+        """Inside, one of this rank's experts holds its full parameters.
+
+        Args:
+            place: Index of the expert among this rank's experts.
+            full: The result of :meth:`gather`.
+        """
         slots = self._own_slots[place]
         held = [module._parameters[key] for module, key in slots]
         for (module, key), whole in zip(slots, full[place * len(slots) :]):
@@ -91,7 +96,7 @@ class ExpertWeights:
                 module._parameters[key] = shard
 
     def gather(self, shards: Sequence[DTensor]) -> list[Tensor]:
-        """This rank's experts' whole parameters; under autocast, what it casts in its type."""
+        """The full parameters of this rank's experts, expert by expert. Collective over the data ranks."""
         local = [shard.to_local().to(self._device) for shard in shards]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number, kind in enumerate(self._kinds):
@@ -103,16 +108,20 @@ class ExpertWeights:
                 for part in range(self._parts)
             ]
             kinds = [self._kinds[number] for number in numbers] * self.here
-            taken = [self._elements(kinds, rank) for rank in range(self._ranks)]
-            came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], taken)
+            receive_counts = [self._elements(kinds, rank) for rank in range(self._ranks)]
+            came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], receive_counts)
             from_ranks = [self._cut(flat, kinds, rank) for rank, flat in enumerate(came)]
             keys = [(place, number) for place in range(self.here) for number in numbers]
             for key, kind, pieces in zip(keys, kinds, zip(*from_ranks)):
                 whole[key] = torch.cat(pieces, kind.dim)
         return [whole[key] for key in sorted(whole)]
 
-    def give_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of this rank's shards, the mean over all data ranks, from those of its experts' parameters."""
+    def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of this rank's shards of all experts, averaged over all data ranks. Collective over these.
+
+        Args:
+            gradients: Gradients of the full parameters of this rank's experts, expert by expert.
+        """
         kinds = self._kinds * self.here
         for_ranks = [
             torch.cat([chunk(g, kind.dim, self._ranks, rank).reshape(-1) for g, kind in zip(gradients, kinds)])
@@ -128,13 +137,13 @@ class ExpertWeights:
         return self._cut(total, self._kinds * len(self._slots), self._rank)
 
     def _places(self, part: int, numbers: Sequence[int]) -> Iterator[int]:
-        """Among the shards of every expert, those of some kinds of the experts of one part."""
+        """Indices in :meth:`shards` of the parameters ``numbers`` of the experts of expert rank ``part``."""
         for place in range(part * self.here, (part + 1) * self.here):
             yield from (place * len(self._kinds) + number for number in numbers)
 
-    def _exchange(self, given: Sequence[Tensor], taken: list[int]) -> list[Tensor]:
+    def _exchange(self, given: Sequence[Tensor], counts: list[int]) -> list[Tensor]:
         group = self._mesh.get_group(self._mesh.ndim - 1)
-        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], taken).split(taken))
+        return list(all_to_all(torch.cat(list(given)), group, [len(flat) for flat in given], counts).split(counts))
 
     def _shape(self, kind: _Kind, rank: int) -> list[int]:
         size = -(-kind.shape[kind.dim] // self._ranks)
@@ -142,7 +151,7 @@ class ExpertWeights:
         return [*kind.shape[: kind.dim], part, *kind.shape[kind.dim + 1 :]]
 
     def _elements(self, kinds: Sequence[_Kind], rank: int) -> int:
-        """Of the shards on a rank."""
+        """The number of elements of a rank's shards of some parameters."""
         return sum(torch.Size(self._shape(kind, rank)).numel() for kind in kinds)
 
     def _cut(self, flat: Tensor, kinds: Sequence[_Kind], rank: int) -> list[Tensor]:
@@ -152,9 +161,10 @@ class ExpertWeights:
 
 
 class Gathered(torch.autograd.Function):
-    """Shards to this rank's experts' whole parameters; ``called`` says, when gradients come, which experts have any.
+    """Autograd function from the shards of all experts to the full parameters of this rank's experts.
 
-    From the parameters and not from their local parts: torch 2.11's ``to_local`` makes zeros of no gradient.
+    ``called`` must say, by the time of the backward, which experts any rank has called; the others get no gradients.
+    Inputs are DTensors and not their local parts, since torch 2.11's ``to_local`` makes zeros of a missing gradient.
     """
 
     @staticmethod
@@ -169,8 +179,8 @@ class Gathered(torch.autograd.Function):
         shards: tuple[DTensor, ...] = ctx.shards
         kinds = len(gradients) // weights.here
         reduced_in = torch.promote_types(shards[0].dtype, torch.float32)
-        back = weights.give_back([gradient.to(reduced_in) for gradient in gradients])
-        # an expert that one process wouldn't have called has no gradient there
+        back = weights.reduce_gradients([gradient.to(reduced_in) for gradient in gradients])
+        # on one process, an expert that isn't called has no gradient
         has = [has_any for has_any in ctx.called for _ in range(kinds)]
         return None, None, *(_laid_out(g, shard) if h else None for g, shard, h in zip(back, shards, has))
 

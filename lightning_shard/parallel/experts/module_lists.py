@@ -1,20 +1,21 @@
-"""Experts that are modules of their own in a list, dealt to ranks: each is called for its tokens by the user's code.
+"""Expert parallelism for experts that are modules in a list, which the user's code calls one by one.
 
-The code around such a list (its *owner*) decides which rows an expert is called with, and what becomes of the results;
-which experts a rank calls at all depends on its tokens. So the owner's forward runs twice:
+The code around such a list (its *owner*) decides which rows an expert is called with, and how the results are used.
+Which experts a rank calls at all depends on its tokens, so a collective in each call could hang. Instead, the owner's
+forward runs twice, with one dispatch between:
 
-* *routing*: calls of experts are noted, and return NaN. Afterwards state is put back.
-* *dispatch*: all rows go to the ranks of their experts by one all-to-all, each expert runs once on all that came, and
-  the results go back by a second.
-* *combining*: the same calls return their results. They must be made with the same rows: an expert whose rows depend on
-  another's results would have had NaN in the first run, and is refused. It draws the random numbers of the first run;
-  what experts draw comes after these, as it would in one run.
+* *Routing*: calls of experts record their rows, and return NaN. Afterwards the owner's state is restored.
+* *Dispatch*: one all-to-all sends all rows to the ranks of their experts, each expert runs once on all received rows,
+  and a second all-to-all sends the results back.
+* *Combining*: the same calls return their results. They must be made with the same rows: rows that depend on another
+  expert's results were NaN in the first run, and are refused. This run draws the same random numbers as the first;
+  the experts' own draws come after these, as in a single run.
 
-What the first run returned is thrown away, but the rows it made are those that are dispatched, so gradients of routing
-flow through them, and those of combining through the second run: once each.
+The output of the first run is dropped, but its rows are the ones that are dispatched. So gradients flow once through
+each computation: those of routing through the first run, those of combining through the second.
 
-**Parameters.** Where they lie mustn't depend on the expert, or ranks would hold parameters of different names
-(``list_weights.py``).
+**Parameters** are sharded over all data ranks, independently of the expert; otherwise ranks would hold parameters of
+different names (``list_weights.py``).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered, slots_of
 from lightning_shard.parallel.tensor.local_modules import split_parameter
 
-RunsAgain = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
-ToRunAgain = Callable[[nn.Module], AbstractContextManager[RunsAgain]]
-"""A context around two runs of a module's code. Gives what puts back the state that the first has changed, and one for
-the second, in which random generators stand as at the beginning, and after it as before it."""
+RestoreAndReplay = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
+TwoRuns = Callable[[nn.Module], AbstractContextManager[RestoreAndReplay]]
+"""Makes a context around two runs of a module's code. Its value is a function that restores the state that the first
+run has changed, and a context for the second run: inside, random generators have the state of the beginning, and after
+it the state of before it."""
 
 _MOST_DIMS = 4
 _REMEDY = "call each as experts[i](rows), with rows of the routing only, or use expert_parallel_size=1"
@@ -50,12 +52,12 @@ def is_list(module: nn.Module) -> bool:
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
-    """The modules of a list that have parameters: there may be a dropout beside them."""
+    """The modules of a list that have parameters; others, such as a dropout, aren't experts."""
     return [child for child in module.children() if any(True for _ in child.parameters())]
 
 
 def unfit_list(root: nn.Module, name: str, tied: set[str]) -> str | None:
-    """Why a list of experts can't be dealt; ``None``: it can."""
+    """Why a list of experts can't be distributed; ``None`` if it can."""
     module = root.get_submodule(name)
     experts = experts_of(module)
     if not experts:
@@ -89,32 +91,39 @@ def _shapes(expert: nn.Module) -> dict[str, Any]:
 
 
 def _owner(root: nn.Module, name: str) -> tuple[str, str]:
-    """The module whose forward calls the experts, and the list's name in it: that itself, if it has a forward."""
+    """Name of the owner, whose forward calls the experts, and the list's name in it.
+
+    A list with a forward is its own owner, with ``""`` as its name in it.
+    """
     if type(root.get_submodule(name)).forward is not nn.Module.forward:
         return name, ""
     owner, _, key = name.rpartition(".")
     return owner, key
 
 
-def deal_list(
+def distribute_list(
     root: nn.Module,
     name: str,
     mesh: DeviceMesh,
     data_mesh: DeviceMesh,
-    to_run_again: ToRunAgain,
+    two_runs: TwoRuns,
     owner_type: Callable[..., Owner] | None = None,
 ) -> set[nn.Parameter]:
-    """Deal a list's experts to the ranks of ``mesh``, in place: their parameters become DTensors on ``data_mesh``.
+    """Distribute a list's experts over the ranks of ``mesh``, in place: parameters become DTensors on ``data_mesh``.
 
     Args:
-        root: Holds the list, by a name for which :func:`unfit_list` has nothing to say.
-        mesh: The expert axis: neighbours among the data ranks.
+        root: The model, or this stage of it.
+        name: Name of the list in ``root``; :func:`unfit_list` returned ``None`` for it.
+        mesh: The expert axis: adjacent data ranks.
         data_mesh: One axis to shard over, or two: replicate over the first, shard over the second.
-        to_run_again: Around two runs of the code around the list.
-        owner_type: Makes the forward of the module around it. Default: :class:`Owner`.
+        two_runs: Context for the owner's two runs.
+        owner_type: Makes the owner's new forward. Default: :class:`Owner`.
+
+    Returns:
+        The experts' parameters.
 
     Raises:
-        PlanError: The code around the list is wrapped, as by activation checkpointing of a block.
+        PlanError: The owner's or an expert's forward is wrapped already, as by activation checkpointing of a block.
     """
     owner_name, key = _owner(root, name)
     owner = root.get_submodule(owner_name)
@@ -133,14 +142,14 @@ def deal_list(
         split_parameter(module, own, data_mesh, [*replicate, Shard(dim)])
     for place, expert in enumerate(experts):
         expert.forward = MethodType(_Expert(place), expert)  # type: ignore[assignment]
-    # methods, so that copies of the modules have ones of their own
-    dealt = (owner_type or Owner)(name, key, mesh, data_mesh, to_run_again)
+    # methods, so that deepcopy binds them to the copied modules
+    dealt = (owner_type or Owner)(name, key, mesh, data_mesh, two_runs)
     owner.forward = MethodType(dealt, owner)  # type: ignore[assignment]
     return {module.get_parameter(own) for _, module, own in parameters}
 
 
 class _Expert:
-    """The forward of a dealt expert: what its owner's run makes of a call."""
+    """The forward of a distributed expert: passes the call to the run of its owner's forward."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -156,13 +165,13 @@ class _Expert:
 
 
 class _Run:
-    """The calls of experts in an owner's forward: noted first, then given their results.
+    """The calls of experts in an owner's forward: recorded in the first run, answered in the second.
 
     Args:
-        name: The list's, for errors.
-        experts: The whole list.
-        device: The type of the device that they compute on.
-        shape_of: The shape of a result's rows, and its dtype, by rows.
+        name: Name of the list, for errors.
+        experts: All experts of the list.
+        device: Type of the device that they compute on.
+        shape_of: Returns the shape of one row of an expert's result, and its dtype, for given rows.
     """
 
     def __init__(
@@ -213,11 +222,12 @@ class _Run:
         self._same.append(((before == now) | now.isnan()).all())
         return self._results[turn]
 
-    def begin_again(self, results: list[Tensor]) -> None:
+    def begin_second_run(self, results: list[Tensor]) -> None:
+        """Begin the second run, in which the calls return ``results`` in their order."""
         self._results = results
 
     def check(self) -> None:
-        """See that the second run called the experts as the first did."""
+        """Check that the second run called the experts with the same rows as the first."""
         if len(self._same) != len(self.calls) or (self._same and not bool(torch.stack(self._same).all())):
             raise self._depends()
 
@@ -233,20 +243,20 @@ _RUN: ContextVar[_Run | None] = ContextVar("the run of an owner's forward that e
 
 
 class Owner:
-    """The forward of the module around a list: its own, twice, with the exchange between.
+    """The new forward of an owner: its own forward twice, with the dispatch between.
 
     Args:
-        name: The list's, for errors.
-        key: Its name in the module; ``""``: it is the module.
+        name: Name of the list, for errors.
+        key: The list's name in the owner; ``""`` if it is the owner itself.
         mesh: The expert axis.
-        data_mesh: As :func:`deal_list` takes it.
-        to_run_again: Around two runs.
+        data_mesh: As for :func:`distribute_list`.
+        two_runs: Context for the two runs.
     """
 
-    def __init__(self, name: str, key: str, mesh: DeviceMesh, data_mesh: DeviceMesh, to_run_again: ToRunAgain) -> None:
+    def __init__(self, name: str, key: str, mesh: DeviceMesh, data_mesh: DeviceMesh, two_runs: TwoRuns) -> None:
         self._name, self._key = name, key
         self._mesh, self._data_mesh = mesh, data_mesh
-        self._to_run_again = to_run_again
+        self._two_runs = two_runs
         self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -263,23 +273,23 @@ class Owner:
         def shape_of(rows: Tensor) -> tuple[torch.Size, torch.dtype]:
             kind = rows.shape[1:], rows.dtype, _autocast(device)
             if kind not in self._shapes:
-                with torch.no_grad(), from_the_beginning():
+                with torch.no_grad(), same_draws():
                     result = self._compute(weights, full, 0, rows.new_zeros(1, *rows.shape[1:]))
                 self._shapes[kind] = result.shape[1:], result.dtype
             return self._shapes[kind]
 
         run = _Run(self._name, experts, device, shape_of)
-        with self._to_run_again(owner) as (put_back, from_the_beginning):
+        with self._two_runs(owner) as (restore, same_draws):
             with run.active():
                 own_forward(owner, *args, **kwargs)
-            put_back()
+            restore()
             if versions != [tensor._version for tensor in tensors]:
                 raise StepError(
                     f"The module around {self._name} changes its input in place, and has to run twice where experts"
                     " are dealt to ranks: have it make a new tensor, or use expert_parallel_size=1."
                 )
-            run.begin_again(self._dispatch(run.calls, weights, full, called))
-            with run.active(), from_the_beginning():
+            run.begin_second_run(self._dispatch(run.calls, weights, full, called))
+            with run.active(), same_draws():
                 result = own_forward(owner, *args, **kwargs)
         self._check(run)
         return result
@@ -288,7 +298,7 @@ class Owner:
         run.check()
 
     def _refuse(self, owner: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """What would see both runs, or change in the first."""
+        """Refuse hooks, which would see both runs, and arguments that the first run may change."""
         for name, part in owner.named_modules():
             hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
             if name and any(hooks):
@@ -308,20 +318,22 @@ class Owner:
     def _dispatch(
         self, calls: Sequence[tuple[int, Tensor]], weights: ExpertWeights, full: Sequence[Tensor], called: list[bool]
     ) -> list[Tensor]:
-        """Each call's results, in their order; ``called`` is filled with which experts any rank has called."""
+        """The results of the calls, in their order; sets ``called[i]`` if any rank has called expert ``i``."""
         counts, coming = self._agree(calls, called, full[0].device)
         if not calls:
             return []
         order = sorted(range(len(calls)), key=lambda turn: calls[turn][0])
         group, here = self._mesh.get_group(), weights.here
-        given, taken = [sum(row) for row in counts], [sum(row) for row in coming]
-        (rows,) = Exchange.apply(group, given, taken, 1, 1, torch.cat([calls[turn][1] for turn in order]))
+        send_counts, receive_counts = [sum(row) for row in counts], [sum(row) for row in coming]
+        (rows,) = Exchange.apply(
+            group, send_counts, receive_counts, 1, 1, torch.cat([calls[turn][1] for turn in order])
+        )
         pieces = rows.split([count for row in coming for count in row])
         by_expert = []
         for place in range(here):
             came = torch.cat(pieces[place::here])
-            # Without rows one of zeros that counts for nothing: every rank's backward must come to the same
-            # collectives, and every parameter have a gradient.
+            # without rows, compute one row of zeros and drop the result: every rank's backward must run the same
+            # collectives, and every parameter must get a gradient
             results = self._compute(weights, full, place, came if len(came) else rows[:0].sum(0, keepdim=True))
             if len(results) != max(1, len(came)):
                 raise StepError(
@@ -330,15 +342,18 @@ class Owner:
                 )
             by_expert.append(results[: len(came)].split([row[place] for row in coming]))
         back = torch.cat([results[source] for source in range(len(coming)) for results in by_expert])
-        (returned,) = Exchange.apply(group, taken, given, 1, 1, back)
-        # no views of one tensor: the code around may change each in place
+        (returned,) = Exchange.apply(group, receive_counts, send_counts, 1, 1, back)
+        # an unsafe split: the owner may change each part in place, which autograd refuses for views of a split
         parts = returned.unsafe_split_with_sizes([len(calls[turn][1]) for turn in order])
         return [part for _, part in sorted(zip(order, parts), key=lambda pair: pair[0])]
 
     def _agree(
         self, calls: Sequence[tuple[int, Tensor]], called: list[bool], device: torch.device
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Numbers of rows, by rank and expert there: to be sent, and coming."""
+        """The numbers of rows to send and to receive, each by rank and expert: ``[ranks][experts per rank]``.
+
+        Also sets ``called``, and checks that rows have one dtype on each rank, and one shape on all ranks.
+        """
         ranks, count = self._mesh.size(), len(called)
         here = count // ranks
         given = [0] * count
@@ -348,14 +363,14 @@ class Owner:
             called[place] = True
         sizes = [*calls[0][1].shape[1:]] if calls else []
         kind = [len(sizes), *sizes, *[0] * (_MOST_DIMS - len(sizes)), int(len(set(kinds)) > 1)]
-        said = torch.tensor([*called, *kind, *(-number for number in kind)], device=device)
+        agreed = torch.tensor([*called, *kind, *(-number for number in kind)], device=device)
         for axis in range(self._data_mesh.ndim):
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._data_mesh.get_group(axis))
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._data_mesh.get_group(axis))
         sent = torch.tensor(given, device=device)
         coming = torch.empty_like(sent)
         dist.all_to_all_single(coming, sent, group=self._mesh.get_group())
-        # the one answer that the host waits for
-        answer = torch.cat([said, coming]).tolist()
+        # the only wait for the device
+        answer = torch.cat([agreed, coming]).tolist()
         called[:] = map(bool, answer[:count])
         largest, smallest = answer[count : count + len(kind)], answer[count + len(kind) : -count]
         if largest != [-number for number in smallest] or largest[-1]:
@@ -368,7 +383,7 @@ class Owner:
         return [given[rank * here : (rank + 1) * here] for rank in range(ranks)], rows_of
 
     def _compute(self, weights: ExpertWeights, full: Sequence[Tensor], place: int, rows: Tensor) -> Tensor:
-        """An expert of this rank, by its own code on its gathered parameters."""
+        """Run one of this rank's experts, by its own code on its gathered parameters."""
         expert = weights.own[place]
         with weights.in_place(place, full):
             result = type(expert).forward(expert, rows)
@@ -381,7 +396,7 @@ class Owner:
 
 
 def _autocast(device: str) -> torch.dtype | None:
-    """What autocast casts to, where it is on."""
+    """The dtype of autocast; ``None`` if it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 

@@ -1,17 +1,20 @@
-"""Expert parallelism: a mixture's experts dealt to ranks, and tokens brought to them.
+"""Expert parallelism: distribute a mixture's experts over ranks, and dispatch tokens to them.
 
-For ``E`` experts on ``p`` ranks, rank ``r`` holds experts ``r·E/p`` to ``(r+1)·E/p``: every parameter of the module of
-experts is cut along its first dim. Each rank routes its own tokens, by the model's own code; then
+This module handles experts whose parameters are stacked in one module; for lists of experts see ``module_lists.py``.
+For ``E`` experts on ``p`` ranks, rank ``r`` holds the experts from ``r·E/p`` up to, not including, ``(r+1)·E/p``: every
+parameter of the module of experts is sharded along its first dim. Each rank routes its own tokens by the model's own
+code. Then:
 
-* *dispatch*: each pair of a token and an expert goes to the expert's rank, by an all-to-all,
-* the module's own code computes there, on what came, as if each row were a token with one expert,
-* *combine*: the results go back by a second all-to-all, and are added up for each token
+* *Dispatch*: an all-to-all sends each pair of a token and an expert to the expert's rank.
+* The module's own code computes there on the received rows, as if each row were a token with one expert.
+* *Combine*: a second all-to-all sends the results back, and they are summed for each token.
 
-(GShard, arXiv:2006.16668; torchtitan's and transformers' expert parallelism do the same). No token is dropped.
+(GShard, arXiv:2006.16668; torchtitan's and transformers' expert parallelism do the same.) No token is dropped.
 
-**Gradients.** A loss is a mean over data ranks, and the experts' gradients are averaged over the ranks that hold the
-same experts. Those are ``p`` times fewer, and each has the gradients of ``p`` ranks' tokens. So gradients are divided
-by ``p`` where they enter an expert, and multiplied where they leave: exactly so for powers of two.
+**Gradients.** The loss is a mean over data ranks. FSDP2 averages the experts' gradients over the ranks that hold the
+same experts; these are ``p`` times fewer, and each of them has the gradients of ``p`` ranks' tokens. So gradients are
+divided by ``p`` where they enter an expert in the backward, and multiplied by ``p`` where they leave it. This is exact
+for powers of two.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from torch.distributed.tensor import Shard
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.experts.exchange import Exchange
-from lightning_shard.parallel.experts.module_lists import ToRunAgain, deal_list, experts_of, is_list, unfit_list
+from lightning_shard.parallel.experts.module_lists import TwoRuns, distribute_list, experts_of, is_list, unfit_list
 from lightning_shard.parallel.plans import declared_plan, matches, similar
 from lightning_shard.parallel.tensor.local_modules import local_parameters, split_parameter
 
@@ -39,7 +42,7 @@ ExpertPlan = Mapping[str, str]
 
 EXPERT_STYLE = "experts"
 _DECLARED = "ep_dispatch_experts"
-"""The style by which transformers' plans name a module of experts."""
+"""The style that transformers' plans give to a module of experts."""
 _CONTRACT = (
     "A module of experts is called as experts(hidden, indices, weights), of shapes [tokens, width], [tokens, k] and"
     " [tokens, k], has num_experts, and holds nothing but parameters of shape [num_experts, …]; or it is a list of"
@@ -48,14 +51,15 @@ _CONTRACT = (
 
 
 def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> list[str]:
-    """Names of the modules of experts in the whole model ``root``; nothing is changed.
+    """Names of the modules of experts in the whole model ``root``; changes nothing.
 
     Args:
-        plan: Patterns of their names to ``"experts"``; ``None``: those that transformers models declare.
-        parts: Over how many ranks they are to be dealt; with one, none are.
+        root: The whole model.
+        plan: Patterns of module names to ``"experts"``; ``None``: the modules that transformers models declare.
+        parts: Size of the expert axis. With 1, no experts are distributed, and the result is empty.
 
     Raises:
-        PlanError: None, a pattern that matches nothing, or a module that can't be dealt; says why.
+        PlanError: There are no experts, a pattern matches nothing, or a module can't be distributed; says why.
     """
     if parts == 1:
         return []
@@ -100,6 +104,7 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
 
 
 def _unfit(module: nn.Module, tied: set[str]) -> str | None:
+    """Why a module of stacked experts can't be distributed; ``None`` if it can."""
     if isinstance(module, nn.Sequential):
         return "calls its modules one after the other"
     count = getattr(module, "num_experts", None)
@@ -134,54 +139,57 @@ def count_experts(module: nn.Module) -> int:
 
 
 def apply_expert_parallel(
-    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], data_mesh: DeviceMesh, to_run_again: ToRunAgain
+    root: nn.Module, mesh: DeviceMesh, names: Iterable[str], data_mesh: DeviceMesh, two_runs: TwoRuns
 ) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Deal experts of ``root`` to the ranks of ``mesh``, in place: their parameters become DTensors.
+    """Distribute experts of ``root`` over the ranks of ``mesh``, in place: their parameters become DTensors.
 
     Args:
-        root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
+        root: The model, or this stage of it. Its parameters have the same values on every rank of ``mesh``, or are on
             meta.
         mesh: The one-dimensional expert axis.
-        names: As :func:`resolve_experts` gave them, of the modules that are here.
+        names: The result of :func:`resolve_experts`, for the modules of ``root``.
         data_mesh: The axes of all data ranks, which parameters are sharded (and replicated) over.
-        to_run_again: As :func:`~lightning_shard.parallel.experts.module_lists.deal_list` takes it.
+        two_runs: As for :func:`~lightning_shard.parallel.experts.module_lists.distribute_list`.
 
     Returns:
-        The modules of experts whose parameters are cut by rows on ``mesh``, and are to be sharded over the ranks that
-        hold the same ones; and the parameters of lists, which need no more sharding.
+        The modules of stacked experts, whose parameters are sharded over ``mesh``, and are yet to be sharded over the
+        ranks that hold the same experts; and the parameters of lists of experts, which need no more sharding.
     """
     stacks = []
     dealt: set[nn.Parameter] = set()
     for name in names:
         if is_list(root.get_submodule(name)):
-            dealt |= deal_list(root, name, mesh, data_mesh, to_run_again)
+            dealt |= distribute_list(root, name, mesh, data_mesh, two_runs)
         else:
-            stacks.append(deal_stack(root, name, mesh))
+            stacks.append(distribute_stack(root, name, mesh))
     return stacks, dealt
 
 
-def deal_stack(
+def distribute_stack(
     root: nn.Module, name: str, mesh: DeviceMesh, dispatched: Callable[..., Dispatched] | None = None
 ) -> nn.Module:
-    """Deal the experts of one module, whose parameters are stacked, by rows; gives the module.
+    """Distribute the experts of one module with stacked parameters, in place; returns the module.
 
     Args:
-        dispatched: Makes its forward. Default: :class:`Dispatched`.
+        root: The model, or this stage of it.
+        name: The module's name in ``root``.
+        mesh: The expert axis.
+        dispatched: Makes the module's new forward. Default: :class:`Dispatched`.
     """
     module = root.get_submodule(name)
     for key in list(module._parameters):
         split_parameter(module, key, mesh, [Shard(0)])
-    # a method, so that a copy of the module has one of its own
+    # a method, so that deepcopy binds it to the copied module
     module.forward = MethodType((dispatched or Dispatched)(name, module, mesh), module)
     return module
 
 
 class Dispatched:
-    """The forward of a module of experts: its own, on the tokens that the ranks sent here.
+    """The forward of a distributed module of experts: dispatch, the module's own forward on received rows, combine.
 
     Args:
-        name: The module's, for errors.
-        module: Before its experts were dealt.
+        name: The module's name, for errors.
+        module: The module; its ``num_experts`` counts the experts of all ranks.
         mesh: The expert axis.
     """
 
@@ -197,39 +205,48 @@ class Dispatched:
         group, ranks = self._mesh.get_group(), self._mesh.size()
         chosen = indices.reshape(-1)
         order = chosen.argsort(stable=True)
-        given, taken, experts = self._agree(chosen)
+        send_counts, receive_counts, experts = self._agree(chosen)
         rows, scales = Exchange.apply(
-            group, given, taken, ranks, 1, hidden[order // indices.size(-1)], weights.reshape(-1, 1)[order]
+            group,
+            send_counts,
+            receive_counts,
+            ranks,
+            1,
+            hidden[order // indices.size(-1)],
+            weights.reshape(-1, 1)[order],
         )
         here = self._experts // ranks
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
-        (returned,) = Exchange.apply(group, taken, given, 1 / ranks, 1, results)
+        (returned,) = Exchange.apply(group, receive_counts, send_counts, 1 / ranks, 1, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)
         return placed.view(*indices.shape, -1).sum(1)
 
     def _agree(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Who sends whom how many rows.
+        """Exchange the numbers of rows that ranks send each other.
 
         Args:
-            chosen: The expert of each row.
+            chosen: The expert of each row to be sent, ``[tokens × k]``.
 
         Returns:
-            How many go to each rank and come from each, and of each that comes its expert, of those that are here.
+            The number of rows to send to each rank; the number to receive from each rank; and the expert of each row
+            to be received, as an index among this rank's experts.
 
         Raises:
-            PlanError: On all ranks, where one has chosen an expert that isn't there.
+            PlanError: On all ranks, if one of them has chosen an expert that doesn't exist.
         """
         ranks, here = self._mesh.size(), self._experts // self._mesh.size()
         is_none = (chosen < 0) | (chosen >= self._experts)
         counts = torch.zeros(self._experts, dtype=torch.long, device=chosen.device)
         counts.scatter_add_(0, chosen.long().masked_fill(is_none, 0), torch.ones_like(chosen, dtype=torch.long))
-        # of rows to be sent, by rank and expert there, and how many have none
-        told = torch.cat([counts.view(ranks, here), is_none.sum().expand(ranks, 1)], dim=1)
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=self._mesh.get_group())
-        coming = heard[:, :-1]
-        # the few numbers per rank that the host must know, and so waits for
-        given, taken, without = torch.stack([told[:, :-1].sum(1), coming.sum(1), heard[:, -1]]).tolist()
+        # [ranks, here + 1]: rows to be sent, by rank and its expert; last, this rank's rows with an invalid expert
+        sent = torch.cat([counts.view(ranks, here), is_none.sum().expand(ranks, 1)], dim=1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._mesh.get_group())
+        coming = received[:, :-1]
+        # three numbers per rank that the host needs: the only wait for the device
+        send_counts, receive_counts, without = torch.stack(
+            [sent[:, :-1].sum(1), coming.sum(1), received[:, -1]]
+        ).tolist()
         if any(without):
             raise PlanError(
                 f"{self._name} was called with {sum(without)} indices that aren't of its {self._experts} experts, 0 to"
@@ -237,8 +254,8 @@ class Dispatched:
                 " any of them, or use expert_parallel_size=1."
             )
         return (
-            given,
-            taken,
+            send_counts,
+            receive_counts,
             torch.arange(here, device=chosen.device).repeat(ranks).repeat_interleave(coming.reshape(-1)),
         )
 
@@ -258,11 +275,11 @@ class Dispatched:
         return given
 
     def _compute(self, module: nn.Module, rows: Tensor, experts: Tensor, scales: Tensor, here: int) -> Tensor:
-        """The module's own code on rows for the experts that are here; ``[len(rows), width]``."""
+        """Run the module's own code on rows for this rank's experts; returns ``[len(rows), width]``."""
         count = len(rows)
         if not count:
-            # One row of zeros that counts for nothing: every rank's backward must come to the same collectives, and
-            # every parameter have a gradient.
+            # compute one row of zeros, and drop the result: every rank's backward must run the same collectives, and
+            # every parameter must get a gradient
             rows, scales = rows.sum(0, keepdim=True), scales.sum(0, keepdim=True)
             experts = experts.new_zeros(1, 1)
         with local_parameters(module), _holding(module, here):
@@ -278,7 +295,7 @@ class Dispatched:
 
 @contextmanager
 def _holding(module: nn.Module, experts: int) -> Iterator[None]:
-    """Inside, a module's ``num_experts`` is how many it computes with."""
+    """Inside, a module's ``num_experts`` is the number of this rank's experts."""
     before = module.num_experts
     module.num_experts = experts  # type: ignore[assignment]
     try:

@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism by FSDP2, and what users do to modules and parameters that FSDP2 alone gets wrong."""
+"""Fully sharded data parallelism with FSDP2, and fixes for uses of modules and parameters that FSDP2 gets wrong."""

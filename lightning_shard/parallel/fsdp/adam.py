@@ -1,10 +1,10 @@
-"""Adam's updates on each rank's own shards, without a dispatch of DTensors for each operation.
+"""Run Adam's updates on local shards, which avoids a DTensor dispatch in Python per operation and parameter.
 
-An update of Adam's is elementwise: a shard's needs that shard of the gradient and of the moments, nothing else. As
-DTensors they take the same numbers to the same memory, and each operation and parameter has a dispatch in Python.
+Adam's update is elementwise: a shard's update needs only the same shard of the gradient and of the moments. On DTensors
+the result is the same.
 
-``Adam._init_group`` is private in torch (seen in 2.11 to 2.13): it fills the lists that a step works on. An optimizer
-that has none is left as it is.
+Private: ``Adam._init_group`` (torch 2.11 to 2.13), which fills the lists of tensors that a step works on. An optimizer
+without it is left unchanged.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 
 
 def update_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Have an Adam or AdamW of torch's, of just that class, update the shards; others stay as they are."""
+    """Make torch's Adam or AdamW update local shards, in place; subclasses and other optimizers are left unchanged."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not hasattr(optimizer, "_init_group"):
         return
     whole = optimizer._init_group
 
     def init_group(group: dict[str, Any], parameters: list[Tensor], *others: list[Tensor]) -> Any:
         result = whole(group, parameters, *others)
-        *sharded, _ = others  # the last are the numbers of steps
+        *sharded, _ = others  # the last list has the step counters
         shardings = [*map(_sharding, parameters)]
-        # else an update moves data between ranks, as of a gradient that is a sum yet to be taken
+        # with other placements an update communicates, as for a gradient that is still Partial
         if not group["differentiable"] and all([*map(_sharding, each)] == shardings for each in sharded if each):
             for each in (parameters, *sharded):
-                each[:] = [t.to_local() if isinstance(t, DTensor) else t for t in each]  # gradients are off
+                each[:] = [t.to_local() if isinstance(t, DTensor) else t for t in each]  # in no_grad: no autograd node
         return result
 
     optimizer.__dict__["_init_group"] = init_group

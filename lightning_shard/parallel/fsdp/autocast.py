@@ -1,8 +1,8 @@
-"""Which weights of a block autocast casts, so that they can be gathered in its type.
+"""Find the weights that autocast is certain to cast, so that they can be all-gathered in its 16-bit dtype.
 
-To gather a weight in 32 bits is always right, since autocast casts it where it is used; in 16 bits it is only where
-nothing else is done with it. That is told from the modules that hold weights and from the code that runs in a block,
-before anything has run.
+To all-gather a weight in 32 bits is always correct, since autocast casts it where it is used. To all-gather it in 16
+bits is correct only if nothing else uses it. This is decided statically, before anything runs, from the classes of the
+modules that hold weights and from the names in the code that a block runs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,41 @@ from lightning_shard.parallel.blocks import code_of, tied_parameters
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MATRIX_PRODUCT = "@"
 _SWITCHES = {"autocast", "maybe_autocast", "decorate_autocast", "decorate_fwd"}
-"""Names in code that sets autocast itself; the second is transformers', the others those of torch.amp's decorators."""
+"""Names in code that sets autocast itself: ``maybe_autocast`` is transformers', ``decorate_*`` are torch.amp's."""
 _PRODUCTS = {
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", _MATRIX_PRODUCT),
     *(f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)),
 }
-"""What autocast computes in its type, by names in code."""
+"""Names, in code, of operations that autocast runs in its dtype."""
 _STARTS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _HARMLESS = {
     *("forward", "torch", "nn", "functional", "F", "super", "Tensor", "None", "len", "int", "dtype", "device", "to"),
     *("size", "shape", "view", "reshape", "flatten", "transpose", "permute", "T", "mT", "t", "contiguous", "unsqueeze"),
 }
-"""What code does around such a product, and not to weights' values."""
+"""Other names that a module's code may use around such a product: they don't compute with weights' values."""
 
 _FEW = 16
-"""Up to one of so many of a block's elements may be gathered beside the blocks, and stay gathered for the step."""
+"""A module with at most ``1 / _FEW`` of a block's elements may be all-gathered in 32 bits, in the root's unit.
+
+It stays unsharded for the whole step then.
+"""
 
 
 def cast_units(root: nn.Module, units: Iterable[nn.Module], besides: Collection[nn.Parameter] = ()) -> set[nn.Module]:
-    """Those of which it is known of each parameter if autocast casts it or leaves it alone.
+    """The units in which, for each parameter, it is known whether autocast casts it.
 
-    It isn't where a module holds parameters beside other modules, such as the decay of a state-space model or a table
-    of positions; these are nobody's weights, and may need all their bits. Neither is it where parameters aren't in
-    32 bits, or are tied, where code computes with weights otherwise than by products, or where it sets autocast itself,
-    in a unit or around it.
+    It isn't known if:
+
+    - a module holds parameters beside other modules, such as the decay of a state-space model or a table of positions:
+      they belong to no layer, and may need all 32 bits;
+    - parameters aren't float32, or are tied;
+    - code computes with weights otherwise than by matrix products and convolutions;
+    - code sets autocast itself, in the unit or around it.
+
+    Args:
+        root: The model.
+        units: Modules that are to be FSDP2's units.
+        besides: Parameters that belong to no unit.
     """
     outside: set[nn.Module] = set()
     for module in root.modules():
@@ -64,14 +75,16 @@ def _is_known_of_all(unit: nn.Module, besides: Collection[nn.Parameter]) -> bool
 
 
 def not_cast(unit: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a unit that autocast leaves alone, or may: of holders of vectors, of embeddings.
+    """The parameters of a unit that autocast doesn't cast, or may not: those of embeddings, and of modules of vectors.
 
-    So are small matrices of which it isn't known, such as a router's: a unit isn't gathered in 32 bits for these.
+    They include small matrices of which it isn't known, such as a router's. So the rest of the unit can still be
+    all-gathered in 16 bits.
     """
     return {parameter for module in _left_alone(unit) for parameter in module.parameters(recurse=False)}
 
 
 def _left_alone(unit: nn.Module) -> set[nn.Module]:
+    """The modules in a unit whose own parameters aren't all-gathered in 16 bits with it."""
     few = sum(p.numel() for p in unit.parameters()) / _FEW
     found: set[nn.Module] = set()
     for module in unit.modules():
@@ -89,7 +102,7 @@ def _holds_holders(module: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether all that it does with weights, its own and those of modules inside, is to have autocast multiply."""
+    """Whether a module uses weights, its own and its inner modules', in nothing but products that autocast casts."""
     own = {name for name, _ in module.named_parameters(recurse=False)}
     inside = {
         part for name, _ in module.named_parameters() for part in (name.partition(".")[0], name.rpartition(".")[2])
@@ -103,7 +116,7 @@ def _is_known(module: nn.Module) -> bool:
     if not own:
         return True
     if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and type(module).forward.__module__.startswith("torch."):
-        return own <= {"weight", "bias"}  # else a hook makes them, of what is held
+        return own <= {"weight", "bias"}  # with other names, a hook computes the weight from them
     return bool(names & _PRODUCTS) and names <= _PRODUCTS | _HARMLESS | set(dir(module))
 
 
@@ -113,9 +126,9 @@ def _class_of(module: nn.Module) -> Any:
 
 @lru_cache(maxsize=1024)
 def _names_in_code(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """All names that a module's forward or its steps use; and those that they use where they have set autocast.
+    """All names that a class's forward and steps use, and those used where the code has set autocast itself.
 
-    With its class's methods and the functions that it calls, but for torch's own.
+    Follows calls of the class's methods and of functions, but not into torch.
     """
     seen: set[FunctionType] = set()
     for method in _STARTS:
@@ -130,7 +143,7 @@ def _names_in_code(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _where_autocast_is_set(function: FunctionType) -> set[str]:
-    """Names in the blocks of its ``with`` statements; where it is set otherwise, all names of the function."""
+    """Names used under a ``with`` that sets autocast; all names of the function if it sets autocast in another way."""
     if not _SWITCHES & _names(function):
         return set()
     nodes = [node for statement in code_of(function) for node in ast.walk(statement)]
@@ -148,8 +161,8 @@ def _of_nodes(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _functions(function: Any, cls: type, seen: set[FunctionType]) -> Iterator[FunctionType]:
-    """A function and all that it calls."""
-    function = getattr(function, "__func__", function)  # of a static method
+    """A function and all functions that it calls, directly or not; without torch's."""
+    function = getattr(function, "__func__", function)  # of a staticmethod
     if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
         return
     seen.add(function)
@@ -160,7 +173,7 @@ def _functions(function: Any, cls: type, seen: set[FunctionType]) -> Iterator[Fu
 
 
 def _called(names: Iterable[str], function: FunctionType, cls: type) -> Iterator[Any]:
-    """What names in a function's code stand for, as far as it is known."""
+    """The methods and globals that names in a function's code refer to, as far as that is known."""
     inherits = "super" in names or "super" in _names(inspect.unwrap(function))
     for name in names:
         of_bases = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
@@ -175,7 +188,10 @@ def _names(function: FunctionType) -> frozenset[str]:
 
 
 def _of_code(code: CodeType) -> Iterator[str]:
-    """Names in a function's code, its own name, by which torch's decorators are known, and ``"@"``."""
+    """Names in a function's code, ``"@"`` for a matrix product, and the function's own name.
+
+    torch's decorators are recognised by their own names.
+    """
     yield from (code.co_name, *code.co_names)
     if any(step.opname == "BINARY_OP" and step.argrepr.startswith(_MATRIX_PRODUCT) for step in get_instructions(code)):
         yield _MATRIX_PRODUCT

@@ -1,7 +1,7 @@
-"""Parts of a model that are called by themselves between steps, as ``self.net(x)`` in ``on_train_epoch_end``.
+"""Support calls of a model's parts between steps, such as ``self.net(x)`` in ``on_train_epoch_end``.
 
-What isn't in a block is gathered for as long as a step runs. A part that is called outside of one has it gathered for
-its own call: on data ranks that is a collective call, so all of them must make it.
+The root unit (everything outside of blocks) is unsharded only while a step runs. Here, a part that is called outside of
+a step unshards it for its own call. With several data ranks this is collective, so all of them must make the call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.units import groups_of, is_set_up, look_before_gathering
-from lightning_shard.parallel.fsdp.unsharded import COPIED, whole_of
+from lightning_shard.parallel.fsdp.units import check_before_gather, groups_of, is_set_up
+from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Have calls of what is below ``root`` gather what ``root``'s own call would; of ``blocks`` as wholes only."""
-    if whole_of(root) is None and not isinstance(root, FSDPModule):
+    """Make calls of modules below ``root``, but not inside of ``blocks``, unshard what a call of ``root`` would."""
+    if unsharded_of(root) is None and not isinstance(root, FSDPModule):
         return
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
@@ -30,10 +30,10 @@ def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
 
 
 def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Have calls between steps of what is below a stage's ``root`` fail by name: other stages hold the rest."""
+    """Make calls between steps of modules below a pipeline stage's ``root`` fail: other stages hold the rest."""
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
-        if not isinstance(part, FSDPModule):  # which gathers itself
+        if not isinstance(part, FSDPModule):  # a unit all-gathers itself
             part.register_forward_pre_hook(calls.refuse, prepend=True)
 
 
@@ -46,7 +46,7 @@ def _called(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Mod
 
 
 class _Calls:
-    """The calls of parts that are under way outside of a call of ``root``."""
+    """Counts nested calls of parts outside of a call of ``root``: the outermost call unshards and reshards."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -74,22 +74,22 @@ class _Calls:
                 self._free()
 
     def _is_gathered(self) -> bool:
-        """Or has nothing to gather, or can't yet."""
-        if (whole := whole_of(self._root)) is not None:
+        """Whether the root unit is unsharded, has nothing to all-gather, or isn't initialised by FSDP2 yet."""
+        if (whole := unsharded_of(self._root)) is not None:
             return whole.is_gathered
         if not isinstance(self._root, FSDPModule):
             raise StepError(COPIED.format(kind=type(self._root).__name__))
         return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
 
     def _gather(self) -> None:
-        if (whole := whole_of(self._root)) is not None:
+        if (whole := unsharded_of(self._root)) is not None:
             whole.gather(self._root)
         elif isinstance(self._root, FSDPModule):
-            look_before_gathering(self._root)
+            check_before_gather(self._root)
             self._root.unshard()
 
     def _free(self) -> None:
-        if (whole := whole_of(self._root)) is not None:
+        if (whole := unsharded_of(self._root)) is not None:
             whole.free()
         elif isinstance(self._root, FSDPModule) and not torch.is_grad_enabled():  # else a backward may need them
             self._root.reshard()

@@ -1,10 +1,11 @@
-"""Random numbers in DTensors: those of the whole tensor on one process, of which each rank keeps its part.
+"""Fill DTensors with the random numbers that one process would draw for the full tensor; each rank keeps its part.
 
-torch (2.11 to 2.13) has generators over ranks for accelerators only. On the CPU each rank filled its part by its own
-generator, which between steps stands at the same place on all of them: ``nn.init.normal_(p)`` gave all shards the same
-values, and ``torch.randn_like(p)`` the same noise. Here every rank draws for the whole tensor, which takes its memory.
+torch (2.11 to 2.13) coordinates generators over ranks on accelerators only. On the CPU each rank fills its part from
+its own generator, and between steps these have the same state on all ranks. So ``nn.init.normal_(p)`` would give all
+shards the same values, and ``torch.randn_like(p)`` the same noise. Here every rank draws for the full tensor, and needs
+the memory for it.
 
-Private: the handlers of ``DTensor._op_dispatcher``, to which these are added.
+Private: the handlers of ``DTensor._op_dispatcher``, which :func:`handlers` extends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAKING = ["rand_like", "randn_like", "randint_like"]
 
 
 def handlers() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """What to do for each operation that draws."""
+    """A handler for each operation that draws random numbers."""
     for names, draw in ((_FILLING, _fill), (_MAKING, _make)):
         for packet in (getattr(torch.ops.aten, name) for name in names):
             yield from ((getattr(packet, overload), draw) for overload in packet.overloads() if "out" not in overload)

@@ -1,30 +1,32 @@
-"""What users do with parameters between steps, as with any tensor, and torch's DTensors (2.11 to 2.13) don't take.
+"""Patch DTensor so that user code can read and write sharded parameters between steps as if they were plain tensors.
 
-- ``p.data = values`` changes nothing, since a DTensor's values are those of the local tensor inside: averages that are
-  swapped in would be lost without a word. Here it is over the memory of what was assigned, as any tensor is then.
-- ``float(p.norm())``, ``p.sum().item()``, ``bool((p > 0).all())`` are of this rank's part, and another number on each
-  rank. Here they are of the whole.
-- ``p.copy_(values)`` and ``load_state_dict`` take no plain tensors. Here these have all values, the same on all ranks,
-  and each rank takes its part; and a plain tensor takes a whole DTensor's.
-- ``p[:4] = 0`` and ``p.grad[mask] = 0`` failed. Here they set what they say.
-- ``p[:4].zero_()``, ``p.grad[0].mul_(0.5)`` changed nothing: across shards, a part is a copy. Here they are refused.
-- ``torch.stack([p.grad.norm() for p in module.parameters()])`` failed where some are split over tensor ranks and others
-  aren't, since these are laid out on other meshes; so did any operation on both, and ``total += p.grad.norm()``. Here
-  numbers are those of the whole, and what is joined of both, as by ``torch.cat``, is a plain tensor: all of them are
-  gathered at once.
+What torch's DTensors (2.11 to 2.13) do by themselves, and what they do here:
 
-- ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` counted a column once for each rank, and ``nn.init.eye_(p)`` gave
-  each rank all of it. Here they are of the whole; and so are random numbers (``dtensor_random.py``).
-- ``total += p.norm()`` of a plain ``total`` fails by a bare assertion, once torch knows the sum of two sharded numbers.
-  Then it is refused.
+- ``p.data = values`` changes nothing, since the values are those of the local tensor inside; averaged weights that are
+  swapped in would be lost silently. Here the parameter uses the memory of ``values``, as a plain tensor would.
+- ``float(p.norm())``, ``p.sum().item()`` and ``bool((p > 0).all())`` return the local part's number, which differs
+  between ranks. Here they return the full tensor's.
+- ``p.copy_(values)`` and ``load_state_dict`` don't accept plain tensors. Here they do: ``values`` is the full tensor,
+  equal on all ranks, and each rank copies its part. ``plain.copy_(p)`` copies the full tensor.
+- ``p[:4] = 0`` and ``p.grad[mask] = 0`` fail. Here they write the full tensor's elements.
+- ``p[:4].zero_()`` and ``p.grad[0].mul_(0.5)`` change nothing, since a slice across shards is a copy. Here they are
+  refused.
+- ``torch.stack([p.grad.norm() for p in module.parameters()])`` fails if some parameters are split over tensor ranks and
+  others aren't, since these are on different meshes. So do other operations on both, and ``total += p.grad.norm()``.
+  Here scalars are the full tensors', and an operation that joins both kinds, such as ``torch.cat``, gathers all of them
+  at once and returns a plain tensor.
+- ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` count a column once per rank, and ``nn.init.eye_(p)`` writes the
+  full matrix to each rank's part. Here they use the full tensor; so do random numbers (``dtensor_random.py``).
+- ``total += p.norm()`` with a plain ``total`` fails with a bare assertion once torch has cached how to add two sharded
+  scalars. Here it is refused in that case.
 
-All but the first and the refused ones are collective calls over the parameter's ranks, where it isn't laid out alike:
-all have to make them.
+All but the first and the refused ones are collective over the parameter's ranks, unless both operands have the same
+layout: every rank must make the call.
 
-Private: ``DTensor._local_tensor``, the handlers of ``DTensor._op_dispatcher``, and its
-``_dispatch_fast_path_python_tail`` (2.13), through which operations in place go, and
-``_propagate_op_sharding_dispatch_slow_path`` (2.13), which says how an operation runs the first time that it is met, or
-gives its result; what fails there isn't remembered.
+Private: ``DTensor._local_tensor``; the handlers of ``DTensor._op_dispatcher``; the dispatcher's
+``_dispatch_fast_path_python_tail`` (2.13), which in-place operations pass through; and its
+``_propagate_op_sharding_dispatch_slow_path`` (2.13), which plans an operation the first time that it occurs, or returns
+its result. A failed plan isn't cached.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ _REDUCING = {
     torch.ops.aten.sum.dim_IntList,
     torch.ops.aten.linalg_vector_norm.default,
 }
-"""What torch takes of norms, or of largest values, of each rank's part as if they were of the whole."""
+"""Operations that torch applies to each rank's partial norms or maxima as if these were the full tensor's."""
 
 
 def behave_as_tensors() -> None:
-    """Have all DTensors of this process do so."""
+    """Patch the class DTensor, and so all DTensors of this process."""
     sharded: Any = DTensor
     sharded.data = property(_DATA.__get__, _assign)
     handlers = sharded._op_dispatcher._custom_op_handlers
@@ -80,7 +82,7 @@ def _assign(tensor: Any, value: Any) -> None:
         )
     local = _part_of(value, tensor).to(tensor._local_tensor.device)
     if not local.is_contiguous() or local.untyped_storage().nbytes() != local.numel() * local.itemsize:
-        local = local.clone(memory_format=torch.contiguous_format)  # who gathers it tells memory by its beginning
+        local = local.clone(memory_format=torch.contiguous_format)  # all-gathers recognise memory by its first address
     tensor._local_tensor = local
 
 
@@ -105,7 +107,7 @@ def _any(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _set(tensor: Any, index: Any, value: Any) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
-        _SET(tensor, index, value)  # raises, or is part of a graph
+        _SET(tensor, index, value)  # raises for a leaf; else the write is part of a graph
         return
     _check_kept(tensor)
     whole = full_tensor(tensor).clone()
@@ -120,6 +122,8 @@ def _whole(index: Any) -> Any:
 
 
 def _refusing_lost_writes(ends: Any) -> Any:
+    """Wrap the end of an in-place operation: refuse writes that would be lost, or would be of this rank's part."""
+
     @wraps(ends)
     def end(dispatcher: Any, operation: Any, args: Any, *rest: Any) -> Any:
         is_plain = isinstance(args[0], Tensor) and not isinstance(args[0], DTensor)
@@ -137,12 +141,14 @@ def _refusing_lost_writes(ends: Any) -> Any:
 
 
 def _over_meshes(plan: Any) -> Any:
+    """Wrap the planning of operations: handle those that mix meshes, write to ``out=``, or reduce partial norms."""
+
     @wraps(plan)
     def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         written = _written(operation)
         if written not in ([], [0]):
             out = kwargs.get("out")
-            if isinstance(out, DTensor) and not _meshes(args):  # torch.eye(…, out=p), of nn.init
+            if isinstance(out, DTensor) and not _meshes(args):  # torch.eye(…, out=p) in nn.init
                 return out.copy_(operation(*args, **{**kwargs, "out": full_tensor(out).clone()}))
             return plan(dispatcher, operation, args, kwargs, *rest)
         if operation in _REDUCING and any(map(_isnt_sum, args[0].placements)):
@@ -174,7 +180,7 @@ def _reduced(tensor: DTensor) -> DTensor:
 
 
 def _written(operation: Any) -> list[int]:
-    """The places of the arguments that an operation changes."""
+    """The positions of the arguments that an operation changes in place."""
     arguments = enumerate(operation._schema.arguments)
     return [place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
@@ -184,10 +190,10 @@ def _meshes(value: Any) -> set[DeviceMesh]:
 
 
 def _plain(value: Any, *, only_numbers: bool = False) -> Any:
-    """With whole tensors in the place of DTensors.
+    """``value`` with full tensors in the place of DTensors. Collective over their meshes.
 
     Args:
-        only_numbers: Of those without dimensions only, which go with DTensors of any mesh.
+        only_numbers: Replace DTensors without dimensions only; plain scalars can be used with DTensors of any mesh.
     """
     if isinstance(value, (tuple, list)):
         return type(value)(_plain(each, only_numbers=only_numbers) for each in value)
@@ -207,7 +213,7 @@ def _leaves(value: Any) -> list[Any]:
 def _check_kept(target: Any) -> None:
     """
     Raises:
-        StepError: It was made as a view, and what is written to it doesn't reach what it was made of.
+        StepError: ``target`` was made as a view, and writes to it don't reach its base.
     """
     base = target._base if target._is_view() else None
     if not isinstance(base, DTensor):
@@ -223,7 +229,7 @@ def _check_kept(target: Any) -> None:
 
 
 def _part_of(value: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of values, as ``like`` is laid out: the local tensor itself where they are laid out so."""
+    """This rank's part of ``value`` in the layout of ``like``; its local tensor itself if it has that layout."""
     laid_out = like.shape, like.device_mesh, like.placements
     if isinstance(value, DTensor) and (value.shape, value.device_mesh, value.placements) == laid_out:
         given: Any = value

@@ -1,4 +1,4 @@
-"""Units whose parameters are of several types: FSDP2 gathers those of one unit in one piece, and so of one type."""
+"""Divide units with parameters of several dtypes: FSDP2 all-gathers a unit in one buffer, and so in one dtype."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_shard.parallel.containers import called_below
 def of_one_dtype(
     units: Iterable[nn.Module], root: nn.Module | None, besides: Collection[nn.Parameter]
 ) -> Iterator[nn.Module]:
-    """The units, each after modules inside of it that are to be units of their own, since they are of another type.
+    """The units, each preceded by the modules inside of it that become units of their own, as their dtype differs.
 
     Args:
         units: Modules that are called.
-        root: What holds them; modules of another type beside the units are given too.
-        besides: Parameters that are in no unit.
+        root: The module that holds the units; modules of another dtype outside of the units are yielded too.
+        besides: Parameters that belong to no unit.
 
     Raises:
-        ConfigurationError: One module holds parameters of several types.
+        ConfigurationError: One module holds parameters of several dtypes.
     """
     units = list(units)
     for unit in units:
@@ -34,7 +34,10 @@ def of_one_dtype(
 
 
 def _inside(unit: nn.Module, besides: set[nn.Parameter], dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
-    """Modules in a unit of this type that are units of their own; the innermost come first."""
+    """The modules in a unit of ``dtype`` that become units of their own, innermost first.
+
+    Without ``dtype``, a unit has the dtype of its own parameters, or else of most of the elements in it.
+    """
     counts = Counter[torch.dtype]()
     for parameter in unit.parameters():
         if parameter not in besides:
@@ -52,6 +55,7 @@ def _inside(unit: nn.Module, besides: set[nn.Parameter], dtype: torch.dtype | No
 
 
 def _own(module: nn.Module, besides: set[nn.Parameter]) -> torch.dtype | None:
+    """The dtype of the parameters that a module holds itself."""
     held = {p.dtype: name for name, p in module.named_parameters(recurse=False) if p not in besides}
     if len(held) > 1:
         shown = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in held.items())

@@ -1,4 +1,4 @@
-"""Gradients by inputs within a step, as of a penalty on slopes, under FSDP2."""
+"""Gradients with respect to inputs within a step under FSDP2, such as for a gradient penalty."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_g
 from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
 
 
-class ByInputs:
-    """Backwards within steps that give inputs their gradients; graphs that they make use parameters again.
+class InputGradients:
+    """Makes backwards with respect to inputs correct within steps, and the later backwards through their graphs.
 
-    FSDP2 gathers a unit when a gradient of its output comes. In the backward of such a graph that may be later than its
-    weights are used, or never. Nor does the end of a unit's backward say that all gradients of its parameters are
-    there: a thread of autograd's numbers what it records by itself, and what it recorded may run after all else. So
-    from the first such graph of a step on, all that these graphs use is gathered before each backward, and nothing is
-    reduced or freed before all of that backward is over.
+    A graph created by ``torch.autograd.grad(…, create_graph=True)`` uses parameters again in its own backward. FSDP2
+    all-gathers a unit when the gradient of its output arrives; in that backward this may be after its weights are used,
+    or never. Nor does the end of a unit's backward mean that all gradients of its parameters have arrived: each
+    autograd thread numbers the nodes that it records by itself, so nodes recorded in a backward may run last. So from
+    the first such graph of a step on, all units that such graphs use are unsharded before each backward, and nothing is
+    reduced or freed before that whole backward is over.
 
-    Private (torch 2.11 to 2.13): the one function through which all of autograd's backwards run, as torch's compiler
-    replaces it; a user may have taken ``torch.autograd.grad`` by its name.
+    Private (torch 2.11 to 2.13): ``torch.autograd._engine_run_backward``, the one function that runs all backwards;
+    torch's compiler replaces it too. ``torch.autograd.grad`` itself isn't replaced, since user code may have imported
+    it by name.
 
     Args:
         root: The model, with its units.
-        reduces: Whether the next backward of a step is to reduce gradients.
-        frees: Free at once what was gathered for gradients by inputs: where an optimizer may step within the step, and
-            what is gathered would have the weights of before.
+        reduces: Returns whether the next backward of a step is to reduce gradients.
+        frees: Reshard at once what was unsharded for gradients with respect to inputs. Needed if an optimizer may step
+            within the step: unsharded parameters would keep the weights of before.
     """
 
     def __init__(self, root: nn.Module, reduces: Callable[[], bool], *, frees: bool) -> None:
@@ -42,7 +44,7 @@ class ByInputs:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A step runs inside."""
+        """The context of a step: backwards inside are intercepted."""
         self._used = []
         if not self._units:
             yield
@@ -54,7 +56,7 @@ class ByInputs:
             def differentiate() -> Any:
                 return plain(outputs, gradients, keeps, creates, inputs, *args, **kwargs)
 
-            if self._runs:  # from within one, as of a checkpoint that is reentrant
+            if self._runs:  # a nested backward, as of a reentrant checkpoint
                 return differentiate()
             self._runs = True
             try:
@@ -72,13 +74,13 @@ class ByInputs:
             autograd._engine_run_backward = plain
 
     def begin(self) -> None:
-        """Before a backward: gather what created graphs use, and hold what it gives."""
+        """Before a backward: unshard the units that created graphs use, and delay reductions."""
         if self._used:
             expect_backward(self._root, reduces=False, reshards=False)
             _gather(self._used)
 
     def end(self) -> None:
-        """After any backward, since a loss need not be of what was differentiated: reduce and free what was held."""
+        """After any backward, also one that used no created graph: reduce the delayed gradients, and reshard."""
         if not self._used:
             return
         expect_backward(self._root, reduces=self._reduces())
@@ -102,7 +104,7 @@ class ByInputs:
             self.end()
 
     def _refuse_parameters(self, inputs: Iterable[Any]) -> None:
-        """Those that no graph is of: between calls they are sharded, and backwards would pass them over silently."""
+        """Refuse sharded parameters as inputs: no graph contains them, so a backward would silently ignore them."""
         groups = (group for unit in self._units for group in groups_of(unit))
         sharded = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
         if any(id(each) in sharded for each in inputs):

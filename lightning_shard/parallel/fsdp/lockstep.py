@@ -1,10 +1,12 @@
-"""Evaluation steps in which data ranks call the network different numbers of times, as where they generate text.
+"""Let data ranks call FSDP2 units different numbers of times in an evaluation step, as when they generate text.
 
-A unit's parameters are gathered from all data ranks for each of its calls, so a rank that calls it once more than the
-others would wait for them forever. In an evaluation step, therefore, a rank says before it calls a unit again which one
-that is. A rank whose step is over stays, and gathers what the others say, until the step is over on all.
+Each call of a unit all-gathers its parameters from all data ranks, so a rank that calls it once more than the others
+would wait for them forever. Therefore, in an evaluation step, a rank announces each repeated call of a unit by a small
+all-reduce before it. A rank whose step is over takes part in the announced all-gathers until the step is over on all
+ranks.
 
-A step that calls each unit once costs one small exchange, at its end.
+A step that calls each unit once costs one small all-reduce, at its end. Only repeated calls are announced: a unit that
+one rank calls and another doesn't call at all in a step still waits, until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -19,18 +21,19 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.shard import gather_along
+from lightning_shard.parallel.fsdp.shard import join_all_gather
 
 _OVER = -1
 
 
 class Lockstep:
-    """The steps of this rank and of the others.
+    """Makes all ranks take part in each all-gather of an evaluation step.
 
     Args:
-        units: What is gathered while it is called, in the same order on all ranks.
-        group: All ranks, between their hosts.
-        deals_experts: Calls of the network bring tokens to other ranks' experts: one that is done can't follow those.
+        units: All units, in the same order on all ranks.
+        group: A CPU group of all ranks.
+        deals_experts: Whether there is expert parallelism: calls send tokens to other ranks' experts, and a rank whose
+            step is over can't take part in these exchanges, so unequal numbers of calls are refused.
     """
 
     def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, *, deals_experts: bool = False) -> None:
@@ -44,21 +47,25 @@ class Lockstep:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """An evaluation step runs inside; a collective call over all ranks."""
+        """The context of an evaluation step. Collective over all ranks.
+
+        Raises:
+            StepError: Data ranks call different units at once; or, with expert parallelism, call units unequally often.
+        """
         self._called.clear()
         self._in_step, self._calls_again = True, False
         try:
             yield
         finally:
             self._in_step = False
-        while (index := self._agree(_OVER)) != _OVER:
+        while (index := self._next_call(_OVER)) != _OVER:
             if self._deals_experts:
                 raise StepError(
                     "Data ranks call the network different numbers of times in an evaluation step, and its experts are"
                     " dealt to all of them: call it equally often on all (generate as many tokens), or use"
                     " expert_parallel_size=1."
                 )
-            gather_along(self._units[index])
+            join_all_gather(self._units[index])
 
     def _before_call(self, index: int, *_: Any) -> None:
         if not self._in_step:
@@ -66,13 +73,13 @@ class Lockstep:
         self._calls_again = self._calls_again or index in self._called
         self._called.add(index)
         if self._calls_again:
-            self._agree(index)
+            self._next_call(index)
 
-    def _agree(self, index: int) -> int:
-        """Which unit is called next.
+    def _next_call(self, index: int) -> int:
+        """The index of the unit that ranks call next; :data:`_OVER` if the step is over on all of them.
 
         Raises:
-            StepError: On all ranks, where two call different ones.
+            StepError: On all ranks, if two ranks call different units.
         """
         is_calling = index != _OVER
         least_and_most = torch.tensor([-index if is_calling else -len(self._units), index])

@@ -1,9 +1,9 @@
-"""Lists, dicts and dataclasses that a unit of FSDP2's is given, and that its code changes.
+"""Let FSDP2 units change lists, dicts and dataclasses that they get as arguments, as modules can without sharding.
 
-FSDP2 gives a unit copies of them, where there are gradients (torch 2.11 to 2.13). So what the unit puts into one, the
-code around it wouldn't see, and would go on with what was there before. What it returns of them is written to those
-that it was given, as without sharding; else it is refused: FSDP2 gathers a unit for its backward when gradients come to
-what it returned.
+With gradients enabled, FSDP2 passes copies of such containers to a unit (torch 2.11 to 2.13). So code around the unit
+wouldn't see the unit's changes, and would use the old entries. If the unit returns the changed container, its entries
+are copied to the original, and the original is returned. If it doesn't return it, the change is refused: FSDP2
+all-gathers a unit for its backward when gradients of its outputs arrive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from lightning_shard.errors import StepError
 _LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
 
 
-def keep_what_is_given(units: Iterable[FSDPModule]) -> None:
-    """Have units that FSDP2 has wrapped change the containers that they are given, not copies.
+def write_back_arguments(units: Iterable[FSDPModule]) -> None:
+    """Make changes by FSDP2 units of their arguments reach the caller's containers, in place.
 
     Raises:
-        StepError: In a call: a unit changes one that it doesn't return.
+        StepError: In a call of a unit: it changes a container that it doesn't return; or, before torch 2.12, it returns
+            or changes a dataclass.
     """
     for unit in units:
         assert isinstance(unit, nn.Module)
@@ -37,7 +38,7 @@ def keep_what_is_given(units: Iterable[FSDPModule]) -> None:
 
 
 class _Call:
-    """One call of a unit: containers as they were given, as the unit gets them, and what was in these."""
+    """One call of a unit: the caller's containers, FSDP2's copies of them, and the copies' entries before the call."""
 
     def __init__(self) -> None:
         self._given: list[Any] = []
@@ -97,7 +98,7 @@ def _entries(container: Any) -> list[Any]:
 
 
 def _fill(given: Any, copy: Any) -> None:
-    """Have one container hold what another of its kind holds."""
+    """Replace the entries of ``given`` by those of ``copy``, a container of the same type."""
     if isinstance(given, dict):
         given.clear()
         given.update(copy)

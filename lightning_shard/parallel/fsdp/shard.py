@@ -1,4 +1,8 @@
-"""Fully sharded data parallelism: FSDP2, a unit per block and one for the rest."""
+"""Apply FSDP2 to a model, one unit per block and one for the rest, and control its all-gathers and reductions.
+
+A *unit* is a module that ``fully_shard`` was applied to. Its parameters are all-gathered (unsharded) together, and
+freed (resharded) together. Gradients are accumulated and reduced in 32 bits.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,21 @@ from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.containers import called_below, with_forward
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
-from lightning_shard.parallel.fsdp.units import groups_of, groups_under, look_before_gathering, sharded_units
-from lightning_shard.parallel.fsdp.unsharded import hold_whole, whole_of
+from lightning_shard.parallel.fsdp.units import check_before_gather, groups_of, groups_under, sharded_units
+from lightning_shard.parallel.fsdp.unsharded import hold_unsharded, unsharded_of
 from lightning_shard.sharding import local_tensor
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are held and gathered.
+    """How parameters are held and all-gathered.
 
     Attributes:
-        keeps_gathered: Keep blocks gathered from a forward to its backward. In a pipeline the same blocks run for every
-            microbatch, so to gather once per step is to gather ``2 × microbatches`` times less.
-        gathered_dtype: Under autocast, its type: what it would cast is gathered so. ``None``: as it is held.
-        offloads: Hold shards, their gradients and so the optimizer's state in the host's memory.
+        keeps_gathered: Keep blocks unsharded from a forward to its backward. In a pipeline the same blocks run for
+            every microbatch, so one all-gather per step replaces ``2 × microbatches`` of them.
+        gathered_dtype: The dtype of autocast: weights that autocast would cast are all-gathered in it. ``None``:
+            all-gather in the dtype of the parameters.
+        offloads: Hold shards, their gradients and so the optimizer's state in host memory.
     """
 
     keeps_gathered: bool = False
@@ -53,35 +58,36 @@ def apply_fully_sharded(
     expert_mesh: DeviceMesh | None = None,
     sharded: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard ``root``'s parameters over ``mesh``, in place; where that is one rank, hold them without FSDP2's copies.
+    """Shard ``root``'s parameters over ``mesh``, in place; on a mesh of one rank, hold them without FSDP2's copies.
 
     Args:
         root: The model.
-        blocks: Modules that become a unit each, gathered while they run.
+        blocks: Modules that become a unit each, unsharded while they run.
         mesh: One axis to shard over, or two: replicate over the first, shard over the second.
-        sharding: How.
-        whole_steps: What isn't in a block is one unit, gathered while ``root`` is called, and a step is one such call.
-            If not (manual optimization: backwards and optimizer steps within a step), each module below ``root`` is
-            gathered while it is called itself, and sharded between calls: what is set there, such as
-            ``requires_grad``, is set on what is trained, and no call has the weights of before an optimizer's step.
-        experts: Modules within blocks that become units over ``expert_mesh``, the axes of the ranks that hold the same
-            experts.
-        sharded: Parameters that are sharded already, and gathered by who uses them.
+        sharding: How parameters are held and all-gathered.
+        whole_steps: A step is one call of ``root``, and everything outside of the blocks is one unit, unsharded during
+            that call. If false (manual optimization: backwards and optimizer steps within a step), each module below
+            ``root`` is unsharded during its own call, and sharded between calls. So what code sets there, such as
+            ``requires_grad``, is set on the parameters that are trained, and no call uses weights from before an
+            optimizer's step.
+        experts: Modules within blocks that become units over ``expert_mesh``.
+        expert_mesh: The axes of the ranks that hold the same experts.
+        sharded: Parameters that are sharded already, and all-gathered by the code that uses them.
 
     Raises:
-        ConfigurationError: Without whole steps, a parameter that ``root`` holds itself; parameters of several types in
-            one module.
+        ConfigurationError: One module holds parameters of several dtypes. Without ``whole_steps``: ``root`` itself
+            holds a parameter, or two modules share a tied one.
     """
     if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
-        hold_whole(root, mesh)
+        hold_unsharded(root, mesh)
         return
     if not whole_steps:
         sharding = replace(sharding, keeps_gathered=False)
-    # of these FSDP2 has no shards, or can't reduce their gradients
+    # FSDP2 can't shard scalar parameters, or can't reduce gradients of parameters without elements
     whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     whole.update(sharded)
     for parameter in root.parameters():
-        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # as of channels_last
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # such as channels_last
             parameter.data = parameter.data.contiguous()
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
     for unit in experts:
@@ -128,20 +134,20 @@ def apply_fully_sharded(
 
 
 def _nothing_is_sharded(root: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> bool:
-    """Nor is there anything else that FSDP2 does: cast weights once a step, add gradients in 32 bits, offload."""
+    """Whether FSDP2 would do nothing: no sharding, replicas, offloading or casts, and no 16-bit gradients to add."""
     if mesh.size() > 1 or mesh.ndim > 1 or sharding.offloads or sharding.gathered_dtype is not None:
         return False
     return all(p.dtype.is_complex or p.dtype in (torch.float32, torch.float64) for p in root.parameters())
 
 
 def _slots(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where parameters are held: tied ones in several."""
+    """Every module and attribute name that holds a parameter; tied parameters have several."""
     for module in root.modules():
         yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
 
 
 def _in_units(root: nn.Module, units: Iterable[nn.Module], cast: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """The parameters that one unit holds and nothing else, without those of ``cast`` ones that aren't cast."""
+    """The parameters that belong to exactly one unit, without those in units of ``cast`` that autocast doesn't cast."""
     unit_of = {module: unit for unit in reversed(list(units)) for module in unit.modules()}
     holders: dict[nn.Parameter, set[nn.Module | None]] = {}
     for module, name in _slots(root):
@@ -151,19 +157,24 @@ def _in_units(root: nn.Module, units: Iterable[nn.Module], cast: Iterable[nn.Mod
 
 
 def _policy(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
-    """Gradients are added over microbatches and ranks in 32 bits, also where they are computed in 16."""
+    """The policy of a unit: gradients are added over microbatches and ranks in 32 bits, also if computed in 16.
+
+    Args:
+        modules: The unit.
+        dtype: The dtype to all-gather in; ``None`` for that of the parameters.
+    """
     halves = any(p.dtype in (torch.bfloat16, torch.float16) for module in modules for p in module.parameters())
     return MixedPrecisionPolicy(dtype, torch.float32 if dtype or halves else None, cast_forward_inputs=False)
 
 
 def _even_dim(parameter: nn.Parameter, parts: int) -> Shard:
-    """The first dim that divides evenly: a rank has few experts, and more ranks may share them."""
+    """Shard the first dim that ``parts`` divides; dim 0 counts the experts of a rank, which may be fewer than ranks."""
     local = local_tensor(parameter)
     return Shard(next((dim for dim, size in enumerate(local.shape) if size % parts == 0), 0))
 
 
 def to_device(root: nn.Module, device: torch.device, sharding: Sharding) -> None:
-    """Move what isn't held there yet; of what is offloaded, all but the shards."""
+    """Move the model to ``device``; with offloading, all but the shards."""
     if not sharding.offloads:
         root.to(device)
         return
@@ -175,15 +186,15 @@ def to_device(root: nn.Module, device: torch.device, sharding: Sharding) -> None
 
 
 def scalar_parameters(root: nn.Module) -> list[nn.Parameter]:
-    """Parameters without dimensions, of which FSDP2 has no shards: each rank holds them whole."""
+    """Parameters without dimensions. FSDP2 can't shard them, so each rank holds them in full."""
     return [parameter for parameter in root.parameters() if not parameter.ndim]
 
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients of scalar parameters over a group's ranks, in place; one that no rank has stays ``None``.
+    """Average gradients of scalar parameters over a group's ranks, in place. Collective over the group.
 
-    A collective call of the group. What an earlier call has averaged may be among them.
+    A gradient that no rank has stays ``None``. Gradients that an earlier call has averaged may be among them.
     """
     parameters = list(parameters)
     if not parameters or dist.get_world_size(group) == 1:
@@ -199,18 +210,19 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 
 
 def parallelizes_itself(root: nn.Module) -> bool:
-    """Whether a module was sharded by its own ``configure_model``, as Lightning's ModelParallelStrategy expects."""
+    """Whether a module's own ``configure_model`` has sharded it, as Lightning's ModelParallelStrategy expects."""
     return any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
 def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is_last: bool | None = None) -> None:
-    """Prepare for the next backward.
+    """Set what FSDP2 does in the next backward.
 
     Args:
         root: The model.
-        reduces: Whether it reduces gradients over the ranks; the last one before an optimizer step must.
-        reshards: Whether it frees gathered parameters; ``False`` where another microbatch's backward needs them.
-        is_last: Whether it is the last one of the forwards so far. Default: if it frees parameters.
+        reduces: Whether the backward reduces gradients over the ranks; the last one before an optimizer step must.
+        reshards: Whether the backward frees unsharded parameters; ``False`` if another microbatch's backward needs
+            them.
+        is_last: Whether the backward is the last one for the forwards so far. Default: the value of ``reshards``.
     """
     expect_backward_of(sharded_units(root), reduces=reduces, reshards=reshards, is_last=is_last)
 
@@ -218,7 +230,7 @@ def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is
 def expect_backward_of(
     units: Iterable[FSDPModule], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
 ) -> None:
-    """The same for all of a model's units, where they are known: to look for them goes through all modules."""
+    """:func:`expect_backward` for given units: all of a model's, so that its modules needn't be searched for them."""
     for unit in units:
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_reshard_after_backward(reshards, recurse=False)
@@ -226,25 +238,29 @@ def expect_backward_of(
 
 
 @contextmanager
-def gathering_ahead(root: nn.Module, *, all_units: bool) -> Iterator[None]:
-    """Begin to gather what a step inside calls first, or all of it; a call of each unit waits for its own.
+def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
+    """Prefetch: start asynchronous all-gathers before a step that runs inside; each unit's call waits for its own.
 
-    Not before the first call of ``root``, which sets FSDP2 up.
+    Use it only after the first call of ``root``, in which FSDP2 initialises itself.
+
+    Args:
+        root: The model.
+        all_units: Prefetch all units, or only the first one.
     """
     units = list(sharded_units(root))
-    look_before_gathering(root)
+    check_before_gather(root)
     handles = [unit.unshard(async_op=True) for unit in (units if all_units else units[:1])]
     yield
     for handle in handles:
         assert handle is not None
-        handle.wait()  # of what wasn't called: the next step would take it for its own weights
+        handle.wait()  # for units that weren't called: the next step would take the gathered weights for its own
     if handles:
         reshard(root)
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered parameters and register the sharded ones."""
-    if (held := whole_of(root)) is not None:
+    """Free unsharded parameters, and put the sharded ones in their places."""
+    if (held := unsharded_of(root)) is not None:
         held.free()
     for unit in sharded_units(root):
         unit.reshard()
@@ -252,6 +268,7 @@ def reshard(root: nn.Module) -> None:
 
 @contextmanager
 def no_gradient_sync(root: nn.Module) -> Iterator[None]:
+    """Backwards inside don't reduce gradients over the ranks."""
     expect_backward(root, reduces=False)
     try:
         yield
@@ -260,22 +277,22 @@ def no_gradient_sync(root: nn.Module) -> Iterator[None]:
 
 
 def end_backward(root: nn.Module, *, reduces: bool) -> None:
-    """After the last backward of a step: what FSDP2 does by itself, where nothing is sharded."""
-    if (held := whole_of(root)) is not None:
+    """After the last backward of a step, where nothing is sharded: do what FSDP2 else does by itself."""
+    if (held := unsharded_of(root)) is not None:
         if reduces:
-            held.hand_over_gradients()
+            held.move_gradients()
         held.free()
 
 
 def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
-    """Reduce gradients that backwards without synchronisation left unreduced; nothing where there are none.
+    """Reduce the gradients that backwards without synchronisation left unreduced, if there are any.
 
     Args:
         root: The model.
-        reshards: Whether to free the gathered parameters of what has such gradients.
+        reshards: Whether to free the unsharded parameters of groups with such gradients.
     """
-    if (held := whole_of(root)) is not None:
-        held.hand_over_gradients()
+    if (held := unsharded_of(root)) is not None:
+        held.move_gradients()
     for group in groups_under(root):
         if has_unreduced_gradients(group):
             group.reduce_grads = group.all_reduce_grads = True  # over shards and over replicas
@@ -284,8 +301,11 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
             group.finalize_backward()
 
 
-def hold_gradients(units: Iterable[FSDPModule]) -> None:
-    """Hold gradients in 32 bits that came after the end of a unit's backward, as that does which doesn't reduce."""
+def accumulate_late_gradients(units: Iterable[FSDPModule]) -> None:
+    """Move gradients that came after the end of a unit's backward to FSDP2's 32-bit accumulators.
+
+    FSDP2 itself does this at the end of a unit's backward that doesn't reduce.
+    """
     for group in chain.from_iterable(map(groups_of, units)):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -293,10 +313,10 @@ def hold_gradients(units: Iterable[FSDPModule]) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def forget_gradients(root: nn.Module) -> None:
-    """Drop gradients that were not reduced, as of an accumulation that was broken off: ``zero_grad`` doesn't."""
-    if (held := whole_of(root)) is not None:
-        held.forget_gradients()
+def drop_unreduced_gradients(root: nn.Module) -> None:
+    """Drop unreduced gradients, as of an accumulation that was interrupted; ``zero_grad`` doesn't drop them."""
+    if (held := unsharded_of(root)) is not None:
+        held.drop_unreduced_gradients()
     for group in groups_under(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -304,18 +324,18 @@ def forget_gradients(root: nn.Module) -> None:
                 parameter.unsharded_param.grad = None
 
 
-def gather_along(unit: FSDPModule) -> None:
-    """Take part where other ranks gather a unit to call it, and leave it as the call does."""
+def join_all_gather(unit: FSDPModule) -> None:
+    """Take part in the all-gather of a unit that other ranks call, and reshard it if the call does."""
     groups = list(groups_of(unit))
     if any(group.is_unsharded for group in groups):
-        return  # they have it too
+        return  # the other ranks have it unsharded too, and all-gather nothing
     unit.unshard()
     if any(group._reshard_after_forward for group in groups):
         unit.reshard()
 
 
 def has_unreduced_gradients(group: Any) -> bool:
-    """Whether backwards have left any to a group of FSDP2's parameters."""
+    """Whether backwards have left unreduced gradients in one of FSDP2's parameter groups."""
     return any(
         parameter.unsharded_accumulated_grad is not None
         or (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None)

@@ -1,12 +1,13 @@
-"""FSDP2's units: what has no public access, and what is set on their parameters while a step runs.
+"""Access to private parts of FSDP2's units, and checks that changes of their parameters during steps aren't lost.
 
-A unit holds each parameter twice: as a shard, which is in its place between steps and is what the optimizer trains, and
-gathered, over memory that is freed after. What a user sets on the one has to act on the other, or is refused where it
-would be lost. That is asked for each step, so nothing here may wait for a device.
+A unit holds each parameter as two tensors. The shard is in the module between steps, and is what the optimizer trains.
+The unsharded (all-gathered) parameter is in the module during a step; its memory is freed afterwards. What a user sets
+on one must act on the other, and is refused if it would be lost. These checks run in each step, so they never wait for
+a device.
 
-Private (torch 2.11 to 2.13): the units' parameter groups, their parameters' states, and what begins their backward.
-torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) use the groups too. Before 2.13 a unit had at
-most one.
+Private (torch 2.11 to 2.13): the units' parameter groups, the states of their parameters, and the hook that begins
+their backward (``_pre_backward``). torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) use the
+groups too. Before 2.13 a unit had at most one group.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary()
-"""Of modules whose sharding is done: each step asks several times, and going through all modules takes long."""
+"""The units of modules whose sharding is done: a cache, since each step needs them and a search is slow."""
 
 
 def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
+    """All FSDP2 units of a model, in the order of its modules."""
     known = _UNITS.get(root)
     if known is None:
         return _find_units(root)
@@ -40,32 +42,36 @@ def _find_units(root: nn.Module) -> Iterator[FSDPModule]:
 
 
 def groups_under(root: nn.Module) -> Iterator[Any]:
-    """The parameter groups of all units, with their unreduced gradients and states."""
+    """FSDP2's parameter groups of all units of a model."""
     for unit in sharded_units(root):
         yield from groups_of(unit)
 
 
 def groups_of(unit: FSDPModule) -> Iterator[Any]:
+    """FSDP2's parameter groups of one unit; they hold its parameters' states and unreduced gradients."""
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 def is_set_up(root: FSDPModule) -> bool:
-    """Whether FSDP2 knows it as the root of its units, as it does from its first call on."""
+    """Whether FSDP2 has initialised itself for the units of ``root``, as it does in the first call of ``root``."""
     state: Any = root._get_fsdp_state()
     return state._is_root is not None
 
 
-class _OfModule(list["_Held"]):
-    """What is gathered in or after a call of a module, whose hook has it: it leads back to the module."""
+class _WatchedList(list["_Watched"]):
+    """The parameters to check in calls of one module. Only the module's hook owns the list.
+
+    The list refers back to the module, so :data:`_WATCHED` has a weak reference to it.
+    """
 
 
-_HELD: WeakKeyDictionary[nn.Module, ref[_OfModule]] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[nn.Module, ref[_WatchedList]] = WeakKeyDictionary()
 
 
-class _Held:
-    """One parameter of a unit."""
+class _Watched:
+    """One parameter of a unit, with the modules and names that hold it."""
 
     def __init__(self, group: Any, parameter: Any) -> None:
         info = parameter._module_info
@@ -78,28 +84,28 @@ class _Held:
         self._local = parameter.sharded_param._local_tensor
         self._version: int | None = None
 
-    def begins(self) -> None:
-        """Before it is gathered for a step."""
+    def before_gather(self) -> None:
+        """Check before the all-gather for a step; take over a shard that was assigned by ``p.data = …``."""
         held = self._parameter
         self.check_in_place()
         if self._group.is_sharded and held.sharded_param._local_tensor is not self._local:
-            held.reset_sharded_param()  # by an assignment to its data
+            held.reset_sharded_param()  # FSDP2 itself has still the old local tensor
             self._local = held.sharded_param._local_tensor
 
-    def ends(self) -> None:
-        """After the unit has used it, and before it is freed."""
+    def after_forward(self) -> None:
+        """Check after the unit's forward, before the parameter is freed; take over ``requires_grad``."""
         if not self._group.is_unsharded:
             return
         self.check_in_place()
         sharded, gathered = self._parameter.sharded_param, self._parameter._unsharded_param
         version, self._version = self._version, gathered._version
         if version not in (None, self._version) or not self._is_over_gathered_memory(gathered):
-            raise StepError(self._says("was changed in place while it was gathered from the ranks that hold it", _LOST))
+            raise StepError(self._text("was changed in place while it was gathered from the ranks that hold it", _LOST))
         if sharded.requires_grad != gathered.requires_grad:
             sharded.requires_grad_(gathered.requires_grad)
 
     def _is_over_gathered_memory(self, gathered: Any) -> bool:
-        """Not where its data was assigned to: it would stay what it is now, and never be gathered again."""
+        """False after ``p.data = …`` in a step: the parameter would keep that memory, and not be all-gathered again."""
         local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
         outputs = self._parameter.all_gather_outputs
         return len(outputs) != 1 or bool(local.data_ptr() == outputs[0].data_ptr())
@@ -109,9 +115,9 @@ class _Held:
         expected = held.sharded_param if self._group.is_sharded else held._unsharded_param
         for module, name in self._slots:
             if module._parameters.get(name) is not expected:
-                raise StepError(self._says("was replaced or removed after the module was laid out on ranks", _REPLACED))
+                raise StepError(self._text("was replaced or removed after the module was laid out on ranks", _REPLACED))
 
-    def _says(self, what: str, remedy: str) -> str:
+    def _text(self, what: str, remedy: str) -> str:
         module, name = self._slots[0]
         shape = tuple(self._parameter.sharded_param.shape)
         return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
@@ -128,33 +134,34 @@ _LOST = (
 )
 
 
-def keep_what_is_set(root: nn.Module) -> None:
-    """From now on, what is set on parameters, gathered or not, acts in the next step at the latest, or is refused.
+def watch_parameters(root: nn.Module) -> None:
+    """Register hooks: what is set on parameters, unsharded or not, acts in the next step at the latest, or is refused.
 
     Args:
-        root: With all its units. A step is a call of it where it is one, else it calls them.
+        root: The model, after FSDP2 was applied to all its units. If ``root`` is a unit, a step is a call of it;
+            otherwise a step calls the units.
     """
     _UNITS[root] = [*map(ref, _find_units(root))]
-    held: dict[Any, _OfModule] = {
-        unit: _OfModule(_Held(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
+    held: dict[Any, _WatchedList] = {
+        unit: _WatchedList(_Watched(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
         for unit in sharded_units(root)
     }
     for unit, own in held.items():
-        _HELD[unit] = ref(own)
-        # before the hooks that gather, and before those that free
-        unit.register_forward_pre_hook(look_before_gathering, prepend=True)
-        unit.register_forward_hook(partial(_ends, own), prepend=True)
+        _WATCHED[unit] = ref(own)
+        # prepended: before FSDP2's hook that all-gathers, and before the one that frees
+        unit.register_forward_pre_hook(check_before_gather, prepend=True)
+        unit.register_forward_hook(partial(_after_forward, own), prepend=True)
     if isinstance(root, FSDPModule):
-        everything = _OfModule(parameter for own in held.values() for parameter in own)
-        _HELD[root] = ref(everything)
+        everything = _WatchedList(parameter for own in held.values() for parameter in own)
+        _WATCHED[root] = ref(everything)
         root.register_forward_hook(partial(_all_in_place, everything), prepend=True)
 
 
 def gather_for_views(units: Iterable[FSDPModule]) -> None:
-    """Have units be gathered for their backward also where the code around them changes a view that they return.
+    """Make units all-gather for their backward even if code around them changes, in place, a view that they returned.
 
-    FSDP2 waits for the view's gradient. Changed in place, the view is computed anew from its base, and none comes to
-    what it was; to the base one comes, be it changed or not.
+    FSDP2 begins a unit's backward when the gradient of its output arrives. After a change in place, autograd recomputes
+    a view from its base, and the node that the unit returned gets no gradient. The base gets one in either case.
     """
     for unit in units:
         assert isinstance(unit, nn.Module)
@@ -164,8 +171,8 @@ def gather_for_views(units: Iterable[FSDPModule]) -> None:
 def _wait_for_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         return
-    with torch._C.DisableTorchFunction():  # not the user's operations, which stages count
-        given = {id(base) for base in _bases((args, kwargs))}  # gradients come to these after the backward
+    with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
+        given = {id(base) for base in _bases((args, kwargs))}  # their gradients come after the unit's backward
         for base in {id(base): base for base in _bases(output)}.values():
             if base.grad_fn is not None and id(base) not in given:
                 base.register_hook(unit._get_fsdp_state()._pre_backward)
@@ -175,24 +182,24 @@ def _bases(value: Any) -> Iterator[Any]:
     return (tensor._base for tensor in tree.tensors(value) if tensor._base is not None)
 
 
-def look_before_gathering(called: nn.Module, *_: Any) -> None:
-    """Before a step begins: whether all is in place, and what was assigned.
+def check_before_gather(called: nn.Module, *_: Any) -> None:
+    """Before an all-gather: check that all parameters are in their places, and take over assigned data.
 
     Raises:
-        StepError: A parameter was replaced.
+        StepError: A parameter was replaced or removed.
     """
-    with torch._C.DisableTorchFunction():  # not the user's operations, which stages count
-        found = _HELD.get(called)
+    with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
+        found = _WATCHED.get(called)
         for parameter in (found and found()) or ():
-            parameter.begins()
+            parameter.before_gather()
 
 
-def _all_in_place(held: Iterable[_Held], *_: Any) -> None:
+def _all_in_place(held: Iterable[_Watched], *_: Any) -> None:
     for parameter in held:
         parameter.check_in_place()
 
 
-def _ends(held: Iterable[_Held], *_: Any) -> None:
+def _after_forward(held: Iterable[_Watched], *_: Any) -> None:
     with torch._C.DisableTorchFunction():
         for parameter in held:
-            parameter.ends()
+            parameter.after_forward()

@@ -1,13 +1,14 @@
-"""Parameters that aren't sharded over data ranks: there is one, and no experts are dealt.
+"""A replacement for FSDP2 where nothing is sharded: one data rank, and no expert parallelism.
 
-FSDP2 would copy them for every gather, beside the ones that it keeps, and run hooks for each unit. Here the module
-holds, as everywhere between steps, DTensors (a checkpoint, a callback's averages and an optimizer ask what a rank holds
-of a whole), and while steps run in their place plain parameters over the same memory; where a tensor-parallel plan has
-split them, DTensors over it. What is gathered and freed by :mod:`lightning_shard.parallel.fsdp.shard` elsewhere is an
-exchange of references then, and as there a parameter has no gradient before the last backward.
+FSDP2 would copy each parameter in every all-gather, keep the original beside the copy, and run hooks for each unit.
+Here, too, the module holds DTensors between steps (checkpoints, averaging callbacks and optimizers ask which part of
+the full tensor a rank holds). During a step it holds *running* parameters over the same memory instead: plain ones, or
+DTensors if a tensor-parallel plan has split them. So unshard and reshard, as
+:mod:`lightning_shard.parallel.fsdp.shard` calls them, only exchange references. As with FSDP2, a parameter has no
+gradient before the last backward.
 
-Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2.13), for each parameter in each step;
-``to_local()`` and ``from_local()`` are operations of autograd, and take ten times as long and more.
+Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2.13), used for each parameter in each
+step. ``to_local()`` and ``from_local()`` are autograd operations, which take at least ten times as long.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
 
-_OF: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
-_OF_PART: WeakKeyDictionary[nn.Module, WholeParameters] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
+_OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
 COPIED = (
     "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
@@ -34,13 +35,13 @@ COPIED = (
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
 
 
-def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Make ``root``'s parameters DTensors of one rank, in place; a call of ``root`` runs on others over their memory.
+def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Make ``root``'s parameters DTensors on a mesh of one rank, in place; calls of ``root`` use running parameters.
 
     Args:
-        root: The model, on any device or on meta. Parameters without dimensions or elements, and DTensors, are left as
-            they are.
-        mesh: Of this rank alone, with one axis.
+        root: The model, on any device or on meta. Parameters without dimensions or elements, and DTensors, are left
+            unchanged.
+        mesh: A mesh with one axis, of this rank alone.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
@@ -51,16 +52,16 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
                     made[parameter] = nn.Parameter(own, parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
                 _put(module, name, made[parameter])
-    whole = _OF[root] = WholeParameters(mesh)
+    whole = _OF[root] = UnshardedParameters(mesh)
     root.register_forward_pre_hook(_gather, prepend=True)
     for module in root.modules():
-        _OF_PART[module] = whole  # copies have the hooks too
+        _OF_PART[module] = whole  # a copy of a module has the hooks too, but isn't in this dict
         module.register_state_dict_pre_hook(_free)
         module.register_load_state_dict_pre_hook(_free)
 
 
 def _gather(root: nn.Module, _: Any) -> None:
-    held = whole_of(root)
+    held = unsharded_of(root)
     if held is None:
         raise StepError(COPIED.format(kind=type(root).__name__))
     held.gather(root)
@@ -71,13 +72,13 @@ def _free(module: nn.Module, *_: Any, **__: Any) -> None:
         whole.free()
 
 
-def whole_of(root: nn.Module) -> WholeParameters | None:
-    """What :func:`hold_whole` made, if it did."""
+def unsharded_of(root: nn.Module) -> UnshardedParameters | None:
+    """The :class:`UnshardedParameters` that :func:`hold_unsharded` made for ``root``, if any."""
     return _OF.get(root)
 
 
-class WholeParameters:
-    """The parameters that run in place of a module's own: plain ones where these are on ``mesh``."""
+class UnshardedParameters:
+    """Running parameters, which replace a module's own ones in steps: plain ones where the module's are on ``mesh``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -86,15 +87,15 @@ class WholeParameters:
         self._watched: set[nn.Parameter] = set()
         self.is_gathered = False
         self.in_microbatches = False
-        """A step's code runs several times, for parts of a batch, and would change a parameter each time. Nothing is
-        called between steps."""
+        """Set for a pipeline stage: a step's code runs once per microbatch, and so would each change of a parameter.
+        Parts aren't called between steps."""
         self._versions: list[int] = []
 
     def gather(self, root: nn.Module) -> None:
-        """Put those that run in place; what trains, and what memory they are over, may have changed."""
+        """Put the running parameters in place, with the present memory and ``requires_grad`` of the module's own."""
         if self.is_gathered:
             return
-        if not self._slots:  # not before: weights may be materialised, and moved, until the first call
+        if not self._slots:  # not earlier: weights may be materialised or moved until the first call
             self._slots = list(self._find(root))
         for module, name, held, running in self._slots:
             _check_same(module, name, held)
@@ -104,10 +105,11 @@ class WholeParameters:
                 running.data = _local(held)
             if running.requires_grad != held.requires_grad:
                 running.requires_grad_(held.requires_grad)
-            # a hook keeps a weight's gradient from coming in a backward's second part (runtime/split_backward.py)
+            # not on stages: with this hook, a split backward couldn't leave a weight's gradient to its second part
+            # (pipeline/runtime/split_backward.py)
             if held.requires_grad and held not in self._watched and not self.in_microbatches:
                 self._watched.add(held)
-                running.register_post_accumulate_grad_hook(partial(self._arrived, held))
+                running.register_post_accumulate_grad_hook(partial(self._move_at_once, held))
             _put(module, name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True
@@ -122,14 +124,18 @@ class WholeParameters:
                     yield module, name, parameter, self._running[parameter]
 
     def free(self) -> None:
-        """Put the module's own in place, with what a step has set on those that ran."""
+        """Put the module's own parameters in place, with what a step has set on the running ones.
+
+        Raises:
+            StepError: On a pipeline stage, a step changed a parameter in place.
+        """
         if self.is_gathered:
             for module, name, held, running in self._slots:
                 _check_same(module, name, running)
                 _put(module, name, held)
                 if held.requires_grad != running.requires_grad:
                     held.requires_grad_(running.requires_grad)
-                if _local(held).data_ptr() != _local(running).data_ptr():  # by an assignment to its data
+                if _local(held).data_ptr() != _local(running).data_ptr():  # a step ran p.data = …
                     _local(held).data.copy_(_local(running).data)
             self.is_gathered = False
             for (module, name, _, running), before, now in zip(self._slots, self._versions, self._seen_versions()):
@@ -144,13 +150,13 @@ class WholeParameters:
         return [running._version for _, _, _, running in self._slots] if self.in_microbatches else []
 
     @torch.no_grad()
-    def hand_over_gradients(self) -> None:
-        """Give the module's own the gradients that backwards left on those that ran."""
+    def move_gradients(self) -> None:
+        """Move the gradients of the running parameters to the module's own."""
         for held, running in self._running.items():
             if running.grad is not None:
-                self._hand_over(held, running)
+                self._move_gradient(held, running)
 
-    def _hand_over(self, held: nn.Parameter, running: nn.Parameter) -> None:
+    def _move_gradient(self, held: nn.Parameter, running: nn.Parameter) -> None:
         assert running.grad is not None
         gradient = self._laid_out(running.grad, held)
         running.grad = None
@@ -160,14 +166,14 @@ class WholeParameters:
             hook(held)
 
     @torch.no_grad()
-    def _arrived(self, held: nn.Parameter, running: Tensor) -> None:
-        """The gradient of a part that was called between steps: nobody else would hand it over."""
+    def _move_at_once(self, held: nn.Parameter, running: Tensor) -> None:
+        """Hook: move the gradient at once if it comes from a part that was called between steps."""
         if not self.is_gathered:
             assert isinstance(running, nn.Parameter)
-            self._hand_over(held, running)
+            self._move_gradient(held, running)
 
     def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """As the parameter is; split ones may have got it whole, or in summands, on each tensor rank."""
+        """The gradient in the parameter's layout. Of a split parameter it may be replicated or partial instead."""
         assert isinstance(like, DTensor)
         if not isinstance(gradient, DTensor):
             if _form(gradient) == _form(_local(like)):
@@ -177,7 +183,7 @@ class WholeParameters:
             return gradient
         return gradient.redistribute(placements=like.placements)
 
-    def forget_gradients(self) -> None:
+    def drop_unreduced_gradients(self) -> None:
         for running in self._running.values():
             running.grad = None
 
@@ -188,12 +194,12 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _form(tensor: Tensor) -> object:
-    """None where it isn't a strided one."""
+    """Shape, stride and dtype; ``None`` for a tensor that isn't strided."""
     return (tensor.shape, tensor.stride(), tensor.dtype) if tensor.layout == torch.strided else None
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Some modules keep their parameters in other places too, as recurrent layers do."""
+    """Set a parameter; by ``setattr`` if a class overrides it: recurrent layers also keep their weights in a list."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = parameter
     else:

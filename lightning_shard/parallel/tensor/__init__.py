@@ -1,1 +1,1 @@
-"""Tensor parallelism: plans, styles, and the checks that a plan fits the code it splits."""
+"""Tensor parallelism: plans, styles, and checks that a split model computes what the whole one does."""

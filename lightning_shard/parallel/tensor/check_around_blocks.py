@@ -1,14 +1,15 @@
-"""Whether split layers that a module holds beside its blocks compute what they compute whole.
+"""Check that split layers in a module that also holds blocks compute the same as with whole parameters.
 
-So a backbone with a projection of its own before its blocks, or a LightningModule that holds all itself. To run such a
-module on whole parameters would take all of them. So it is run twice more before its first call in training: split,
-and then with the layers beside the blocks whole, where each block returns what it returned in the first of these. What
-layers give whole, what the first block is given, and what the module returns must be the same.
+Examples are a backbone with a projection before its blocks, and a LightningModule that holds everything itself. To run
+such an *owner* on whole parameters would take memory for all of them. Instead, before its first call in training it is
+run twice more. The first run is split, and records what each block returns. In the second run the layers outside of the
+blocks are whole, and each block is replaced by a replay of what it returned. Compared are the outputs of layers that
+return whole features, the arguments of the first block, and the outputs of the owner.
 
-A layer that is given whole features and gives whole ones is right by itself: where there are no others, nothing is run.
+A layer with whole input and whole output is correct by itself. If there are no other layers, nothing is run.
 
-Not seen: what :mod:`lightning_shard.parallel.tensor.check_blocks` doesn't see, what is given or returned in parts, and
-code that can't run a second time without gradients.
+Not checked: what :mod:`lightning_shard.parallel.tensor.check_blocks` doesn't check, inputs and outputs that are split,
+and code that can't run a second time without gradients.
 """
 
 from __future__ import annotations
@@ -24,35 +25,36 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.context.check_positions import Looking, random_state
+from lightning_shard.parallel.context.check_positions import TrialRuns, random_state
 from lightning_shard.parallel.tensor.check_blocks import (
-    Alike,
+    JointAttempt,
     OpaqueError,
     are_alike,
     copied,
     is_called,
     is_watched,
-    tell_of_draws,
+    warn_of_draws,
 )
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
 from lightning_shard.sharding import full_tensor
 
 Outcomes = list[tuple[str, list[Tensor]]]
-"""What was given to the first block, came from layers, and was returned: where, and its tensors."""
+"""Copies of tensors in the order of a run, with a text that says where: the first block's arguments, and outputs."""
 
 
-class SplitAround:
-    """Modules that hold blocks, and split layers beside them, which are to be compared.
+class AroundBlocksCheck:
+    """Compares modules that hold blocks, and split layers beside them.
 
     Args:
-        root: Whole, before anything wraps it.
+        root: The whole model, before anything wraps it.
         blocks: Names of all blocks.
-        parts: Names of modules without blocks that are compared by themselves.
-        styles: Of modules, by name.
-        step: The name of the method by which ``root`` is called; ``None`` where it can't be run again.
-        looking_at: Gives what a run inside leaves behind, and puts it back; of ``root`` ``looking_at_step`` does.
-        alike: Over all ranks of a stage: blocks that run inside are gathered from the data ranks.
+        parts: Names of modules without blocks, which are compared by themselves.
+        styles: Styles of split modules, by name.
+        step: Name of the method that calls ``root``; ``None`` if that can't be run again.
+        trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
+        trial_runs_of_step: The same for runs of ``root``'s ``step``.
+        joint_attempt: Its ranks are those of a stage, since blocks that run inside are all-gathered from data ranks.
     """
 
     def __init__(
@@ -62,15 +64,15 @@ class SplitAround:
         parts: Collection[str],
         styles: Mapping[str, ParallelStyle],
         step: str | None,
-        looking_at: Looking,
-        looking_at_step: Looking,
-        alike: Alike,
+        trial_runs: TrialRuns,
+        trial_runs_of_step: TrialRuns,
+        joint_attempt: JointAttempt,
     ) -> None:
         inside = tuple(f"{name}." for name in (*blocks, *parts))
         around = [name for name in styles if not f"{name}.".startswith(inside)]
         crossing = [name for name in around if not _is_whole_outside(styles[name])]
         owners = {_owner(root, name) for name in crossing}
-        owners.update("" for part in parts if _hands_on(part, styles))
+        owners.update("" for part in parts if _has_split_edge(part, styles))
         if step is None:
             owners.discard("")
         if any(isinstance(style, ScatterSequence) for style in styles.values()):
@@ -81,20 +83,23 @@ class SplitAround:
         self._layers = {name: style for name, style in styles.items() if not f"{name}.".startswith(within)}
         self._forwards = {name: vars(root.get_submodule(name)).get("forward") for name in self._layers}
         self._step = step
-        self._looking_at = looking_at
-        self._looking_at_step = looking_at_step
-        self._alike = alike
+        self._trial_runs = trial_runs
+        self._trial_runs_of_step = trial_runs_of_step
+        self._joint_attempt = joint_attempt
 
     def compare(self, root: nn.Module) -> None:
-        """Have them compared in their first call in training, once ``root`` is sharded; on all tensor ranks."""
+        """Wrap the owners, so that their first calls in training are compared. Call after ``root`` is sharded.
+
+        All tensor ranks must call it.
+        """
         for name in self._owners:
             owner = root.get_submodule(name)
             blocks = {each: root.get_submodule(each) for each in self._blocks if _is_in(each, name)}
             layers = {each: root.get_submodule(each) for each in self._layers if _is_in(each, name)}
             if name:
-                self._compare_first_call(owner, name, "forward", blocks, layers, self._looking_at)
+                self._compare_first_call(owner, name, "forward", blocks, layers, self._trial_runs)
             elif self._step:
-                self._compare_first_call(owner, self._step, self._step, blocks, layers, self._looking_at_step)
+                self._compare_first_call(owner, self._step, self._step, blocks, layers, self._trial_runs_of_step)
 
     def _compare_first_call(
         self,
@@ -103,7 +108,7 @@ class SplitAround:
         method: str,
         blocks: Mapping[str, nn.Module],
         layers: Mapping[str, nn.Module],
-        looking_at: Looking,
+        trial_runs: TrialRuns,
     ) -> None:
         own, had = getattr(owner, method), method in vars(owner)
 
@@ -117,7 +122,7 @@ class SplitAround:
                 del vars(owner)[method]
             inside = {parameter for block in blocks.values() for parameter in block.parameters()}
             with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
-                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, looking_at)
+                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, trial_runs)
             if apart is not None:
                 raise PlanError(
                     f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
@@ -138,9 +143,9 @@ class SplitAround:
         arguments: tuple[Any, Any],
         blocks: Mapping[str, nn.Module],
         layers: Mapping[str, nn.Module],
-        looking_at: Looking,
+        trial_runs: TrialRuns,
     ) -> str | None:
-        """What isn't the same, in the order of the code; ``None`` also where that can't be known."""
+        """Where results differ first, in running order; ``None`` if nowhere, or if that can't be known."""
         device = next((parameter.device for parameter in owner.parameters()), torch.device("cpu"))
         calls: list[_Call] = []
         whole_outside = {name: layer for name, layer in layers.items() if _gives_whole(self._layers[name])}
@@ -166,32 +171,32 @@ class SplitAround:
             seen.append(("what it returns", _copies(returned)))
             return seen, random_state(device)
 
-        with looking_at(owner) as traces:
+        with trial_runs(owner) as changes:
             whole = None
             try:
-                with self._alike(name or "the step"):
+                with self._joint_attempt(name or "the step"):
                     owner.eval()
                     split, drawn = outcomes(None)
-                    traces.put_back()
+                    changes.restore()
                     owner.eval()
                     whole, drawn_whole = outcomes(iter(calls))
             finally:
-                traces.put_back()
+                changes.restore()
         if whole is None:
-            return None  # the real run raises what is wrong by itself
+            return None  # the runs failed on all ranks; if the cause is a real error, the user's run raises it too
         if drawn != drawn_whole:
-            tell_of_draws(owner, name)
+            warn_of_draws(owner, name)
         if drawn != drawn_whole or [where for where, _ in split] != [where for where, _ in whole]:
             return None
         for (where, ours), (_, theirs) in zip(split, whole):
-            pairs = [(a, b) for a, b in zip(ours, theirs) if a.shape == b.shape]  # others are given in parts
+            pairs = [(a, b) for a, b in zip(ours, theirs) if a.shape == b.shape]  # tensors of other shapes are split
             if not all(are_alike(a, b, None) for a, b in pairs):
                 return where
         return None
 
 
 class _Call:
-    """One call of a block: which, what it returned, and the generators after it."""
+    """One call of a block: the block's name, what it returned, and the state of the generators after it."""
 
     def __init__(self, name: str, returned: Any, device: torch.device) -> None:
         self.name = name
@@ -208,7 +213,7 @@ class _Call:
 
 
 def _note_given(name: str, seen: Outcomes, _: nn.Module, args: Any, kwargs: Any) -> None:
-    """Of the first block: the others are given what blocks return, all of which would take much memory."""
+    """Record the first block's arguments only: later blocks get outputs of blocks, and all of them need much memory."""
     if not any(where.endswith(_GIVEN) for where, _ in seen):
         seen.append((f"what {name}{_GIVEN}", _copies((args, kwargs))))
 
@@ -235,7 +240,7 @@ def _replaying(name: str, block: nn.Module, seen: Outcomes, calls: Iterator[_Cal
 
 @contextmanager
 def _whole(layer: nn.Module, forward: Callable[..., Any] | None, *, keeps: bool) -> Iterator[None]:
-    """Inside, a split layer is what it was before, but that the last of its hooks stays where it ``keeps`` that."""
+    """Inside, a split layer has its whole parameters and original forward, and no hooks but, if ``keeps``, the last."""
     last = [*layer._forward_hooks.items()][-1:] if keeps else []
     parameters = [(part, dict(part._parameters)) for part in layer.modules()]
     with _exchanged(layer, forward):
@@ -251,7 +256,7 @@ def _whole(layer: nn.Module, forward: Callable[..., Any] | None, *, keeps: bool)
 
 @contextmanager
 def _exchanged(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside, a module has no hooks, and another forward; ``None`` for its class' own."""
+    """Inside, a module has no forward hooks, and another forward; ``None`` stands for that of its class."""
     own: dict[str, Any] = vars(module)
     before: dict[str, Any] = {
         name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
@@ -276,7 +281,7 @@ def _copies(value: Any) -> list[Tensor]:
 
 
 def _owner(root: nn.Module, name: str) -> str:
-    """The nearest module around another that is called; the root is, by its step."""
+    """The nearest module around ``name`` that has a forward; else ``""``, the root, which its step calls."""
     while name:
         name = name.rpartition(".")[0]
         if is_called(root.get_submodule(name)):
@@ -289,14 +294,16 @@ def _is_in(name: str, outer: str) -> bool:
 
 
 def _is_whole_outside(style: ParallelStyle) -> bool:
-    return isinstance(style, Split) and style.given == REPLICATED and style.produced == REPLICATED
+    return isinstance(style, Split) and style.input_layout == REPLICATED and style.output_layout == REPLICATED
 
 
 def _gives_whole(style: ParallelStyle) -> bool:
-    return isinstance(style, Split) and style.produced == REPLICATED
+    return isinstance(style, Split) and style.output_layout == REPLICATED
 
 
-def _hands_on(part: str, styles: Mapping[str, ParallelStyle]) -> bool:
-    """Whether a part takes split features that none of it gives, or the other way round."""
+def _has_split_edge(part: str, styles: Mapping[str, ParallelStyle]) -> bool:
+    """Whether a part takes split features that none of its layers produces, or produces some that none takes."""
     own = [style for name, style in styles.items() if _is_in(name, part) and isinstance(style, Split)]
-    return any(style.given != REPLICATED for style in own) != any(style.produced != REPLICATED for style in own)
+    return any(style.input_layout != REPLICATED for style in own) != any(
+        style.output_layout != REPLICATED for style in own
+    )

@@ -1,18 +1,18 @@
-"""Whether blocks that a user's own tensor-parallel plan splits compute what they compute whole.
+"""Check that blocks split by a user's tensor-parallel plan compute the same as with whole parameters.
 
-A plan that doesn't fit the code needn't fail: of a layer whose output is queries, keys and values, ``colwise`` gives
-each rank a part of them, one after the other, which the code then takes for other queries, keys and values. So in the
-first training step one block of each kind is run once more, on whole parameters, and what it adds is compared; and so
-is each module beside the blocks that holds split layers, such as a head of several. A model's own plan is believed, but
-for blocks that hold modules of a user's.
+A plan that doesn't fit the code may not fail. Take a fused layer whose output is queries, keys and values, one after
+the other: with ``colwise``, each rank gets consecutive features, which the code takes for other queries, keys and
+values. So in the first training step, one block of each kind is run once more on whole parameters, and the results are
+compared. So is each module outside of the blocks that holds split layers, such as a head of several layers. A model's
+own plan is trusted, except for blocks that hold modules of a user's classes.
 
-What modules with blocks hold beside them is compared by :mod:`lightning_shard.parallel.tensor.check_around_blocks`.
+Split layers in modules that also hold blocks are compared by
+:mod:`lightning_shard.parallel.tensor.check_around_blocks`.
 
-Trained parameters that begin as zeros, or small, hold other numbers meanwhile (``small_weights.py``).
+During the comparison, trained parameters that are small everywhere have other values (``small_weights.py``).
 
-Not seen: blocks with a user's hooks inside, compiled ones, blocks that are given objects, parts that are given or
-return a part of the features, what draws random numbers for a part of them, of which is told, and plans that deal
-sequences.
+Not checked: blocks with a user's hooks inside; compiled blocks; blocks that are called with objects; parts whose input
+or output is split; code that draws random numbers for split features (a warning says so); sequence-parallel plans.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.func import functional_call
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.context.check_positions import Looking, Traces, random_state
+from lightning_shard.parallel.context.check_positions import RunChanges, TrialRuns, random_state
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import ScatterSequence
@@ -43,24 +43,24 @@ from lightning_shard.sharding import full_tensor
 
 _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2
-"""By how much results may differ, as a part of the largest that a block adds; where a plan is wrong, by about all."""
+"""Tolerance, relative to the largest element that a block adds to its input; a wrong plan differs by about 1."""
 
 _PACKAGES = ("torch.", "transformers.", "peft.")
-Alike = Callable[[str], AbstractContextManager[None]]
-"""Around a run that may fail, by a name: an error in it is left out where all ranks of a run have one."""
+JointAttempt = Callable[[str], AbstractContextManager[None]]
+"""A context, by a name, for a run that may fail: it suppresses an error if all ranks of the group have one."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-class SplitBlocks:
-    """Blocks of which one of each kind is to be compared.
+class SplitBlocksCheck:
+    """Compares one block of each kind.
 
     Args:
-        blocks: Whole, by name, before anything wraps them.
-        parts: Others, that may be given or return a part of the features.
-        styles: Of modules, by name.
-        looking_at: Gives what a run inside leaves behind, and puts it back.
-        alike: Over the tensor ranks, and those that experts in blocks are dealt to.
+        blocks: Whole blocks by name, before anything wraps them.
+        parts: Other modules by name, whose input or output may be split.
+        styles: Styles of split modules, by name.
+        trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
+        joint_attempt: Its ranks are the tensor ranks, and those that hold experts of the blocks.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SplitBlocks:
         blocks: Mapping[str, nn.Module],
         parts: Mapping[str, nn.Module],
         styles: Mapping[str, ParallelStyle],
-        looking_at: Looking,
-        alike: Alike,
+        trial_runs: TrialRuns,
+        joint_attempt: JointAttempt,
     ) -> None:
         kinds: dict[Any, str] = {}
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
@@ -81,17 +81,17 @@ class SplitBlocks:
                 kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
         self._copies = {name: _without_hooks(modules_by_name[name]) for name in kinds.values()}
         self._parts = parts.keys()
-        self._looking_at = looking_at
-        self._alike = alike
+        self._trial_runs = trial_runs
+        self._joint_attempt = joint_attempt
 
     def compare(self, root: nn.Module) -> None:
-        """Have the blocks compared in their first call in training, on all tensor ranks.
+        """Wrap the blocks' forwards, so that their first calls in training are compared; on all tensor ranks.
 
-        ``root`` isn't sharded or cut yet: what stands in for a block's calls is to call what compares it.
+        Call it before ``root`` is sharded or cut: what replaces a block's forward later must call this wrapper.
         """
         for name, whole in self._copies.items():
             block, is_part = root.get_submodule(name), name in self._parts
-            _compare_first_call(block, name, whole, self._looking_at, self._alike, is_part)
+            _compare_first_call(block, name, whole, self._trial_runs, self._joint_attempt, is_part)
 
 
 def beside_blocks(root: nn.Module, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:
@@ -112,22 +112,22 @@ def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collect
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether it has code of its own, as containers haven't."""
+    """Whether a module has a forward of its own; containers don't."""
     return type(module).forward is not nn.Module.forward
 
 
 def holds_others(block: nn.Module) -> bool:
-    """Whether some module in it is neither torch's nor of the libraries whose models declare plans."""
+    """Whether a block holds a module that is neither torch's, nor transformers' or peft's, whose plans are trusted."""
     return any(not type(module).__module__.startswith(_PACKAGES) for module in block.modules())
 
 
 def _is_hooked(block: nn.Module) -> bool:
-    """Whether what a copy without hooks computes may be something else, as where torch's older weight_norm is one."""
+    """Whether a copy without hooks may compute something else: torch's older weight_norm, for instance, is a hook."""
     return any(has_other_hooks(module, ()) for module in block.modules() if module is not block)
 
 
 def _without_hooks(block: nn.Module) -> nn.Module:
-    """A copy without memory for its parameters. Generators stay the block's: both draw from where they stand."""
+    """A copy of a block without hooks, its tensors on meta. It shares the block's generators: both draw from them."""
     memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in block.buffers()}
     for module in block.modules():
         memo.update({id(value): value for value in vars(module).values() if isinstance(value, _GENERATORS)})
@@ -141,7 +141,12 @@ def _without_hooks(block: nn.Module) -> nn.Module:
 
 
 def _compare_first_call(
-    block: nn.Module, name: str, whole: nn.Module, looking_at: Looking, alike: Alike, is_part: bool
+    block: nn.Module,
+    name: str,
+    whole: nn.Module,
+    trial_runs: TrialRuns,
+    joint_attempt: JointAttempt,
+    is_part: bool,
 ) -> None:
     own, had, is_done = block.forward, "forward" in block.__dict__, False
 
@@ -151,20 +156,20 @@ def _compare_first_call(
         if is_done or not block.training or not torch.is_grad_enabled() or is_watched(block):
             return own(*args, **kwargs)
         is_done = True
-        if block.__dict__.get("forward") is compared:  # and not what stands in for it, and calls this
+        if block.__dict__.get("forward") is compared:  # else a later replacement calls this wrapper, and stays
             if had:
                 block.__dict__["forward"] = own
             else:
                 del block.__dict__["forward"]
         with suppress(OpaqueError), torch.no_grad(), enlarged(block.parameters()):
-            _check(block, name, own, whole, looking_at, alike, (args, kwargs), is_part)
+            _check(block, name, own, whole, trial_runs, joint_attempt, (args, kwargs), is_part)
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
 
 
 def is_watched(block: nn.Module) -> bool:
-    """Whether a user's hooks inside would see one run more."""
+    """Whether a user's hooks inside of a block would see the additional run."""
     return any(
         has_other_hooks(module, ("torch.", "lightning_shard.", "lightning."))
         for module in block.modules()
@@ -173,14 +178,16 @@ def is_watched(block: nn.Module) -> bool:
 
 
 class OpaqueError(Exception):
-    """Arguments that a run could change, and that can't be copied."""
+    """A run could change its arguments, and they can't be copied."""
 
 
 def copied(value: Any) -> Any:
-    """Arguments for one run more, which may write to them; transformers' caches, to which it would add, are left out.
+    """Copies of arguments for an additional run, which may change them in place.
+
+    transformers' caches are replaced by ``None``, since the run would append to them.
 
     Raises:
-        OpaqueError: It isn't known what a run would do to them.
+        OpaqueError: It isn't known how to copy an argument.
     """
     if isinstance(value, Tensor):
         return value.clone()
@@ -198,15 +205,15 @@ def _check(
     name: str,
     own: Callable[..., Any],
     whole: nn.Module,
-    looking_at: Looking,
-    alike: Alike,
+    trial_runs: TrialRuns,
+    joint_attempt: JointAttempt,
     arguments: tuple[Any, Any],
     is_part: bool,
 ) -> None:
     tensors = {key: full_tensor(value) for key, value in chain(block.named_parameters(), block.named_buffers())}
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
-    # a run may write to what it is given, and to buffers
+    # both runs get copies, since a run may write to its arguments and to buffers
 
     def split_run() -> Any:
         args, kwargs = copied(arguments)
@@ -216,27 +223,27 @@ def _check(
         buffers = {key: tensors[key].clone() for key, _ in block.named_buffers()}
         return functional_call(whole, tensors | buffers, *copied(arguments))
 
-    with looking_at(block) as traces:
+    with trial_runs(block) as changes:
         for own_part, part in zip(block.modules(), whole.modules()):
             part.training = own_part.training
-        with alike(name):  # a part may be given a part of the features
-            _, drawn = _outcome(split_run, traces, device)
-            _, drawn_whole = _outcome(whole_run, traces, device)
+        with joint_attempt(name):  # fails if the part's input is split
+            _, drawn = _outcome(split_run, changes, device)
+            _, drawn_whole = _outcome(whole_run, changes, device)
             if drawn != drawn_whole:
-                tell_of_draws(block, name)
+                warn_of_draws(block, name)
         whole.eval()
         block.eval()
-        split, drawn = _outcome(split_run, traces, device)
+        split, drawn = _outcome(split_run, changes, device)
         expected = None
-        with alike(name) if is_part else nullcontext():
-            expected, drawn_whole = _outcome(whole_run, traces, device)
+        with joint_attempt(name) if is_part else nullcontext():
+            expected, drawn_whole = _outcome(whole_run, changes, device)
         if expected is None:
-            return  # it is given a part of the features
+            return  # the part's input is split
     given = next(iter(tree.tensors(arguments)), None)
     pairs = list(zip(split, expected))
     if is_part and any(ours.shape != theirs.shape for ours, theirs in pairs):
-        return  # what follows takes a part of the features
-    drew_alike = drawn == drawn_whole  # else it draws for its part of the features, so other numbers
+        return  # the part's output is split
+    drew_alike = drawn == drawn_whole  # if not, it draws for split features, so other numbers
     for ours, theirs in pairs:
         if ours.shape != theirs.shape or (drew_alike and not are_alike(ours, theirs, given)):
             raise PlanError(
@@ -248,8 +255,8 @@ def _check(
             )
 
 
-def tell_of_draws(module: nn.Module, name: str) -> None:
-    """Warn, on one tensor rank, of a module that draws random numbers for features that are split."""
+def warn_of_draws(module: nn.Module, name: str) -> None:
+    """Warn, on the first tensor rank, that a module draws random numbers for split features."""
     meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
     coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
     if coordinate and not any(coordinate):
@@ -263,13 +270,13 @@ def tell_of_draws(module: nn.Module, name: str) -> None:
         )
 
 
-def _outcome(run: Callable[[], Any], traces: Traces, device: torch.device) -> tuple[list[Tensor], bytes]:
-    """Tensors that it returns, and where it leaves the generators; then all is as before it."""
+def _outcome(run: Callable[[], Any], changes: RunChanges, device: torch.device) -> tuple[list[Tensor], bytes]:
+    """The tensors that a run returns, and the state of the generators after it; then restore everything."""
     try:
-        # clones, since what it returns may be a buffer, which is put back
+        # clones, since the run may return a buffer, which is restored
         return [tensor.clone() for tensor in tree.tensors(run())], random_state(device)
     finally:
-        traces.put_back()
+        changes.restore()
 
 
 def are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
@@ -277,7 +284,7 @@ def are_alike(ours: Tensor, theirs: Tensor, given: Tensor | None) -> bool:
         return True
     largest = theirs.abs().max()
     rounding = 4 * torch.finfo(theirs.dtype).eps * largest
-    if given is not None and given.shape == theirs.shape:  # where it adds to that
+    if given is not None and given.shape == theirs.shape:  # a residual block, which adds to its input
         largest = torch.minimum(largest, (theirs - given).abs().max())
     apart = _APART.get(ours.dtype, _APART_IN_16_BITS) * largest + rounding
     return not bool((ours - theirs).abs().max() > apart)

@@ -1,4 +1,4 @@
-"""Modules that compute with this rank's part of their parameters, by their own code."""
+"""Let modules run their own code on this rank's part of their parameters; the autograd functions between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_shard.sharding import part_on
 def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Make a module's parameter a DTensor on a mesh, in place.
 
-    Every rank holds the same full values, or is on meta, so each takes its own part and nothing is sent.
+    Every rank holds the same full values, or is on meta, so each keeps its own part without communication.
     """
     whole = module.get_parameter(key)
     part = part_on(whole.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
@@ -29,7 +29,7 @@ def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: S
 
 @contextmanager
 def computing_with(module: nn.Module, part: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, a module's own parameters are what ``part`` makes of each."""
+    """Inside, a module's own parameters are replaced by ``part(parameter)``."""
     whole = dict(module._parameters)
     for key, parameter in whole.items():
         if parameter is not None:
@@ -41,21 +41,21 @@ def computing_with(module: nn.Module, part: Callable[[Tensor], Tensor]) -> Itera
 
 
 def local_parameters(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, a module's own parameters are this rank's parts, as plain tensors; gradients arrive at the whole ones."""
+    """Inside, a module's own parameters are plain tensors with this rank's parts; gradients go to the DTensors."""
     return computing_with(module, lambda whole: whole.to_local() if isinstance(whole, DTensor) else whole)
 
 
 def shared(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A value that all ranks hold alike, for a part of a computation on each: its gradients are added up.
+    """Identity in the forward, all-reduce in the backward: for a replicated value used in a part of a computation.
 
-    It and :func:`summed` are each other's backward, so gradients of gradients are right too. DTensor's way from and to
-    plain tensors has none of these (torch 2.13: ``_FromTorchTensor.backward``).
+    This function and :func:`summed` are each other's backward, so second-order gradients are correct too. DTensor's
+    ``from_local`` and ``to_local`` have no second-order gradients (torch 2.13: ``_FromTorchTensor.backward``).
     """
     return _Shared.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' parts, of which each has the whole gradient."""
+    """All-reduce in the forward, identity in the backward: every rank has the whole gradient of the sum."""
     return _Summed.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
 
 

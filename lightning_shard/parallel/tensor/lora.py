@@ -1,4 +1,4 @@
-"""What peft puts in the place of layers that a tensor-parallel plan splits, and how that is split with them."""
+"""Split the modules that peft puts in the place of layers (LoRA, ``modules_to_save``) by a tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ _WITH_LORA = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_inpu
 
 
 def layers_in_place(name: str, module: nn.Module, style: Any, features: str | None) -> dict[str, nn.Module]:
-    """The layers, by name, that are split as a plan says of ``name``: the module itself where it is a plain one.
+    """The layers, by name, that are split by the style that a plan gives ``name``: the module itself, or peft's layers.
 
     Args:
-        style: As the plan names it.
-        features: Which of a layer's features that splits.
+        name: The module's name.
+        module: The module.
+        style: The style's name in the plan, or a ``ParallelStyle``.
+        features: The features that the style shards, as in :class:`~.styles.Split`.
 
     Raises:
-        PlanError: Of an adapter it isn't known how.
+        PlanError: It isn't known how to split the adapter.
     """
     if isinstance(getattr(module, "base_layer", None), nn.Module):
         return _with_lora(name, module, style, features)
     copies = getattr(module, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict) and isinstance(getattr(module, "original_module", None), nn.Module):
-        # one of them is called in its place
+        # peft calls one of these in the module's place
         return {f"{name}.original_module": module.get_submodule("original_module")} | {
             f"{name}.modules_to_save.{key}": copy for key, copy in copies.items()
         }
@@ -33,10 +35,10 @@ def layers_in_place(name: str, module: nn.Module, style: Any, features: str | No
 
 
 def _with_lora(name: str, module: nn.Module, style: Any, features: str | None) -> dict[str, nn.Module]:
-    """What of a layer of peft's LoRA is split as the layer that it adapts: that, and ``A`` or ``B``.
+    """The layers of a LoRA layer of peft that are split: the adapted layer, and ``A`` or ``B``.
 
-    ``y = x·W + (x·A)·B``. Where ``W`` is split by output features, so is ``B``, and ``x·A`` is computed alike on all
-    ranks; where it is split by input features, so is ``A``, and ``(x·A)·B`` is.
+    ``y = x·W + (x·A)·B``. If ``W`` is split by output features, ``B`` is too, and every rank computes all of ``x·A``.
+    If ``W`` is split by input features, ``A`` is too, and every rank computes all of the product with ``B``.
     """
     holding = {key for key, child in module.named_children() if any(True for _ in child.parameters())}
     if style not in _WITH_LORA or not holding <= {"base_layer", "lora_A", "lora_B"}:

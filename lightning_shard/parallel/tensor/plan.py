@@ -1,4 +1,8 @@
-"""Tensor parallelism: a plan of names to how each module is split over the tensor axis, by one of ``styles.py``."""
+"""Resolve a tensor-parallel plan to one style of ``styles.py`` per module, and apply the styles.
+
+A plan maps patterns of module names to styles. :func:`resolve_plan` checks it on the whole model and changes nothing;
+:func:`apply_tensor_parallel` splits the modules.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,10 @@ from lightning_shard.parallel.tensor.styles import (
     REPLICATED,
     STYLES,
     IndivisibleError,
-    OwnShare,
     SharedByHeads,
     Split,
     SummedGradients,
+    SummedOutput,
 )
 
 Plan = Mapping[str, str | ParallelStyle]
@@ -43,17 +47,18 @@ Plan = Mapping[str, str | ParallelStyle]
 def resolve_plan(
     root: nn.Module, plan: Plan | None, parts: int, without: Collection[str] = ()
 ) -> dict[str, ParallelStyle]:
-    """Every module that a plan splits, by its name in the whole model ``root``; nothing is changed.
+    """The style of every module that a plan splits, by the module's name in ``root``; changes nothing.
 
     Args:
-        plan: Patterns of module names, ``*`` for any one part of a name (``"layers.*.attn.q"``), to a style's name or a
-            ``ParallelStyle``; a pattern may leave out leading parts of the name. Patterns of the names of parameters
-            say how those of a module of ``"moe_tp_experts"`` are cut. ``None``: the model's own.
-        parts: Over how many ranks they are to be split.
-        without: Modules that are left out, with what is in them.
+        root: The whole model.
+        plan: Patterns of module names to a style's name or a ``ParallelStyle``. In a pattern, ``*`` stands for any one
+            part of a name (``"layers.*.attn.q"``), and leading parts may be left out. Patterns of parameter names say
+            how the parameters of a module of style ``"moe_tp_experts"`` are sharded. ``None``: the model's own plan.
+        parts: The size of the tensor axis.
+        without: Names of modules that are left out, with everything inside of them.
 
     Raises:
-        PlanError: A pattern that matches nothing, an unknown style, sizes that don't divide, or no plan at all.
+        PlanError: A pattern matches nothing, a style is unknown, ``parts`` doesn't divide a size, or there is no plan.
     """
     declared = plan is None
     if plan is None:
@@ -72,7 +77,7 @@ def resolve_plan(
         names = [name for name in modules if matches(name, pattern)]
         own = [name for name in parameters if matches(name, pattern)] if not names else []
         if not names and not own:
-            if declared:  # it serves all models of a kind, with dense layers or without
+            if declared:  # one declared plan serves all models of a class, such as with dense layers or without
                 continue
             raise PlanError(
                 f"tensor_parallel_plan: {pattern!r} matches no module{similar(modules, pattern)}. Correct it or leave"
@@ -113,12 +118,13 @@ def _is_in(name: str, outer: Collection[str]) -> bool:
 
 
 def _stays_whole(modules: Mapping[str, nn.Module], name: str, chosen: Any, parts: int) -> bool:
-    """Whether a declared plan's layer can't be split, and needn't be, since it is given and hands on what is whole.
+    """Whether a layer of a declared plan stays whole: ``parts`` doesn't divide it, and its input and output are whole.
 
-    So a head and an embedding, of a vocabulary to which a token was added. Told of: they take memory on each rank.
+    For example a head or an embedding with a vocabulary to which a token was added. Warns, since such a layer takes its
+    full memory on each rank.
     """
     style = STYLES.get(chosen)
-    if not isinstance(style, Split) or (style.given, style.produced) != (REPLICATED, REPLICATED):
+    if not isinstance(style, Split) or (style.input_layout, style.output_layout) != (REPLICATED, REPLICATED):
         return False
     try:
         [*_styles(modules, name, name, chosen, parts)]
@@ -132,7 +138,7 @@ def _stays_whole(modules: Mapping[str, nn.Module], name: str, chosen: Any, parts
 def _styles(
     modules: Mapping[str, nn.Module], name: str, pattern: str, chosen: str | ParallelStyle, parts: int
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """What a module's style means for it, and for what peft has put into its place."""
+    """Check a module against its style; yields names and styles of the module, or of peft's modules in its place."""
     module = modules[name]
     if chosen == MLA:
         features = getattr(modules[name.rpartition(".")[0]], "qk_rope_head_dim", None)
@@ -169,7 +175,7 @@ def _styles(
                 f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, has {setting}, which torch can't do"
                 " on a part of a table: build it without, or leave it out of the plan."
             )
-        if isinstance(layer, nn.Embedding) and style.given == LAST:
+        if isinstance(layer, nn.Embedding) and style.input_layout == LAST:
             raise PlanError(
                 f"tensor_parallel_plan: {part}, an Embedding of style {chosen!r}, is given indices, and not a part of"
                 ' features: choose "embedding_rowwise" (by rows of the table) or "colwise_gather_output".'
@@ -185,17 +191,17 @@ def _styles(
 
 
 _OF_OTHER_INPUTS = (nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase)
-"""Layers of torch that have features elsewhere than in the last dim of one input, or compute more than a product."""
+"""torch's layers whose features aren't in the last dim of one input, or that compute more than one product."""
 
 
 def _of_whole_tables(embedding: nn.Embedding) -> str:
-    """The setting that takes a whole table, where there is one."""
+    """The setting of an embedding, if there is one, that works on a whole table only."""
     if embedding.max_norm is not None:
         return f"max_norm={embedding.max_norm}"
     return "sparse=True" if embedding.sparse else ""
 
 
-def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts: int) -> OwnShare:
+def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts: int) -> SummedOutput:
     def refusal(reason: str) -> PlanError:
         return PlanError(
             f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {EXPERTS!r}, {reason}: leave it out of"
@@ -222,7 +228,7 @@ def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts:
                 f" ({packed} × tensor_parallel_size)"
             )
         placements[key] = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
-    return OwnShare(placements)
+    return SummedOutput(placements)
 
 
 _SPLIT_BEFORE = {
@@ -232,22 +238,22 @@ _SPLIT_BEFORE = {
     "k_layernorm": "k_proj",
     "act_fn": "up_proj",
 }
-"""What plans of transformers forget, by its name, and the layer whose features it is given."""
+"""Modules that plans of transformers forget: the module's name to the name of the layer whose output it is given."""
 
 
 def _complete_sums(modules: Mapping[str, nn.Module], resolved: dict[str, ParallelStyle], parts: int) -> None:
-    """Parameters that plans of transformers forget, between layers that they split by features.
+    """Add styles for modules with parameters that plans of transformers forget, between layers split by features.
 
-    Each rank's gradient of them would be of its own features alone: norms over each head (of Qwen3-VL-MoE, say), and
-    activations with trained numbers (of Apertus). Norms with weights of their own for each head (of Cohere) are split
-    with the heads.
+    These are norms over each head (such as Qwen3-VL-MoE's) and activations with parameters (Apertus'). Without a style,
+    each rank's gradient would be that of its own features alone. Norms with separate weights for each head (Cohere's)
+    are sharded with the heads.
     """
     for name, module in modules.items():
         own = [*module.parameters(recurse=False)]
         parent, _, key = name.rpartition(".")
         layer = _SPLIT_BEFORE.get(key)
         before = resolved.get(f"{parent}.{layer}")
-        if name in resolved or not own or not isinstance(before, Split) or before.produced != LAST:
+        if name in resolved or not own or not isinstance(before, Split) or before.output_layout != LAST:
             continue
         features = getattr(modules[f"{parent}.{layer}"], "out_features", 0)
         if all(parameter.numel() * parts <= features for parameter in own):
@@ -264,9 +270,9 @@ def _complete_ties(
     *,
     declared: bool,
 ) -> None:
-    """Split an embedding as the linear layer that shares its weight, and the other way round, by rows of both.
+    """If an embedding and a linear layer share a weight and one of them is split by rows, split the other so too.
 
-    Where that can't be, a model's own plan leaves both whole, and a user's is refused when it is applied.
+    If that isn't possible, the model's own plan leaves both whole; a user's plan is refused when it is applied.
     """
     for group in tied_parameters(root):
         owners = [name.rpartition(".")[0] for name in group]
@@ -284,7 +290,7 @@ def _complete_ties(
 
 
 def _style_by_rows(module: nn.Module) -> str | None:
-    """An embedding or a linear layer with nothing beside what torch's have: a class of its own may scale, say."""
+    """The style that splits a plain embedding or linear layer by rows; ``None`` for others, which may scale, say."""
     if isinstance(module, nn.Embedding) and module._parameters.keys() == {"weight"} and not _of_whole_tables(module):
         return "embedding_rowwise"
     return "colwise_gather_output" if type(module) is nn.Linear else None
@@ -294,13 +300,13 @@ def apply_tensor_parallel(root: nn.Module, mesh: DeviceMesh, styles: Mapping[str
     """Split modules of ``root`` over ``mesh``, in place.
 
     Args:
-        root: The model, or this stage of it; its parameters hold the same values on every rank of ``mesh``, or are on
+        root: The model, or this stage of it. Its parameters have the same values on every rank of ``mesh``, or are on
             meta.
         mesh: The one-dimensional tensor axis.
-        styles: As :func:`resolve_plan` gave them, for the modules that are here.
+        styles: The result of :func:`resolve_plan`, for the modules of ``root``.
 
     Raises:
-        PlanError: Tied parameters are split in different ways, or only some.
+        PlanError: Tied parameters are split in different ways, or only some of them are.
     """
     tied = tied_parameters(root)
     for name, style in styles.items():
@@ -321,7 +327,7 @@ def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
 
 
 def _keep_tied(root: nn.Module, tied: list[tuple[str, ...]]) -> None:
-    """Have tied parameters that were split alike be one again."""
+    """Make tied parameters, which were split in the same way, one object again."""
     for group in tied:
         copies: list[Any] = [root.get_parameter(name) for name in group]
         first = copies[0]

@@ -1,6 +1,7 @@
-"""Weights that begin as zeros, or as small numbers, and would hide what comes before them where results are compared.
+"""Enlarge zero or small initial weights while a split model is compared with the whole one.
 
-So the last layer of a branch that begins as zeros, a gate, or LayerScale's 1e-6: what runs before has no effect yet.
+The last layer of a branch that is initialised with zeros, a gate, or LayerScale's 1e-6 would hide errors of everything
+that runs before it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ _SMALL = 0.01
 
 @contextmanager
 def enlarged(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, those that train and are small everywhere hold other numbers; a collective call over the tensor ranks.
+    """Inside, trained parameters with only small elements hold random values. Collective over the tensor ranks.
 
-    They are written to the parameters' memory, past autograd, which may have seen them in an earlier call.
+    The values are written to the parameters' memory without autograd's knowledge: it may have saved the parameters in
+    an earlier call.
 
     Args:
-        parameters: Whole ones, the same on all tensor ranks, and DTensors. Those that are sharded over other axes, and
-            gathered when a module inside is called, are left as they are.
+        parameters: Whole parameters, equal on all tensor ranks, or DTensors on the tensor axis. Parameters that are
+            sharded over other axes, and all-gathered when a module is called, are left unchanged.
     """
     before: list[tuple[Tensor, Tensor]] = []
     try:
@@ -53,7 +55,7 @@ def _part_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _other_values(whole: Tensor, seed: int) -> Tensor:
-    """The same on all ranks: of a matrix that keeps the size of what it is given, and of vectors none near zero."""
+    """Random values, equal on all ranks: matrices keep the size of their inputs, vectors have no elements near 0."""
     generator = torch.Generator(whole.device).manual_seed(seed)
     values = torch.empty(whole.shape, dtype=torch.float32, device=whole.device)
     if whole.ndim > 1:

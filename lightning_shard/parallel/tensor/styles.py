@@ -2,10 +2,14 @@
 
 For a layer ``Y = X·W + b`` on ``p`` ranks:
 
-* ``colwise``: ``W = [W_1 … W_p]`` by output features; every rank has all of ``X`` and its columns of ``Y``.
-* ``rowwise``: ``W`` by input features; every rank has its columns of ``X``, and ``Y = Σ X_i·W_i`` is all-reduced.
+* ``colwise``: ``W = [W_1 … W_p]`` is split by output features; every rank has all of ``X`` and its columns of ``Y``.
+* ``rowwise``: ``W`` is split by input features; every rank has its columns of ``X``; ``Y = Σ X_i·W_i`` is all-reduced.
 
-so colwise followed by rowwise costs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053).
+So colwise followed by rowwise costs one all-reduce in the forward and one in the backward (Megatron-LM,
+arXiv:1909.08053).
+
+In this package, a tensor is *whole* if every tensor rank has all of its features, and *split* if each has its part. A
+gradient is a *summand* if the sum over the tensor ranks is the gradient that one process would have.
 """
 
 from __future__ import annotations
@@ -43,41 +47,47 @@ REPLICATED, LAST, _SEQUENCE, _HEADS = Replicate(), Shard(-1), Shard(1), Shard(-2
 
 
 class IndivisibleError(PlanError):
-    """A parameter's size isn't a multiple of the tensor axis."""
+    """The size of the tensor axis doesn't divide a parameter's size."""
 
 
 @dataclass(frozen=True)
 class Split(ParallelStyle):
-    """How one module's parameters, input and output lie on the tensor axis.
+    """Placements of one module's parameters, input and output on the tensor axis.
 
     Attributes:
-        features: ``"out"``, ``"in"`` (of a linear layer), ``"rows"`` (of an embedding's table), or ``None`` for
-            replicated parameters.
-        given: How the input is handed to the module, a plain tensor on every rank.
-        wanted: How the module computes with it.
-        produced: How the output is handed on, again as a plain tensor.
+        features: The dim of the parameters that is sharded: ``"out"`` or ``"in"`` features of a linear layer,
+            ``"rows"`` of an embedding's table, or ``None`` for replicated parameters.
+        input_layout: Placement of the input as the module is called with it, a plain tensor on every rank.
+        desired_input_layout: Placement of the input as the module computes with it.
+        output_layout: Placement of the output as the module returns it, again as a plain tensor.
     """
 
     features: str | None
-    given: Placement
-    wanted: Placement
-    produced: Placement
+    input_layout: Placement
+    desired_input_layout: Placement
+    output_layout: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._split, self._take, self._hand_on)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, self._split, self._prepare_input, self._prepare_output)  # type: ignore[arg-type]
 
     def _split(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             placement = self.placement(module, f"{name}.{key}", parameter, mesh.size())
-            # Every rank holds the same full values here, so each takes its own part and nothing is sent.
+            # every rank holds the same full values, so each keeps its own part without communication
             part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
     def placement(self, module: nn.Module, name: str, parameter: nn.Parameter, parts: int) -> Placement:
-        """Where one of a module's parameters goes.
+        """The placement of one of a module's parameters on the tensor axis.
+
+        Args:
+            module: The layer.
+            name: Name of the parameter, for the error.
+            parameter: The full parameter.
+            parts: Size of the tensor axis.
 
         Raises:
-            IndivisibleError: Its size doesn't divide.
+            IndivisibleError: ``parts`` doesn't divide the size of the dim to shard.
         """
         if self.features is None:
             return REPLICATED
@@ -99,20 +109,20 @@ class Split(ParallelStyle):
             )
         return Shard(dim)
 
-    def _take(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    def _prepare_input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if not inputs:
             raise PlanError(
                 f"A {type(module).__name__} of the tensor-parallel plan was called without positional input."
             )
         first = inputs[0]
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, mesh, [self._on(self.given, first)], run_check=False)
-        return (first.redistribute(mesh, [self._on(self.wanted, first)]), *inputs[1:])
+            first = DTensor.from_local(first, mesh, [self._on(self.input_layout, first)], run_check=False)
+        return (first.redistribute(mesh, [self._on(self.desired_input_layout, first)]), *inputs[1:])
 
-    def _hand_on(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if not isinstance(output, DTensor):
             return output
-        return output.redistribute(mesh, [self._on(self.produced, output)]).to_local()
+        return output.redistribute(mesh, [self._on(self.output_layout, output)]).to_local()
 
     @staticmethod
     def _on(placement: Placement, tensor: Tensor) -> Placement:
@@ -120,7 +130,7 @@ class Split(ParallelStyle):
 
 
 class ScatterSequence(ParallelStyle):
-    """Cut a module's input ``[batch, sequence, …]`` by sequence: from here on each rank has its own part of it."""
+    """Shard a module's input ``[batch, sequence, …]`` along the sequence: from here on each rank has its part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def scatter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -131,13 +141,13 @@ class ScatterSequence(ParallelStyle):
         return module
 
 
-class OwnShare(ParallelStyle):
-    """A module that runs by its own code on this rank's part of its parameters, and returns a summand of its output.
+class SummedOutput(ParallelStyle):
+    """A module that runs its own code on this rank's part of its parameters; its outputs are all-reduced.
 
-    So a mixture's experts, ``[experts, features, features]``: each rank has a part of every expert's inner features.
+    For a mixture's experts, ``[experts, features, features]``: each rank has a part of every expert's inner features.
 
     Args:
-        placements: Of all its parameters, by name.
+        placements: Placements of all parameters of the module, by name.
     """
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:
@@ -154,14 +164,14 @@ class OwnShare(ParallelStyle):
             with local_parameters(module):
                 return summed(own_forward(module, *given, **named), device_mesh.get_group())
 
-        module.forward = MethodType(forward, module)  # a method, so that a copy of the module has one of its own
+        module.forward = MethodType(forward, module)  # a method, so that deepcopy binds it to the copied module
         return module
 
 
 class SummedGradients(ParallelStyle):
-    """A module that every rank runs on features or heads of its own, with parameters that all ranks hold alike.
+    """A module with replicated parameters that every rank runs on its own features or heads; gradients are all-reduced.
 
-    So a norm over each head, or an activation with a trained slope: a rank's gradients are summands.
+    For a norm over each head, or an activation with a trained slope: each rank's gradient is a summand.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -176,9 +186,10 @@ class SummedGradients(ParallelStyle):
 
 
 class SharedOutput(ParallelStyle):
-    """A module computed alike on all ranks, of whose output each has use for features or heads of its own.
+    """A module computed identically on all ranks, whose output each rank uses for its own features or heads.
 
-    So a single head's keys and values beside queries that are split, or a gate: gradients are summands there.
+    For a single head's keys and values beside queries that are split, or for a gate. Each rank's gradient of the output
+    is a summand, so these gradients are all-reduced.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -190,12 +201,13 @@ class SharedOutput(ParallelStyle):
 
 
 class SharedByHeads(ParallelStyle):
-    """A module computed alike on all ranks, of whose output the last features go to each rank's own heads.
+    """A module computed identically on all ranks, whose last output features each rank uses for its own heads.
 
-    Their gradients are summands; those of the others come from a column-wise layer, whole.
+    The gradients of these features are summands, and are all-reduced. The gradients of the other features come from a
+    column-wise layer, and are whole.
 
     Args:
-        features: How many.
+        features: The number of last output features.
     """
 
     def __init__(self, features: int) -> None:
@@ -211,7 +223,7 @@ class SharedByHeads(ParallelStyle):
 
 
 def _to_shares(value: Any, mesh: DeviceMesh) -> Any:
-    """A tensor that all ranks hold alike, and each uses for its part of a computation: gradients are added up."""
+    """A replicated tensor, for use in each rank's part of a computation: its gradients are all-reduced."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return shared(value, mesh.get_group())
@@ -226,8 +238,8 @@ STYLES: dict[str, ParallelStyle] = {
     "embedding_rowwise": Split("rows", REPLICATED, REPLICATED, REPLICATED),
     "replicated_with_grad_allreduce": SummedGradients(),
     "shared_output": SharedOutput(),
-    # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is split by sequence. It begins
-    # with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
+    # Sequence parallelism (arXiv:2205.05198): between the layers, [batch, sequence, …] is sharded by sequence. It
+    # begins with "scatter_sequence" at the first block and ends with "gather_sequence" at the final norm.
     "scatter_sequence": ScatterSequence(),
     "sequence": Split(None, _SEQUENCE, _SEQUENCE, _SEQUENCE),
     "colwise_sequence": Split("out", _SEQUENCE, REPLICATED, LAST),
@@ -235,12 +247,13 @@ STYLES: dict[str, ParallelStyle] = {
     "gather_sequence": Split(None, _SEQUENCE, REPLICATED, REPLICATED),
 }
 BY_HEADS = Split("out", _HEADS, _HEADS, _HEADS)
-"""A module with ``[heads, head size]`` of parameters, on ``[…, heads, head size]``."""
+"""For a module with parameters ``[heads, head size]`` on inputs ``[…, heads, head size]``: all are sharded by heads."""
 EXPERTS, MLA = "moe_tp_experts", "mla_kv_a_proj"
 """Styles of transformers' plans that depend on the module."""
 MODULE_STYLE_NAMES = {*STYLES, EXPERTS, MLA}
 
-#: How a parameter of experts, ``[experts, …, …]``, is cut: the dim from its end, and of how many matrices it is packed.
+#: How a parameter of experts, ``[experts, …, …]``, is sharded: the dim, counted from the end, and the number of
+#: matrices that are packed in that dim.
 CUTS: dict[str, tuple[int, int]] = {
     "colwise": (2, 1),
     "rowwise": (1, 1),
@@ -248,4 +261,4 @@ CUTS: dict[str, tuple[int, int]] = {
     "packed_rowwise": (1, 2),
 }
 STYLE_NAMES = {*MODULE_STYLE_NAMES, *CUTS}
-"""All that a plan may name, of modules and of parameters."""
+"""All style names of a plan, for modules and for parameters."""

@@ -19,20 +19,20 @@ from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parame
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled_blocks import compile_block
 from lightning_shard.parallel.containers import with_forward
-from lightning_shard.parallel.context.blocks import DealtSequences
+from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
-from lightning_shard.parallel.fsdp.mutable_arguments import keep_what_is_given
+from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
-from lightning_shard.parallel.fsdp.units import gather_for_views, keep_what_is_set, sharded_units
-from lightning_shard.parallel.fsdp.unsharded import whole_of
+from lightning_shard.parallel.fsdp.units import gather_for_views, sharded_units, watch_parameters
+from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.init import agree_on_weights, materialize
-from lightning_shard.parallel.tensor.check_around_blocks import SplitAround
-from lightning_shard.parallel.tensor.check_blocks import SplitBlocks, beside_blocks, holds_others
-from lightning_shard.parallel.tensor.check_handed_on import remember_outputs
+from lightning_shard.parallel.tensor.check_around_blocks import AroundBlocksCheck
+from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks, holds_others
+from lightning_shard.parallel.tensor.check_handed_on import mark_outputs
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.pipeline.placement import Placement
@@ -42,7 +42,7 @@ from lightning_shard.pipeline.stages.tied import Tie
 from lightning_shard.plugin.assembly.cutting import OwnPart, cut_to_rank
 from lightning_shard.plugin.assembly.late_changes import LaidOutParameters, refuse_copies
 from lightning_shard.plugin.assembly.placing import blocks_of, place_blocks
-from lightning_shard.plugin.assembly.probe import looking_at, looking_at_step, to_run_again
+from lightning_shard.plugin.assembly.probe import trial_runs, trial_runs_of_step, two_runs
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.running.joint_failure import Attempts, Connect
 from lightning_shard.plugin.settings import Settings
@@ -196,7 +196,7 @@ def assemble(
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
         if not settings.compile_blocks:  # calls inside of them can't be looked at
-            remember_outputs(module, styles)
+            mark_outputs(module, styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
@@ -236,10 +236,10 @@ def assemble(
 
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
     """Have what users' code does to a sharded module kept or refused, in steps and between them."""
-    keep_what_is_set(module)
-    keep_what_is_given(sharded_units(module))
+    watch_parameters(module)
+    write_back_arguments(sharded_units(module))
     gather_for_views(unit for unit in sharded_units(module) if unit is not module)
-    whole = whole_of(module)
+    whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
     if part.stages is None:
@@ -301,7 +301,7 @@ def _deal(
     """Experts to ranks; the modules of stacked ones, and the parameters of those in lists."""
     if expert_mesh is None:
         return [], set()
-    again = partial(to_run_again, device)
+    again = partial(two_runs, device)
     return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
 
 
@@ -322,7 +322,7 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
 
 def _sequences(
     module: pl.LightningModule, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
-) -> DealtSequences | None:
+) -> ShardedSequences | None:
     """What deals blocks' sequences to ranks, where they are.
 
     Raises:
@@ -336,7 +336,7 @@ def _sequences(
             f" context_parallel_size={layout.context_parallel_size} could deal to ranks: name modules by"
             " pipeline_blocks, or use context_parallel_size=1."
         )
-    sequences = DealtSequences(Part.of(groups.context), partial(looking_at, device))
+    sequences = ShardedSequences(Part.of(groups.context), partial(trial_runs, device))
     sequences.generate_whole(module)
     return sequences
 
@@ -350,7 +350,7 @@ def _to_compare(
     device: torch.device,
     layout: Layout,
     connect: Connect,
-) -> tuple[SplitBlocks, SplitAround]:
+) -> tuple[SplitBlocksCheck, AroundBlocksCheck]:
     """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
 
     Args:
@@ -362,18 +362,18 @@ def _to_compare(
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
     if settings.tensor_parallel_plan is None:
         blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
-    looks, looks_at_step = partial(looking_at, device), partial(looking_at_step, device)
+    runs, runs_of_step = partial(trial_runs, device), partial(trial_runs_of_step, device)
     of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
     of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
     alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
     if listed is None:
-        around = SplitAround(module, (), (), {}, None, looks, looks_at_step, of_stage)
-        return SplitBlocks(blocks, {}, styles, looks, alike), around
+        around = AroundBlocksCheck(module, (), (), {}, None, runs, runs_of_step, of_stage)
+        return SplitBlocksCheck(blocks, {}, styles, runs, alike), around
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
     step = "training_step" if module.automatic_optimization else None
-    around = SplitAround(module, whole, parts, styles, step, looks, looks_at_step, of_stage)
-    return SplitBlocks(blocks, parts, styles, looks, alike), around
+    around = AroundBlocksCheck(module, whole, parts, styles, step, runs, runs_of_step, of_stage)
+    return SplitBlocksCheck(blocks, parts, styles, runs, alike), around
 
 
 def _wrap_blocks(
@@ -381,7 +381,7 @@ def _wrap_blocks(
     names: Collection[str],
     recomputed: Collection[str],
     settings: Settings,
-    sequences: DealtSequences | None,
+    sequences: ShardedSequences | None,
     device: torch.device,
 ) -> None:
     """Recompute, compile and deal what is called in blocks: their forward, without the hooks around it."""

@@ -10,45 +10,45 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_shard.parallel.experts.module_lists import RunsAgain
+from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.state.snapshot import Memory
 from lightning_shard.plugin.trainer_private import logging_by
 
 
-class Traces(NamedTuple):
+class RunChanges(NamedTuple):
     """What runs of a module's code leave behind."""
 
     changed: Callable[[], list[str]]
-    put_back: Callable[[], None]
+    restore: Callable[[], None]
 
 
 @contextmanager
-def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
+def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
     """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
-    def put_back() -> None:
+    def restore() -> None:
         try:
             memory.put_back()
         finally:
             put_generators_back()
 
     try:
-        yield Traces(memory.changed, put_back)
+        yield RunChanges(memory.changed, restore)
     finally:
         memory.forget()
 
 
 @contextmanager
-def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterator[Traces]:
+def trial_runs_of_step(device: torch.device, module: pl.LightningModule) -> Iterator[RunChanges]:
     """The same of a LightningModule's step, which logs nothing meanwhile."""
     own = vars(module)
     before = own.get("log")
     own["log"] = _say_nothing
     try:
-        with logging_by(module, _say_nothing), looking_at(device, module) as traces:
-            yield traces
+        with logging_by(module, _say_nothing), trial_runs(device, module) as changes:
+            yield changes
     finally:
         del own["log"]
         if before is not None:
@@ -60,16 +60,16 @@ def _say_nothing(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def to_run_again(device: torch.device, module: nn.Module) -> Iterator[RunsAgain]:
+def two_runs(device: torch.device, module: nn.Module) -> Iterator[RestoreAndReplay]:
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
     @contextmanager
-    def from_the_beginning() -> Iterator[None]:
+    def same_draws() -> Iterator[None]:
         with randomness.preserved(device):
             put_generators_back()
             yield
 
     try:
-        yield memory.put_back, from_the_beginning
+        yield memory.put_back, same_draws
     finally:
         memory.forget()

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_shard.parallel.fsdp.input_gradients import ByInputs
+from lightning_shard.parallel.fsdp.input_gradients import InputGradients
 from lightning_shard.parallel.fsdp.shard import (
     average_gradients,
+    drop_unreduced_gradients,
     end_backward,
-    forget_gradients,
     no_gradient_sync,
     reduce_gradients,
     reshard,
@@ -41,7 +41,7 @@ class Gradients:
         self._is_pipelined = is_pipelined
         self._scalars = scalar_parameters(module)
         self._is_held = False
-        self._by_inputs = ByInputs(
+        self._by_inputs = InputGradients(
             module, lambda: not self._is_held or self._reduces_each, frees=not module.automatic_optimization
         )
         self._has_added_up = False
@@ -52,7 +52,7 @@ class Gradients:
         """Before a training step: what an accumulation left that was broken off isn't part of it."""
         trainer = self._module.trainer
         if self.is_accumulating and trainer_private.begins_accumulation(trainer):
-            forget_gradients(self._module)
+            drop_unreduced_gradients(self._module)
         self.is_accumulating = trainer_private.is_accumulating(trainer)
         adds_up = self.is_accumulating or (self._is_pipelined and self._reduces_each)
         if adds_up and not self._has_added_up:
@@ -63,7 +63,7 @@ class Gradients:
     def begin_backward(self) -> None:
         """Before the backward of an automatic step: Lightning has called ``zero_grad`` after backwards in the step."""
         if trainer_private.begins_accumulation(self._module.trainer):
-            forget_gradients(self._module)
+            drop_unreduced_gradients(self._module)
         self._by_inputs.begin()
 
     def end_backward(self) -> None:

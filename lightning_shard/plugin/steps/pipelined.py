@@ -19,10 +19,10 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.shard import (
+    accumulate_late_gradients,
     end_backward,
     expect_backward_of,
-    gathering_ahead,
-    hold_gradients,
+    prefetching,
     reduce_gradients,
     reshard,
 )
@@ -172,7 +172,7 @@ class PipelinedSteps:
             if self._splits and self._reduces_each:
                 reduce_gradients(module, reshards=False)
             elif self._splits:
-                hold_gradients(units)
+                accumulate_late_gradients(units)
 
         with self._apart.batch():
             with (
@@ -180,7 +180,7 @@ class PipelinedSteps:
                 self._drawing(),
                 self._ties.adding(last=not accumulating),
                 # while the input is on its way
-                gathering_ahead(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
+                prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
             ):
                 results = self._step.train(
                     run,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.unsharded import whole_of
+from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.gradients import Gradients
@@ -87,7 +87,7 @@ class SingleStageSteps:
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """The loss to differentiate; what the step returned stays as it is."""
-        module, whole = self._module, whole_of(self._module)
+        module, whole = self._module, unsharded_of(self._module)
         if whole is not None or isinstance(module, FSDPModule):
             refuse_sharded(loss)
         if module.automatic_optimization:

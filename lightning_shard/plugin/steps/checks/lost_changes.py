@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.unsharded import whole_of
+from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 
 Sums = dict[str, tuple[torch.Size, Tensor]]
 
@@ -49,7 +49,7 @@ def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
         StepError: One changes a gathered parameter.
     """
     units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
-    if whole_of(root) is not None:  # kept there, but made for each microbatch, and lost on other layouts
+    if unsharded_of(root) is not None:  # kept there, but made for each microbatch, and lost on other layouts
         units.add("")
     with ExitStack() as stack:
         for name in units:
