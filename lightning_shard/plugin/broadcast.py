@@ -1,4 +1,4 @@
-"""What the last stage tells the others: an object from host to host, and its tensors from device to device."""
+"""Broadcasts the last stage's object to its pipeline: the object host to host, its tensors device to device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_shard import tree
 from lightning_shard.tree import as_bytes
 
 _WITHIN_BYTES = 512
-"""Tensors of the host up to so many bytes go with the first message."""
+"""Host tensors of up to this many bytes in all are sent within the first message."""
 _OTHER, _SAME, _SAME_WITHIN = range(3)
 _COMPARED = (
     FunctionType,
@@ -36,7 +36,7 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class _Place(tree.Leaf):
-    """In place of a tensor, which travels by itself."""
+    """Stands in the broadcast object for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,12 +47,12 @@ class _Place(tree.Leaf):
 
 
 class Teller:
-    """Tells all ranks of a pipeline what its first rank, the last stage's, has.
+    """Broadcasts a value from a pipeline's first rank, which holds the last stage, to its other ranks.
 
-    Step after step that is the same but for the tensors: then one short message says so, and nothing is pickled.
+    From step to step usually only the tensors differ. Then one short message says so, and nothing is pickled.
 
     Args:
-        control: The ranks' hosts.
+        control: The pipeline's ranks, host to host.
         values: The same ranks, for tensors.
     """
 
@@ -63,11 +63,11 @@ class Teller:
         self._places: list[_Place] = []
 
     def tell(self, value: Any, device: torch.device) -> Any:
-        """The first rank's value, on all ranks; a collective call. There it is itself.
+        """Return the first rank's value on all ranks; a collective call. On the first rank it is the same object.
 
         Args:
-            value: A tree of anything that can be pickled, and of tensors; not looked at on ranks that are told.
-            device: Of this rank. Tensors there aren't waited for; any others go as what can be pickled.
+            value: A tree of tensors and picklable objects; ignored on receiving ranks.
+            device: This rank's device. Sending tensors that are on it waits for no device; other tensors are pickled.
         """
         if dist.get_world_size(self._control) == 1:
             return value
@@ -129,19 +129,19 @@ def _travels(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _together(tensors: list[Tensor]) -> Tensor | None:
-    """Their bytes."""
+    """The tensors' bytes, concatenated."""
     parts = [as_bytes(tensor.contiguous()) for tensor in tensors if tensor.numel()]
     return torch.cat(parts) if parts else None
 
 
 def _apart(flat: Tensor, places: list[_Place]) -> Iterator[Tensor]:
-    """Each of its own memory: one that is kept doesn't keep the others."""
+    """Split into tensors with memory of their own: keeping one alive keeps no other."""
     for place, part in zip(places, flat.split([place.bytes for place in places])):
         yield part.clone().view(place.dtype).reshape(place.shape)
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal, and of leaves that nobody changes: what was told before may be given out again."""
+    """Whether two trees are equal and all their leaves immutable, so that the earlier object can be returned again."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
