@@ -253,7 +253,7 @@ class StatesApart:
         self._shown = modules
 
     def _follow(self, stage: Stage, changed: list[Note]) -> None:
-        """Follow what a run changed, except in modules that its stage holds and in attributes that are swapped anyway."""
+        """Follow what a run changed, except in modules that its stage holds and in swapped attributes."""
         exchanged = self._of_calls()
         for each in self._versions[stage].modules:
             tensors = (v for v in (*each.own.values(), *each.buffers.values()) if isinstance(v, Tensor))
