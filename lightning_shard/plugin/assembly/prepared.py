@@ -1,4 +1,4 @@
-"""Before a run: a LightningModule to this rank's part, and what runs, updates and saves it."""
+"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class PreparedStrategy(CheckpointedStrategy):
     """Assembles the module, and sets up its steps, optimizers and precision.
 
     Attributes:
-        _settings: What the module is to be laid out by.
-        _schedules: Those of which one is chosen.
-        _microbatches: Into how many parts a batch is cut.
+        _settings: How the module is to be laid out.
+        _schedules: The schedules from which one is chosen.
+        _microbatches: How many microbatches a batch is split into.
         _reduces_each: Whether each backward reduces gradients over the data ranks.
-        _loss_weight: How much the loss of a batch counts.
+        _loss_weight: Computes the weight of a batch's loss.
     """
 
     _settings: Settings
@@ -117,7 +117,7 @@ class PreparedStrategy(CheckpointedStrategy):
                 self._meeting().connect,
             )
             module.__dict__[_ASSEMBLY] = known
-            module._device = self.root_device  # Lightning's own: where it computes, though shards may lie on the host
+            module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         else:
@@ -153,7 +153,7 @@ class PreparedStrategy(CheckpointedStrategy):
         )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
-            self._states.release()  # an earlier Trainer's
+            self._states.release()  # removes an earlier Trainer's
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
                 known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
@@ -205,7 +205,7 @@ class PreparedStrategy(CheckpointedStrategy):
         prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
     def _what_trains(self) -> list[dict[str, bool]]:
-        """Of each stage's parameters, by name; a collective call over the pipeline, after which all stages know."""
+        """Which parameters train, by name, for each stage; a collective call over the pipeline."""
         module = self.lightning_module
         assert module is not None
         trains = self.groups.gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
@@ -235,6 +235,6 @@ class PreparedStrategy(CheckpointedStrategy):
 
 
 def _sharded(module: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules that hold shards, or hold a module that does."""
+    """The modules, by name, that hold shards or contain a module that does."""
     own = {inner for inner in module.modules() if any(isinstance(p, DTensor) for p in inner.parameters(recurse=False))}
     return {name: each for name, each in module.named_modules() if not own.isdisjoint(each.modules())}

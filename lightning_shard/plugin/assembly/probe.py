@@ -1,4 +1,4 @@
-"""Code of a module that is run to be looked at, or to be run again: what it leaves behind is put back."""
+"""Runs code of a module in order to observe it, or so that it can run again: state that a run changes is restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_shard.plugin.trainer_private import logging_by
 
 
 class Traces(NamedTuple):
-    """What runs of a module's code leave behind."""
+    """Access to what runs of a module's code have changed."""
 
     changed: Callable[[], list[str]]
     put_back: Callable[[], None]
@@ -25,7 +25,7 @@ class Traces(NamedTuple):
 
 @contextmanager
 def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
-    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+    """Snapshot what a run of the module's code may change: its state and the generators; yields how to restore it."""
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
     def put_back() -> None:
@@ -42,7 +42,7 @@ def looking_at(device: torch.device, module: nn.Module) -> Iterator[Traces]:
 
 @contextmanager
 def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterator[Traces]:
-    """The same of a LightningModule's step, which logs nothing meanwhile."""
+    """The same for a LightningModule's step; inside, nothing is logged."""
     own = vars(module)
     before = own.get("log")
     own["log"] = _say_nothing
