@@ -63,8 +63,7 @@ def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _be_parameter(hollow: Any, is_one: bool, trains: bool) -> None:
-    """Turn a hollow tensor into a parameter, or back. Results computed from it stay unknown, even if a user keeps them.
-    """
+    """Turn a hollow tensor into a parameter, or back. What is computed from it stays unknown, even if kept."""
     hollow._is_param = is_one  # isinstance(…, nn.Parameter) asks for this
     with torch._C.DisableTorchFunctionSubclass():
         hollow.requires_grad_(trains)
