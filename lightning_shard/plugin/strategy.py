@@ -167,7 +167,7 @@ class HybridShardStrategy(PreparedStrategy):
         self._in_groups: list[int] | None = None  # how many parameters optimizers' groups have had, when last checked
         self._ahead: BatchesAhead | None = None
 
-    # What users look at
+    # Public access
 
     @property
     def placement(self) -> Placement | None:

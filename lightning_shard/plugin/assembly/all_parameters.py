@@ -1,7 +1,8 @@
 """Shows all parameters of a module on each stage while ``configure_optimizers`` runs.
 
 Then parameter groups, and settings that depend on counting (such as a learning rate by layer index), are the same on
-all stages, and as in one process. Afterwards, parameters of other stages are removed from the optimizers.
+all stages, and as in one process. A parameter of another stage is shown as a hollow tensor (``taint.Hollow``: right
+shape and dtype, no values). Afterwards, hollow ones are removed from the optimizers.
 """
 
 from __future__ import annotations

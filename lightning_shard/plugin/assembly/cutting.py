@@ -96,8 +96,9 @@ def cut_to(
 
 
 def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
-    """Refuse pre-hooks inside of blocks. Forward hooks there are replayed on other stages; pre-hooks, which may change
-    arguments, aren't.
+    """Refuse forward pre-hooks inside of blocks.
+
+    Forward hooks there are replayed on other stages. Pre-hooks, which may change arguments, aren't.
     """
     for name in blocks.names[: placement.stages[-1].blocks.start]:
         for inner, part in module.get_submodule(name).named_modules():
@@ -111,8 +112,9 @@ def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Pla
 
 
 def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
-    """Refuse a compiled ``__call__``, which would include the hooks that communicate between stages. A compiled forward
-    doesn't.
+    """Refuse a compiled ``__call__``, which includes the hooks that communicate between stages.
+
+    A compiled forward doesn't include them.
     """
     around = {""}
     for name in blocks.names:

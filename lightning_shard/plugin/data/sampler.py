@@ -126,7 +126,7 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def ends_with_a_repeated_batch(self) -> bool:
-        """Whether this rank's last batch of a whole epoch holds only a repeated position, which the first rank took."""
+        """Whether this rank's last batch of a whole epoch holds only a repeated position, which another rank took."""
         if (length := self._order_length()) is None or self.drop_last:
             return False
         rest = length % self.data_size

@@ -102,7 +102,7 @@ class ConnectedStrategy(ModelParallelStrategy):
             return
         meeting = self._meeting()
         options: dict[str, Any] = {"timeout": meeting.timeout}
-        if "nccl" in self._process_group_backend:  # told of a device, gloo's groups can't be divided (torch 2.11)
+        if "nccl" in self._process_group_backend:  # with a device_id, gloo's groups can't be split (torch 2.11)
             options["device_id"] = self.root_device
         if meeting.is_kept_by_an_agent:
             options["store"] = meeting.connect()

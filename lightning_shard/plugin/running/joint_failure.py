@@ -59,7 +59,7 @@ class Attempts:
         try:
             yield
         except Exception as error:
-            # errors that the code itself can't cause are raised at once
+            # errors that aren't the code's own are raised at once
             if isinstance(error, torch.OutOfMemoryError) or lost_the_others(error):
                 raise
             if not self._failed_everywhere(prefix):

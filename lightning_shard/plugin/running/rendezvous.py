@@ -46,8 +46,9 @@ class Meeting:
 
     @property
     def is_kept_by_an_agent(self) -> bool:
-        """Whether torchrun's agent keeps the store, so that it outlives the processes. Otherwise rank 0 creates one,
-        in torch's own rendezvous.
+        """Whether torchrun's agent keeps the store, so that it outlives the processes.
+
+        Otherwise rank 0 creates a store, in torch's own rendezvous.
         """
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

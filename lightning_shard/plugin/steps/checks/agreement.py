@@ -150,8 +150,10 @@ _BITS = 16
 
 
 def _of_stage(value: object, layout: Layout) -> list[bool]:
-    """Bits per stage: for its own stage the bits of a digest and their complements. If any rank of a stage sets a bit
-    and another its complement, the ranks' values differ.
+    """Encode a value so that an "or" over all ranks shows, for each stage, whether its ranks' values differ.
+
+    This rank sets bits of its own stage only: those of a digest, and their complements. Where both a bit and its
+    complement are set by some rank, the values differ.
     """
     digest = xxhash.xxh3_64_intdigest(repr(value).encode())
     own = [bool(digest >> bit & 1) for bit in range(_BITS)]

@@ -79,8 +79,9 @@ class _Look:
 class KeptState:
     """Tracks the state of modules around the blocks over the microbatches of a batch, on one stage.
 
-    While the search for what crosses runs, all of it is followed. Afterwards only replaced attributes, versions of
-    tensors and lengths of containers are, and the contents of what was seen to change inside. That takes microseconds.
+    In a microbatch that searches for the values that cross between stages (``pipeline/dataflow/search.py``), all of it
+    is followed. Afterwards only replaced attributes, versions of tensors and lengths of containers are, and the
+    contents of what was seen to change inside. That takes microseconds.
 
     Args:
         root: Cut and sharded.

@@ -6,8 +6,8 @@ a rank of its own. Versions live within a batch. At its end the module keeps the
 runs got farthest; modules that another stage holds keep that stage's version.
 
 For modules around the blocks, and in parts that a single stage holds, all attributes are swapped between runs. Other
-state that a run changes, such as a list that hooks fill, or a global, is detected while the search for what crosses
-between stages runs. From then on it is followed, by its place.
+state that a run changes, such as a list that hooks fill, or a global, is detected in a batch that searches for the
+values that cross between stages (``pipeline/dataflow/search.py``). From then on it is followed, by its place.
 """
 
 from __future__ import annotations
