@@ -270,7 +270,7 @@ class HybridShardStrategy(PreparedStrategy):
         if self._walks is not None:
             self._walks.warn()
         elif self._states is not None:
-            self._states.tell()
+            self._states.guard()
 
     # Steps
 
@@ -313,17 +313,17 @@ class HybridShardStrategy(PreparedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         assert self._gradients is not None
-        assert self._looks is not None
+        assert self._first_checks is not None
         draw = randomness.derive(self._seed, "train", trainer_private.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
-        with self._looks.at("training_step", args[0] if args else None) as shown:
+        with self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 output = self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
             else:
                 assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
             shown.output = output
-            self._looks.check_losses(output)
+            self._first_checks.check_losses(output)
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -333,14 +333,14 @@ class HybridShardStrategy(PreparedStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        assert self._looks is not None
-        self._looks.after_update()
+        assert self._first_checks is not None
+        self._first_checks.after_update()
         return result
 
     def _check_ties(self) -> None:
         super()._check_ties()
-        if self._looks is not None:
-            self._looks.check_copies()
+        if self._first_checks is not None:
+            self._first_checks.check_copies()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -355,12 +355,12 @@ class HybridShardStrategy(PreparedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._looks is not None
+        assert self._first_checks is not None
 
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed, method, *arguments[1:])
 
-        with self._looks.at(method, args[0] if args else None) as shown:
+        with self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)

@@ -40,7 +40,7 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.first_step import FirstLooks
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
 from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
@@ -74,7 +74,7 @@ class PreparedStrategy(CheckpointedStrategy):
         super().__init__(*args, **kwargs)
         self._steps: SingleStageSteps | PipelinedSteps | None = None
         self._gradients: Gradients | None = None
-        self._looks: FirstLooks | None = None
+        self._first_checks: FirstStepChecks | None = None
         self._walks: Walks | None = None
         self._states: PartialStates | None = None
         self._built: Built | None = None
@@ -148,7 +148,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
         context = groups.context if layout.context_parallel_size > 1 else None
-        self._looks = FirstLooks(
+        self._first_checks = FirstStepChecks(
             module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
         )
         if known.stages is None:

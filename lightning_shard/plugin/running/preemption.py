@@ -81,10 +81,10 @@ class Preemption(callbacks.Callback):
         asked: list[SameGradients | SameSettings] = []
         if layout.stage_size > 1:  # otherwise no other rank has parts of this stage
             asked = [SameGradients(trainer.lightning_module, layout), SameSettings(trainer.optimizers, layout)]
-        sigterm, requeue, *heard = self._exchange(trainer, *chain.from_iterable(each.said for each in asked))
+        sigterm, requeue, *combined = self._exchange(trainer, *chain.from_iterable(each.flags for each in asked))
         for each in asked:
-            each.check(heard[: len(each.said)])
-            del heard[: len(each.said)]
+            each.check(combined[: len(each.flags)])
+            del combined[: len(each.flags)]
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
 
@@ -96,9 +96,9 @@ class Preemption(callbacks.Callback):
     def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
         """All-reduce the flags by "or": stop, SIGTERM, requeue and ``more``; returns all but stop. Collective."""
         ranks = Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
-        trainer.should_stop, *heard = ranks.any(self._stop, self._sigterm, self._requeue, *more)
+        trainer.should_stop, *combined = ranks.any(self._stop, self._sigterm, self._requeue, *more)
         self._stop = False
-        return heard
+        return combined
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False

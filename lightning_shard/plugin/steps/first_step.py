@@ -15,7 +15,7 @@ from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
-from lightning_shard.plugin.steps.checks.hooks_on_features import telling_of_parts
+from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
 from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
@@ -25,7 +25,7 @@ _STEPS = 3
 """Number of training steps before which copies of frozen parameters are compared; they also are at every save."""
 
 
-class FirstLooks:
+class FirstStepChecks:
     """The checks of one LightningModule's steps in one run of a Trainer.
 
     Args:
@@ -79,10 +79,10 @@ class FirstLooks:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
                 if layout.tensor_parallel_size > 1:
-                    axis, tells = self._mesh[TENSOR_AXIS], layout.data_rank == 0
-                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, tells=tells))
+                    axis, warns = self._mesh[TENSOR_AXIS], layout.data_rank == 0
+                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, warns=warns))
                     looks.enter_context(tensor_ranks.refusing_parts())
-                    looks.enter_context(telling_of_parts(module, axis, tells=tells))
+                    looks.enter_context(warning_of_split_features(module, axis, warns=warns))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:

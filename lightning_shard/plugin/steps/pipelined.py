@@ -205,7 +205,7 @@ class PipelinedSteps:
                 self._is_to_tell = False
             self._has_trained = True
             if self._stages.is_last:
-                self._means.tell()
+                self._means.warn()
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unheard else with_losses(results, losses)

@@ -76,7 +76,7 @@ class SingleStageSteps:
             result = self._run("training_step", draw, args, kwargs)
         if automatic:
             self._means.note(result.get("loss") if isinstance(result, dict) else result)
-            self._means.tell()
+            self._means.warn()
         if result is None and automatic:  # what the end of its backward would have done
             if not self._gradients.is_accumulating:
                 self._gradients.synchronize()

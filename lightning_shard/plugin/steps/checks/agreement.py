@@ -97,15 +97,15 @@ class SameGradients:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        self.said = _of_stage(self._without, layout)
+        self.flags = _of_stage(self._without, layout)
 
-    def check(self, heard: Sequence[bool]) -> None:
-        """Check the disjunction (logical or) of all ranks' ``said``.
+    def check(self, combined: Sequence[bool]) -> None:
+        """Check the disjunction (logical or) of all ranks' ``flags``.
 
         Raises:
             StepError: On every rank, if they differ.
         """
-        if _differ(heard):
+        if _differ(combined):
             raise StepError(
                 "Data ranks have computed gradients of different parameters in this step (this rank none of"
                 f" {self._without[:3] or 'those that others have none of'}), so they were added up wrongly, and this"
@@ -129,15 +129,15 @@ class SameSettings:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
         self._rates = [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers]
         settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self.said = _of_stage(settings, layout)
+        self.flags = _of_stage(settings, layout)
 
-    def check(self, heard: Sequence[bool]) -> None:
-        """Check the disjunction (logical or) of all ranks' ``said``.
+    def check(self, combined: Sequence[bool]) -> None:
+        """Check the disjunction (logical or) of all ranks' ``flags``.
 
         Raises:
             StepError: On every rank, if they differ.
         """
-        if _differ(heard):
+        if _differ(combined):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
                 " steps its own part of the parameters, so this step's weights are wrong: resume from an earlier"
@@ -162,8 +162,8 @@ def _of_stage(value: object, layout: Layout) -> list[bool]:
     return [bit for stage in stages for bit in (both if stage == layout.pipeline_rank else silent)]
 
 
-def _differ(heard: Sequence[bool]) -> bool:
-    parts = [heard[start : start + _BITS] for start in range(0, len(heard), _BITS)]
+def _differ(combined: Sequence[bool]) -> bool:
+    parts = [combined[start : start + _BITS] for start in range(0, len(combined), _BITS)]
     return any(bit and opposite for one, other in zip(parts[::2], parts[1::2]) for bit, opposite in zip(one, other))
 
 

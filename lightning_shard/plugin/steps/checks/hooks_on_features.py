@@ -30,11 +30,11 @@ _ROUNDING = 0.01
 
 
 @contextmanager
-def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh, *, tells: bool) -> Iterator[None]:
+def warning_of_split_features(module: nn.Module, tensor_axis: DeviceMesh, *, warns: bool) -> Iterator[None]:
     """A step runs inside; then a collective call over the tensor axis.
 
     Args:
-        tells: Whether this axis' first rank warns.
+        warns: Whether this axis' first rank warns.
     """
     looks = {name: (_Look(), part) for name, part in module.named_modules() if has_other_hooks(part, _PACKAGES)}
     handles = [part.register_forward_hook(look.at) for look, part in looks.values()]
@@ -47,7 +47,7 @@ def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh, *, tells: bool)
     everyone: list[Any] = [None] * tensor_axis.size()
     dist.all_gather_object(everyone, seen, group=tensor_axis.get_group())
     parts = [name for name in seen if not _are_alike([rank.get(name) for rank in everyone])]
-    if parts and tells and tensor_axis.get_local_rank() == 0:
+    if parts and warns and tensor_axis.get_local_rank() == 0:
         more = f" and on {len(parts) - 1} more modules" if len(parts) > 1 else ""
         warnings.warn(
             f"A hook on {parts[0]}{more} is given the part of the features that this tensor rank computes, since"

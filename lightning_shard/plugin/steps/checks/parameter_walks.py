@@ -49,8 +49,8 @@ class Walks:
         self._incomplete = incomplete
         self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
         self._has_warned = False
-        self._gone_over: _GoneOver = {}
-        self._states = PartialStates(incomplete, OF_STAGE, self._gone_over)
+        self._known_walks: _KnownWalks = {}
+        self._states = PartialStates(incomplete, OF_STAGE, self._known_walks)
         self.release()
 
     def guard(self) -> None:
@@ -58,7 +58,7 @@ class Walks:
             # no closures: code that copies a module copies these along with it
             module.__dict__["parameters"] = partial(_parameters, self, name, module)
             module.__dict__["named_parameters"] = partial(_named_parameters, self, name, module)
-        self._states.tell()
+        self._states.guard()
 
     def release(self) -> None:
         for name, module in self._incomplete.items():
@@ -71,14 +71,14 @@ class Walks:
         for name, module in self._incomplete.items():
             module.__dict__.pop("parameters", None)
             module.__dict__["named_parameters"] = partial(_named_parameters, self, name, module)
-        self._states.tell()
+        self._states.guard()
 
     def refusal(self, error: Exception) -> StepError | None:
         """Explain an error of code that combined a stage's part with something whole, as a teacher's parameters."""
         if type(error) not in (RuntimeError, ValueError) or not any(word in str(error) for word in _MISMATCH):
             return None
         for at in _entries(error.__traceback__):
-            for (code, what), walk in self._gone_over.items():
+            for (code, what), walk in self._known_walks.items():
                 if code is at.tb_frame.f_code and walk.ended in (None, at.tb_lasti):
                     said = " ".join(str(error).split())
                     return StepError(
@@ -88,8 +88,8 @@ class Walks:
                     )
         return None
 
-    def begun(self, frame: Any, what: str) -> _Walk:
-        return self._gone_over.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
+    def begin_walk(self, frame: Any, what: str) -> _Walk:
+        return self._known_walks.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
 
     def named(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if self._incomplete.get(name) is module:
@@ -102,15 +102,15 @@ class Walks:
     @contextmanager
     def showing_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
         """A hook that receives gradients runs inside. Gradients of other stages' parameters are unknown, not None."""
-        with self._telling_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
+        with self._warning_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
             yield
 
     @contextmanager
-    def _telling_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    def _warning_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
         """Inside, code that iterates over the parameters in optimizers' groups is warned."""
         held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
         for group, parameters in held:
-            group["params"] = _OfStage(parameters, self.tell)
+            group["params"] = _OfStage(parameters, self.warn_of)
         try:
             yield
         finally:
@@ -119,7 +119,7 @@ class Walks:
                     parameters[:] = group["params"]
                     group["params"] = parameters
 
-    def tell(self, frame: Any, what: str) -> None:
+    def warn_of(self, frame: Any, what: str) -> None:
         if not self._has_warned and not _takes_parts(frame.f_globals):
             self._has_warned = True
             rank_zero_warn(
@@ -155,7 +155,7 @@ class _Walk:
         self.ended = -1 if frame is None else frame.f_lasti
 
 
-_GoneOver = dict[tuple[CodeType, str], _Walk]
+_KnownWalks = dict[tuple[CodeType, str], _Walk]
 """By the code, and a description of what it iterates over."""
 
 
@@ -171,7 +171,7 @@ def _parameters(walks: Walks, name: str, module: nn.Module, recurse: bool = True
     try:
         for place, parameter in enumerate(type(module).parameters(module, recurse)):
             if place < 2 and recurse and not _is_right_with_parts(frame := sys._getframe(1)):
-                walk = walks.begun(frame, what)
+                walk = walks.begin_walk(frame, what)
                 if place == 1:
                     raise StepError(
                         f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its stage's:"
@@ -196,9 +196,9 @@ def _named_parameters(
                 frame: Any = sys._getframe(1)
                 frame = frame.f_back if frame.f_code is _PARAMETERS else frame
                 if not _is_right_with_parts(frame):
-                    walk = walks.begun(frame, what)
+                    walk = walks.begin_walk(frame, what)
                     if place == 1:
-                        walks.tell(frame, what)
+                        walks.warn_of(frame, what)
             yield named
     finally:
         if walk is not None:
@@ -213,15 +213,15 @@ class _OfStage(list[nn.Parameter]):
     """The parameters of an optimizer's group.
 
     Args:
-        tell: Called with the frame that iterates over them, and a description.
+        warn: Called with the frame that iterates over them, and a description.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], tell: Callable[[Any, str], None]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], warn: Callable[[Any, str], None]) -> None:
         super().__init__(parameters)
-        self._tell = tell
+        self._warn = warn
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        self._tell(sys._getframe(1), "the parameters of an optimizer's groups")
+        self._warn(sys._getframe(1), "the parameters of an optimizer's groups")
         return super().__iter__()
 
 
@@ -231,31 +231,33 @@ class PartialStates:
     Args:
         modules: By name.
         part: A sentence for the warning that says which part.
-        gone_over: Collects the code that calls it.
+        known_walks: Collects the code that calls it.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], part: str, gone_over: _GoneOver) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], part: str, known_walks: _KnownWalks) -> None:
         self._modules = modules
         self._part = part
-        self._gone_over = gone_over
+        self._known_walks = known_walks
         self._has_warned = False
 
-    def tell(self) -> None:
+    def guard(self) -> None:
         self.release()
         for name, module in self._modules.items():
             # no closure: code that copies a module copies this along with it
-            module.__dict__["state_dict"] = partial(_told_of, self, name, module, module.__dict__.get("state_dict"))
+            module.__dict__["state_dict"] = partial(
+                _warning_state_dict, self, name, module, module.__dict__.get("state_dict")
+            )
 
     def release(self) -> None:
         """Remove the guard, but keep a ``state_dict`` that the user has set."""
         for module in self._modules.values():
-            told: Any = module.__dict__.get("state_dict")
-            if getattr(told, "func", None) is _told_of:
+            guarded: Any = module.__dict__.get("state_dict")
+            if getattr(guarded, "func", None) is _warning_state_dict:
                 del module.__dict__["state_dict"]
-                if (own := told.args[-1]) is not None:
+                if (own := guarded.args[-1]) is not None:
                     module.__dict__["state_dict"] = own
 
-    def asked(self, frame: Any, name: str) -> _Walk | None:
+    def begin_walk(self, frame: Any, name: str) -> _Walk | None:
         if _takes_parts(frame.f_globals):
             return None
         what = f"the state_dict of {name or 'the LightningModule'}"
@@ -266,14 +268,16 @@ class PartialStates:
                 " of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint saves all, and"
                 " trainer.strategy.gather_full_parameters() gives all."
             )
-        return self._gone_over.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
+        return self._known_walks.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
 
     def __reduce__(self) -> Any:
         return PartialStates, ({}, self._part, {})
 
 
-def _told_of(states: PartialStates, name: str, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-    walk = states.asked(sys._getframe(1), name)
+def _warning_state_dict(
+    states: PartialStates, name: str, module: nn.Module, own: Any, *args: Any, **kwargs: Any
+) -> Any:
+    walk = states.begin_walk(sys._getframe(1), name)
     state = type(module).state_dict(module, *args, **kwargs) if own is None else own(*args, **kwargs)
     if walk is not None and isinstance(state, OrderedDict):
         walk.last_as(state)

@@ -73,12 +73,12 @@ class NotesLogs:
 
 @contextmanager
 def comparing_what_is_shown(
-    module: pl.LightningModule, method: str, tensor_axis: DeviceMesh, *, tells: bool
+    module: pl.LightningModule, method: str, tensor_axis: DeviceMesh, *, warns: bool
 ) -> Iterator[Shown]:
     """A step runs inside; its caller stores the output in the ``Shown``. Then a collective call over the tensor axis.
 
     Args:
-        tells: Whether this axis' first rank warns.
+        warns: Whether this axis' first rank warns.
 
     Raises:
         PlanError: On every rank of the axis, if returned tensors differ.
@@ -100,7 +100,7 @@ def comparing_what_is_shown(
         name, ranks = returned
         named = f" ({name})" if name else ""
         raise PlanError(f"What {method} returns{named} isn't the same on the tensor ranks ({_shown(ranks)}): {_CAUSE}")
-    if logged is not None and tells and tensor_axis.get_local_rank() == 0:
+    if logged is not None and warns and tensor_axis.get_local_rank() == 0:
         name, ranks = logged
         warnings.warn(
             f"{method} logs {name!r}, which is {_shown(ranks)} on the tensor ranks. If it is no time or the like,"

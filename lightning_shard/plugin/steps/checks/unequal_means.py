@@ -46,7 +46,7 @@ class UnequalMeans:
         if self._left:
             self._seen.append([number for _, number in divisions(loss)] if isinstance(loss, Tensor) else [])
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Warn once, after a batch's parts; a collective call over the data ranks in the first steps."""
         if not self._left:
             return
