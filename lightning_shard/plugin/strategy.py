@@ -25,12 +25,12 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
-from lightning_shard.plugin.data.streams import talks_to_other_ranks
+from lightning_shard.plugin.data.streams import iterates_collectively
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.optimizers.finetuning import finetuning_callbacks
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.running.failure import note_missing_state
-from lightning_shard.plugin.saving.averaging import go_on_averaging, postpone_copies
+from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
@@ -157,7 +157,7 @@ class HybridShardStrategy(PreparedStrategy):
         )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
         check_counts(self._schedules, pipeline_parallel_size, placement)
-        self._talks_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
+        self._sends_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
         self._microbatches = self._schedules[0].microbatches
         self._reduces_each = reduce_each_microbatch
         if checkpoint_io is not None:
@@ -277,7 +277,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
-        go_on_averaging(self.lightning_module.trainer)
+        resume_averaging(self.lightning_module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:
@@ -399,10 +399,10 @@ class HybridShardStrategy(PreparedStrategy):
             return
         ahead = None
         in_order = runs_in_order(trainer, module, method) or any(
-            map(talks_to_other_ranks, trainer_private.dataloaders(loop))
+            map(iterates_collectively, trainer_private.dataloaders(loop))
         )
         if not any(self.groups.gather_over_stages(in_order)):
-            ahead = BatchesAhead.put_in(loop, method, self._prepare)
+            ahead = BatchesAhead.install(loop, method, self._prepare)
         self._ahead = ahead
 
     def _prepare(self, batch: Any, dataloader_idx: int) -> Any:

@@ -19,7 +19,7 @@ _EXAMPLE_TOKENS = 16
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module) -> Iterator[None]:
+def restoring_state(module: nn.Module) -> Iterator[None]:
     """The network runs inside; its state is restored, as a cache filled in the run would hold fake tensors."""
     memory = Memory(module)
     try:
@@ -34,7 +34,7 @@ def calls_on_example(module: pl.LightningModule) -> Sequence[str]:
     run = example_of(module, None)
     if run is None:
         return ()
-    with leaving_no_trace(module):
+    with restoring_state(module):
         seen = watch({name: part for name, part in module.named_modules() if name}, run)
     return seen.calls if seen is not None else ()
 

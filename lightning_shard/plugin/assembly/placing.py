@@ -15,10 +15,10 @@ from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
-from lightning_shard.plugin.assembly.example import calls_on_example, example_of, leaving_no_trace, part_of
+from lightning_shard.plugin.assembly.example import calls_on_example, example_of, part_of, restoring_state
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
-from lightning_shard.plugin.steps.schedule_choice import agree, choose, that_fit
+from lightning_shard.plugin.steps.schedule_choice import agree, choose, fitting_schedules
 
 
 def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Blocks | None:
@@ -59,7 +59,7 @@ def place_blocks(
             ranks=[ranks[rank] for rank in holders],
         )
 
-    fitting = that_fit(schedules, len(blocks), settings.placement)
+    fitting = fitting_schedules(schedules, len(blocks), settings.placement)
     choice = choose(fitting, placed, settings.of_blocks, has_data_ranks=layout.data_parallel_size > 1)
     schedule = agree(fitting, choice, groups)
     return blocks, placed(schedule), schedule
@@ -75,7 +75,7 @@ def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple
     seen = None
     if run is not None:
         watched = {name: part_of(module, name) for name in (*blocks.names, *(name for name, _ in blocks.parts))}
-        with leaving_no_trace(module):
+        with restoring_state(module):
             seen = watch(watched, run, module.get_submodule(blocks.network))
     if seen is not None:
         blocks = blocks.ordered(seen.calls)

@@ -29,7 +29,7 @@ from lightning_shard.plugin.limits import (
     refuse_hyperparameters,
     refuse_synced_generation,
 )
-from lightning_shard.plugin.optimizers.finetuning import optimizers_of_nothing, take_over_unfreezing
+from lightning_shard.plugin.optimizers.finetuning import allowing_empty_optimizers, take_over_unfreezing
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.reporting.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.reporting.throughput import share_throughput
@@ -47,7 +47,7 @@ from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
 from lightning_shard.plugin.steps.loss_weight import LossWeights
 from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.schedule_choice import that_evaluate, that_runs
+from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -114,7 +114,7 @@ class PreparedStrategy(CheckpointedStrategy):
                 self._settings,
                 self._schedules_for(trainer),
                 self.groups,
-                self._meeting().connect,
+                self._rendezvous().connect,
             )
             module.__dict__[_ASSEMBLY] = known
             module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
@@ -168,7 +168,7 @@ class PreparedStrategy(CheckpointedStrategy):
             groups,
             layout,
             device,
-            that_runs(known.schedule, self._settings.of_blocks),
+            effective_schedule(known.schedule, self._settings.of_blocks),
             known.ties,
             weights,
             means,
@@ -178,7 +178,7 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
         if trainer.state.fn != TrainerFn.FITTING:
-            return that_evaluate(self._schedules, self._settings.placement)
+            return evaluation_schedules(self._schedules, self._settings.placement)
         return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -191,7 +191,7 @@ class PreparedStrategy(CheckpointedStrategy):
         assert self._assembly is not None
         with ExitStack() as inside:
             if several:
-                inside.enter_context(optimizers_of_nothing())
+                inside.enter_context(allowing_empty_optimizers())
                 gather = self.groups.gather_over_stages
                 inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
             super().setup_optimizers(trainer)

@@ -45,9 +45,9 @@ def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterato
     """The same for a LightningModule's step; inside, nothing is logged."""
     own = vars(module)
     before = own.get("log")
-    own["log"] = _say_nothing
+    own["log"] = _log_nothing
     try:
-        with logging_by(module, _say_nothing), looking_at(device, module) as traces:
+        with logging_by(module, _log_nothing), looking_at(device, module) as traces:
             yield traces
     finally:
         del own["log"]
@@ -55,7 +55,7 @@ def looking_at_step(device: torch.device, module: pl.LightningModule) -> Iterato
             own["log"] = before
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 

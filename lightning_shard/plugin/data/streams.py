@@ -21,7 +21,7 @@ def end_together(dataloader: Any, ranks: Ranks) -> None:
     dataloader._ends_together = True
 
 
-def talks_to_other_ranks(dataloader: Any) -> bool:
+def iterates_collectively(dataloader: Any) -> bool:
     """Whether taking a batch is a collective call over all ranks, so that they must do it at the same time."""
     return getattr(dataloader, "_ends_together", False)
 

@@ -55,7 +55,7 @@ def take_over_unfreezing(several_stages: bool) -> None:
 
 
 @contextmanager
-def optimizers_of_nothing() -> Iterator[None]:
+def allowing_empty_optimizers() -> Iterator[None]:
     """Inside, an optimizer without parameters can be created, as where all of them are on other stages."""
     optimizer: Any = torch.optim.Optimizer
     own = optimizer.__init__

@@ -24,7 +24,7 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
-from lightning_shard.plugin.running.rendezvous import Meeting
+from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.steps import randomness
 
 
@@ -49,7 +49,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._sizes = sizes
         self._layout: Layout | None = None
         self._groups: Groups | None = None
-        self._talks_both_ways = False  # whether values and gradients each go both to later and to earlier ranks
+        self._sends_both_ways = False  # whether values and gradients each go both to later and to earlier ranks
         self._expert_mesh: DeviceMesh | None = None
         self._seed = 0
         self._watch: FailureWatch | None = None
@@ -82,10 +82,10 @@ class ConnectedStrategy(ModelParallelStrategy):
             self._device_mesh = self.layout.mesh(self.root_device.type)
             if self.layout.expert_parallel_size > 1:
                 self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
-            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._talks_both_ways)
+            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
-            self._watch = FailureWatch(self._meeting())
+            self._watch = FailureWatch(self._rendezvous())
         self.lightning_module._device_mesh = self._device_mesh
         trainer = self.lightning_module.trainer
         self._preemption.take_over(trainer)
@@ -100,17 +100,17 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._process_group_backend = self._get_process_group_backend()
         if dist.is_initialized():
             return
-        meeting = self._meeting()
-        options: dict[str, Any] = {"timeout": meeting.timeout}
+        rendezvous = self._rendezvous()
+        options: dict[str, Any] = {"timeout": rendezvous.timeout}
         if "nccl" in self._process_group_backend:  # with a device_id, gloo's groups can't be split (torch 2.11)
             options["device_id"] = self.root_device
-        if meeting.is_kept_by_an_agent:
-            options["store"] = meeting.connect()
+        if rendezvous.is_kept_by_an_agent:
+            options["store"] = rendezvous.connect()
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
 
-    def _meeting(self) -> Meeting:
+    def _rendezvous(self) -> Rendezvous:
         assert self.cluster_environment is not None
-        return Meeting(
+        return Rendezvous(
             self.cluster_environment.main_address,
             self.cluster_environment.main_port,
             self.global_rank,

@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
-from lightning_shard.plugin.running.rendezvous import Meeting
+from lightning_shard.plugin.running.rendezvous import Rendezvous
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0
@@ -38,13 +38,13 @@ class FailureWatch:
 
     _made = 0
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         # Ranks run the same fits in the same order, and a failure in an earlier fit may have been caught: so the
         # number of the fit is part of the keys.
         FailureWatch._made += 1
         self._prefix = f"{_KEY}/{FailureWatch._made}"
-        self._meeting = meeting
-        self._rank = meeting.rank
+        self._rendezvous = rendezvous
+        self._rank = rendezvous.rank
         self._store = self._connect()
         self._main = threading.get_ident()
         self._stopped = threading.Event()
@@ -73,7 +73,7 @@ class FailureWatch:
         if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        if self._rank == 0 and not self._meeting.is_kept_by_an_agent:
+        if self._rank == 0 and not self._rendezvous.is_kept_by_an_agent:
             time.sleep(2 * _POLL_S)  # the store lives in this process: let the others read it
 
     def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
@@ -100,7 +100,7 @@ class FailureWatch:
 
     def _connect(self) -> dist.Store:
         # a separate connection, since a waiting call may hold the process group's
-        return self._meeting.connect(timedelta(seconds=_CONNECT_S))
+        return self._rendezvous.connect(timedelta(seconds=_CONNECT_S))
 
     # The thread
 
@@ -138,7 +138,7 @@ class FailureWatch:
 
     @property
     def _store_lost(self) -> str:
-        holder = "torchrun's agent" if self._meeting.is_kept_by_an_agent else "rank 0"
+        holder = "torchrun's agent" if self._rendezvous.is_kept_by_an_agent else "rank 0"
         return f"{holder}: the process that held the process group's store is gone."
 
     def _where(self) -> str:
@@ -179,7 +179,7 @@ class FailureWatch:
     def _beats(self) -> dict[int, str]:
         """Each rank's last heartbeat."""
         beats = {}
-        for rank in range(self._meeting.world_size):
+        for rank in range(self._rendezvous.world_size):
             key = self._beat_key(rank)
             beats[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
         return beats

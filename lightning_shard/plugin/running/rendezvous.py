@@ -35,7 +35,7 @@ _agreed: str | None = None
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store's address, and the ranks that use it."""
 
     address: str

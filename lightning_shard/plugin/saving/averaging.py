@@ -54,7 +54,7 @@ def drop_replaced_schedulers(trainer: pl.Trainer) -> None:
             callback._clear_schedulers(trainer)
 
 
-def go_on_averaging(trainer: pl.Trainer) -> None:
+def resume_averaging(trainer: pl.Trainer) -> None:
     """In mid-epoch, after the loops were restored: make SWA's schedule take over again.
 
     It does so in the epoch-start hook, which Lightning skips there. Otherwise the rest of the epoch would be trained by

@@ -34,11 +34,11 @@ from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Sit
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.saving.own_loading import (
-    carried,
+    as_lazy,
+    as_stored,
     edits_checkpoints,
-    keep_plain,
-    left_by_hooks,
     loads_itself,
+    replace_lazy,
 )
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
@@ -62,7 +62,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         """This rank's generator states, loaded and not restored yet."""
         self._loaded_from = ""
         """The path of the checkpoint that was loaded last."""
-        self._gave_carried = False
+        self._gave_lazy = False
         """Whether hooks were given lazy tensors of a checkpoint."""
         self._left_out: Frozen | None = None
 
@@ -168,25 +168,25 @@ class CheckpointedStrategy(ConnectedStrategy):
 
         load_together(pairs)
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
-        self._gave_carried = edits_checkpoints(module)
-        if self._gave_carried:
-            loaded["state_dict"] = carried(loaded["state_dict"])
+        self._gave_lazy = edits_checkpoints(module)
+        if self._gave_lazy:
+            loaded["state_dict"] = as_lazy(loaded["state_dict"])
         return loaded
 
     def _keep_loaded(self) -> None:
         """After all loading hooks: read the lazy tensors that they have kept, while the checkpoint still exists."""
-        if self._gave_carried:
-            self._gave_carried = False
+        if self._gave_lazy:
+            self._gave_lazy = False
             assert self.lightning_module is not None
-            keep_plain(self.lightning_module, *self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+            replace_lazy(self.lightning_module, *self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        keep_plain(self.lightning_module)
+        replace_lazy(self.lightning_module)
         reshard(self.lightning_module)
         stages = self._assembly.stages if self._assembly else None
         names = self._names_of_other_stages()
-        stored = left_by_hooks(checkpoint["state_dict"])
+        stored = as_stored(checkpoint["state_dict"])
         prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
         stored = {prefix + name: value for name, value in stored.items()}
         excluded = excluded_of(checkpoint, stored)

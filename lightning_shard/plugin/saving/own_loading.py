@@ -1,7 +1,7 @@
 """Runs modules' own loading code on sharded modules: ``load_state_dict``, ``_load_from_state_dict``, hooks.
 
 Such code renames old keys, converts old values, or fills in what old checkpoints lack. It gets all of the checkpoint,
-by name, as lazy :class:`Carried` tensors. Each has its shape and dtype in the checkpoint, is read when its values are
+by name, as a :class:`LazyTensor` each. It has its shape and dtype in the checkpoint, is read when its values are
 used, and is copied into a sharded parameter by this rank's part. ``on_load_checkpoint`` gets the same.
 """
 
@@ -53,17 +53,17 @@ def edits_checkpoints(module: pl.LightningModule) -> bool:
     return not all(map(_is_anyones, hooks))
 
 
-def carried(stored: Mapping[str, Any]) -> dict[str, Any]:
+def as_lazy(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's tensors as lazy tensors for such hooks."""
-    return {name: Carried.of(v) if isinstance(v, ckpt.StoredTensor) else v for name, v in stored.items()}
+    return {name: LazyTensor.of(v) if isinstance(v, ckpt.StoredTensor) else v for name, v in stored.items()}
 
 
-def left_by_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`carried`, after hooks ran: stored tensors whose values weren't used, else plain ones."""
-    return {name: v.content if isinstance(v, Carried) else v for name, v in state.items()}
+def as_stored(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`as_lazy`, after hooks ran: stored tensors whose values weren't used, else plain ones."""
+    return {name: v.content if isinstance(v, LazyTensor) else v for name, v in state.items()}
 
 
-def keep_plain(module: nn.Module, *others: object) -> None:
+def replace_lazy(module: nn.Module, *others: object) -> None:
     """Replace lazy tensors by plain ones wherever loading code has put them: in a module, or in what it or others hold.
 
     Otherwise they would be read when they are used, from files that may be gone by then, or be another checkpoint's.
@@ -87,23 +87,23 @@ def keep_plain(module: nn.Module, *others: object) -> None:
 
 
 def _plain(entry: Any) -> Any:
-    if isinstance(entry, Carried):
+    if isinstance(entry, LazyTensor):
         return entry.plain()
-    if isinstance(entry, tuple) and any(isinstance(leaf, Carried) for leaf in tree.leaves(entry)):
+    if isinstance(entry, tuple) and any(isinstance(leaf, LazyTensor) for leaf in tree.leaves(entry)):
         return tree.map_leaves(_plain, entry)
     return entry
 
 
-class Carried(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A lazy tensor of a checkpoint, unsharded. Results are plain tensors; operations in place change this one."""
 
     content: ckpt.StoredTensor | Tensor
 
     @classmethod
-    def of(cls, content: ckpt.StoredTensor | Tensor) -> Carried:
-        carried = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
-        carried.content = content
-        return carried
+    def of(cls, content: ckpt.StoredTensor | Tensor) -> LazyTensor:
+        lazy = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
+        lazy.content = content
+        return lazy
 
     def whole(self) -> Tensor:
         """Its values, read once and kept, since they may be written to."""
@@ -152,7 +152,7 @@ class _WholeIntoSharded(TorchFunctionMode):
 
 @torch.no_grad()
 def _copy(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
-    content = source.content if isinstance(source, Carried) else source
+    content = source.content if isinstance(source, LazyTensor) else source
     whole = content if isinstance(content, Tensor) else content.full()
     if isinstance(target, DTensor):
         whole = local_part(whole.expand(target.shape), target)
@@ -205,7 +205,7 @@ def load_by_own_code(
         try:
             with _WholeIntoSharded():
                 module.load_state_dict(given, strict=strict)
-            keep_plain(module)
+            replace_lazy(module)
             half_loaded.clear(own)
         except RuntimeError as error:
             raise StateMismatchError(
@@ -219,5 +219,5 @@ def load_by_own_code(
 
 def _given(value: Any, *, plain: bool) -> Any:
     if isinstance(value, ckpt.StoredTensor):
-        return value.full() if plain else Carried.of(value)
-    return Carried.of(full_tensor(value)) if isinstance(value, Tensor) and not plain else value
+        return value.full() if plain else LazyTensor.of(value)
+    return LazyTensor.of(full_tensor(value)) if isinstance(value, Tensor) and not plain else value

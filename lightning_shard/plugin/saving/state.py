@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin.saving.own_loading import left_by_hooks, load_by_own_code
+from lightning_shard.plugin.saving.own_loading import as_stored, load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 
@@ -94,7 +94,7 @@ def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bo
         missing = sorted(targets.keys() - stored.keys())
         if strict and missing:
             raise StateMismatchError(f"The checkpoint's tensors aren't the average's: {_some('missing', missing)}.")
-        return _pairs(targets, left_by_hooks(stored))
+        return _pairs(targets, as_stored(stored))
 
     ckpt.load_together(pairs)
 

@@ -52,7 +52,7 @@ class BatchesAhead:
         self.done = self._fetcher.done
 
     @classmethod
-    def put_in(cls, loop: Any, method: str, prepare: Callable[[Any, int], Any]) -> BatchesAhead | None:
+    def install(cls, loop: Any, method: str, prepare: Callable[[Any, int], Any]) -> BatchesAhead | None:
         """Install one, if the loop fetches each batch itself. The loop looks up its fetcher only after this."""
         if type(loop._data_fetcher) is not _PrefetchDataFetcher or loop._combined_loader._mode != "sequential":
             return None

@@ -51,12 +51,12 @@ from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through
-from lightning_shard.plugin.steps.schedule_choice import tell_of_whole_backwards
+from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
 from lightning_shard.plugin.steps.state.after_network import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.plugin.steps.state.python_state import own_generators
 from lightning_shard.plugin.steps.state.snapshot import Memory
-from lightning_shard.plugin.steps.used_hooks import is_told
+from lightning_shard.plugin.steps.used_hooks import is_used
 
 Draw = Callable[[Arguments], int]
 _HEARERS = {
@@ -201,7 +201,7 @@ class PipelinedSteps:
                         reduce_gradients(module)
                     reshard(module)
             if self._is_to_tell and self._has_trained:  # the first batch runs its first backwards whole
-                tell_of_whole_backwards(self._schedule, self._step)
+                log_whole_backwards(self._schedule, self._step)
                 self._is_to_tell = False
             self._has_trained = True
             if self._stages.is_last:
@@ -257,7 +257,7 @@ class PipelinedSteps:
         """
         self._under_way.clear()
         trainer, hearer = self._module.trainer, _HEARERS.get(method)
-        heard = hearer is None or is_told(trainer, self._module, hearer)
+        heard = hearer is None or is_used(trainer, self._module, hearer)
         follows = what_follows(trainer)
         some_hear, all_follow = zip(*self._groups.gather_over_stages((heard, follows)))
         check_what_follows(follows, all_follow[-1])

@@ -80,7 +80,7 @@ def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
     return None if rest or not stages else stages
 
 
-def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
+def effective_schedule(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
     """The schedule with whole backwards, if settings leave nothing for a backward's second part; logs that.
 
     Args:
@@ -106,7 +106,7 @@ def against_parts(settings: Mapping[str, Any]) -> list[str]:
     return [name for name, holds in keeps_all.items() if holds]
 
 
-def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
+def evaluation_schedules(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
     """The simplest schedule that block counts allow, for runs without training.
 
     Others gain nothing there, and can't overlap evaluation batches.
@@ -114,7 +114,7 @@ def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[
     return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
 
 
-def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
+def log_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
     """Log it if no weight's gradient could be postponed so far."""
     if not step.has_split_backward:
         rank_zero_info(
@@ -124,7 +124,7 @@ def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
         )
 
 
-def that_fit(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
+def fitting_schedules(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
     """The schedules for which there is a block for each stage, and which match explicit counts.
 
     Raises:

@@ -21,7 +21,7 @@ def has_hooks(trainer: pl.Trainer, module: pl.LightningModule, names: Iterable[s
     )
 
 
-def is_told(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> bool:
+def is_used(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> bool:
     """Whether any code uses what this hook receives: a user's, or the recorder of this package's tests."""
     recorders = (type(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     return has_hooks(trainer, module, [hook]) or any(kind.__module__ == _RECORDER for kind in recorders)
