@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
 from lightning_shard.pipeline.runtime.channel import Ways
-from lightning_shard.plugin.broadcast import Teller
+from lightning_shard.plugin.broadcast import Broadcaster
 
 
 def refuse_gloo() -> None:
@@ -40,7 +40,7 @@ class Groups:
         context: The ranks that hold the parts of this rank's sequences; only with several context ranks.
         gradient: Data and context ranks together: all that hold the same part of the model.
         host: All ranks, host to host: an exchange waits for no device.
-        teller: Broadcasts the last stage's values over the pipeline.
+        broadcaster: Broadcasts the last stage's values over the pipeline.
     """
 
     pipeline: dist.ProcessGroup
@@ -51,7 +51,7 @@ class Groups:
     context: dist.ProcessGroup
     gradient: dist.ProcessGroup
     host: dist.ProcessGroup
-    teller: Teller
+    broadcaster: Broadcaster
 
     @classmethod
     def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None, *, both_ways: bool = False) -> Groups:
@@ -89,7 +89,7 @@ class Groups:
         host = world
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, forward, backward, control, data, context, gradient, host, Teller(control, pipeline))
+        return cls(pipeline, forward, backward, control, data, context, gradient, host, Broadcaster(control, pipeline))
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """All-gather a value over the pipeline; returns every stage's, in stage order. A collective call."""
@@ -105,7 +105,7 @@ class Groups:
 
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
         """Broadcast the last stage's value, its tensors on each rank's device; a collective call over the pipeline."""
-        return self.teller.tell(value, device)
+        return self.broadcaster.broadcast(value, device)
 
 
 def _of_axis(groups: list[list[int]], timeout: timedelta | None) -> Any:

@@ -308,7 +308,7 @@ class HybridShardStrategy(PreparedStrategy):
         ):  # they unfreeze where an epoch begins
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
-                self._steps.begin_anew()
+                self._steps.reset_crossings()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

@@ -73,7 +73,7 @@ class HeldLogs:
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[str, Record] = {}
         self._microbatches = 1
-        self._said_to_be_sums: set[str] = set()
+        self._warned_of_sums: set[str] = set()
         self._notes: Any = None
 
     @contextmanager
@@ -107,24 +107,24 @@ class HeldLogs:
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return ``(name, value, options)`` of each name, in the order of first calls."""
-        said = []
+        combined = []
         for record in self._records.values():
             options = dict(record.options)
             if record.batch_sizes:
                 options["batch_size"] = sum(record.batch_sizes)
-            said.append((record.name, self._combine(record), options))
-        return said
+            combined.append((record.name, self._combine(record), options))
+        return combined
 
     def in_blocks(self, *, of_last: bool) -> set[InBlock]:
         """What was logged in calls of blocks, stand-ins included: on the last stage, or on earlier ones."""
         return self._in_blocks[of_last]
 
-    def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
+    def emit(self, combined: list[tuple[str, Any, dict[str, Any]]]) -> None:
         """Log what the last stage combined, through the user's own ``log`` where there is one."""
-        for name, value, options in said:
+        for name, value, options in combined:
             metric = isinstance(value, LoggedMetric)
             if not metric and self._microbatches > 1 and _reduction(options) == "sum":
-                self._tell_of_sum(name)
+                self._warn_of_sum(name)
             self._users()(name, self._own(value) if metric else value, **options)
 
     def _users(self) -> Callable[..., Any]:
@@ -136,9 +136,9 @@ class HeldLogs:
             on_object = on_object.log
         return on_object or MethodType(type(self._module).log, self._module)
 
-    def _tell_of_sum(self, name: str) -> None:
-        if name not in self._said_to_be_sums:
-            self._said_to_be_sums.add(name)
+    def _warn_of_sum(self, name: str) -> None:
+        if name not in self._warned_of_sums:
+            self._warned_of_sums.add(name)
             rank_zero_warn(
                 f"self.log({name!r}, …, reduce_fx='sum') adds up what the microbatches log: right for a count of"
                 " samples or tokens, not for one number per batch."
@@ -218,13 +218,13 @@ def _further_arguments(log: Callable[..., Any]) -> Sequence[str]:
     return [each.name for each in further]
 
 
-def check_told(in_blocks: set[InBlock], told: set[InBlock]) -> None:
+def check_logged_by_last_stage(in_blocks: set[InBlock], logged_last: set[InBlock]) -> None:
     """Check that what earlier stages' blocks log is logged on the last stage too.
 
     Raises:
         StepError: It isn't; names the block.
     """
-    for block, name in sorted(in_blocks - told):
+    for block, name in sorted(in_blocks - logged_last):
         raise StepError(
             f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage than the last one, which alone"
             " tells what is logged. Keep the value as an attribute of the block (or return it), and log it in the step,"

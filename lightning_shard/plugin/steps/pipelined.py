@@ -47,7 +47,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
+from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through
@@ -59,7 +59,7 @@ from lightning_shard.plugin.steps.state.snapshot import Memory
 from lightning_shard.plugin.steps.used_hooks import is_used
 
 Draw = Callable[[Arguments], int]
-_HEARERS = {
+_RESULT_HOOKS = {
     "training_step": "on_train_batch_end",
     "validation_step": "on_validation_batch_end",
     "test_step": "on_test_batch_end",
@@ -109,7 +109,7 @@ class PipelinedSteps:
         self._device = device
         self._microbatches = schedule.microbatches
         self._schedule = schedule
-        self._splits = self._is_to_tell = schedule.splits_backwards
+        self._splits = self._logs_whole_backwards = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
         self._whole_batch: int | None = None
@@ -118,19 +118,19 @@ class PipelinedSteps:
         self._generators = randomness.AllGenerators(device)
         self._may_have_new_generators = True
         self._has_trained = False
-        self._unheard: set[str] = set()
+        self._unused_results: set[str] = set()
         self._under_way: deque[_Begun] = deque()
         self._late_changes = False  # whether any step changes, after the network, what the next batch reads
         self._of_known_ends: set[str] = set()  # kinds of steps that ran once, so that the former is known for them
         self._apart = StatesApart(module, stages)
         self._kept = KeptStates(module, stages, self._apart)
-        self.begin_anew()
+        self.reset_crossings()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
         self._weights = weights
         self._means = means
 
-    def begin_anew(self) -> None:
+    def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
         groups, rank_of = self._groups, self._schedule.rank_of
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
@@ -200,15 +200,15 @@ class PipelinedSteps:
                     if not accumulating:
                         reduce_gradients(module)
                     reshard(module)
-            if self._is_to_tell and self._has_trained:  # the first batch runs its first backwards whole
+            if self._logs_whole_backwards and self._has_trained:  # the first batch runs its first backwards whole
                 log_whole_backwards(self._schedule, self._step)
-                self._is_to_tell = False
+                self._logs_whole_backwards = False
             self._has_trained = True
             if self._stages.is_last:
                 self._means.warn()
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
-            results = losses if "training_step" in self._unheard else with_losses(results, losses)
+            results = losses if "training_step" in self._unused_results else with_losses(results, losses)
             result = self._share(results, tree.batch_size(parts[0]), self._logs.in_blocks(of_last=False))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
@@ -242,7 +242,7 @@ class PipelinedSteps:
                 logged = self._logs.in_blocks(of_last=False)
             elif not self._late_changes and len(self._stages) == 1:  # with several, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
-            if method in self._unheard:
+            if method in self._unused_results:
                 results = [None] * len(results)
             result = self._share(results, tree.batch_size(parts[0]), logged)
         self._of_known_ends.add(self._kind(method, args))
@@ -256,15 +256,15 @@ class PipelinedSteps:
         evaluation are dropped.
         """
         self._under_way.clear()
-        trainer, hearer = self._module.trainer, _HEARERS.get(method)
-        heard = hearer is None or is_used(trainer, self._module, hearer)
+        trainer, hook = self._module.trainer, _RESULT_HOOKS.get(method)
+        uses_results = hook is None or is_used(trainer, self._module, hook)
         follows = what_follows(trainer)
-        some_hear, all_follow = zip(*self._groups.gather_over_stages((heard, follows)))
+        all_use, all_follow = zip(*self._groups.gather_over_stages((uses_results, follows)))
         check_what_follows(follows, all_follow[-1])
-        if any(some_hear):
-            self._unheard.discard(method)
+        if any(all_use):
+            self._unused_results.discard(method)
         else:
-            self._unheard.add(method)
+            self._unused_results.add(method)
 
     def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
         most = self._stages[0].count - 1 - self._stages[0].index
@@ -428,19 +428,19 @@ class PipelinedSteps:
         Args:
             logged: In blocks, by this rank's stages before the last.
         """
-        said: Any = None
+        shared: Any = None
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
             in_blocks = self._logs.in_blocks(of_last=True)
-            said = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
-        said = self._groups.broadcast_from_last_stage(said, self._device)
-        result, logs, changes, microbatches, told, followed = said
+            shared = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
+        shared = self._groups.broadcast_from_last_stage(shared, self._device)
+        result, logs, changes, microbatches, logged_last, followed = shared
         check_what_follows(follows, followed)
         self._late_changes |= bool(changes)
         self._kept.take(changes, microbatches + len(self._under_way), self._device)
-        check_told(logged, told)
-        self._logs.say(logs)
+        check_logged_by_last_stage(logged, logged_last)
+        self._logs.emit(logs)
         return result
 
 
