@@ -20,7 +20,7 @@ _EXAMPLE_TOKENS = 16
 
 @contextmanager
 def restoring_state(module: nn.Module) -> Iterator[None]:
-    """The network runs inside; its state is restored, as a cache filled in the run would hold fake tensors."""
+    """Restore the module's state after a run inside: a cache filled in the run would hold fake tensors."""
     memory = Memory(module)
     try:
         yield

@@ -61,6 +61,7 @@ def _log_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def to_run_again(device: torch.device, module: nn.Module) -> Iterator[RunsAgain]:
+    """Yield what a second run of a module's code needs: how to restore its state and draw the same numbers."""
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
     @contextmanager

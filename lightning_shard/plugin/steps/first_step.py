@@ -60,7 +60,7 @@ class FirstStepChecks:
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[Shown]:
-        """A step runs inside; the caller stores its result in ``Shown.output``."""
+        """Check the step that runs inside; the caller stores its result in the yielded ``Shown.output``."""
         module, layout = self._module, self._layout
         if method == "training_step":
             self._steps += 1

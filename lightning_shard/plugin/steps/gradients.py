@@ -79,7 +79,7 @@ class Gradients:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Backwards inside don't reduce gradients, unless every backward is to."""
+        """Inside, backwards don't reduce gradients, unless ``reduces_each`` is set."""
         units = nullcontext() if self._is_pipelined or self._reduces_each else no_gradient_sync(self._module)
         self._is_held = True
         try:
@@ -89,5 +89,5 @@ class Gradients:
             self._is_held = False
 
     def of_inputs(self) -> AbstractContextManager[None]:
-        """Runs around a step that may take gradients with respect to its inputs."""
+        """A context for a step that may take gradients with respect to its inputs."""
         return self._by_inputs.watched()

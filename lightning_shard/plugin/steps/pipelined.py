@@ -398,7 +398,7 @@ class PipelinedSteps:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Steps run inside: afterwards, all generators are restored."""
+        """Restore all generators after the steps that run inside."""
         if self._may_have_new_generators:
             self._generators.own = own_generators(self._module)
             self._may_have_new_generators = False

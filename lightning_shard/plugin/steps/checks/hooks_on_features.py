@@ -31,7 +31,7 @@ _ROUNDING = 0.01
 
 @contextmanager
 def warning_of_split_features(module: nn.Module, tensor_axis: DeviceMesh, *, warns: bool) -> Iterator[None]:
-    """A step runs inside; then a collective call over the tensor axis.
+    """Compare hooked modules' inputs and outputs in the step that runs inside; at its end, collective over the axis.
 
     Args:
         warns: Whether this axis' first rank warns.

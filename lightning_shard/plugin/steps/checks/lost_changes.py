@@ -43,7 +43,7 @@ def changed(before: Sums, now: Sums) -> str | None:
 
 @contextmanager
 def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
-    """Steps run inside, each in a call of ``root``.
+    """Check the steps that run inside, each in a call of ``root``.
 
     Raises:
         StepError: A step changes a gathered parameter.

@@ -101,7 +101,7 @@ class Walks:
 
     @contextmanager
     def showing_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-        """A hook that receives gradients runs inside. Gradients of other stages' parameters are unknown, not None."""
+        """For a hook that receives gradients: show those of other stages' parameters as unknown, not as None."""
         with self._warning_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
             yield
 

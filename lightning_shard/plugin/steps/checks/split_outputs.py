@@ -75,7 +75,9 @@ class NotesLogs:
 def comparing_what_is_shown(
     module: pl.LightningModule, method: str, tensor_axis: DeviceMesh, *, warns: bool
 ) -> Iterator[Shown]:
-    """A step runs inside; its caller stores the output in the ``Shown``. Then a collective call over the tensor axis.
+    """Compare what the step that runs inside logs and returns; at its end, a collective call over the tensor axis.
+
+    The caller stores the step's output in the yielded ``Shown``.
 
     Args:
         warns: Whether this axis' first rank warns.

@@ -222,10 +222,10 @@ _ABOUT_SIZES = (
 
 @contextmanager
 def refusing_parts() -> Iterator[None]:
-    """The first step runs inside, on layers that a plan splits.
+    """Explain errors of the first step, which runs inside, on layers that a plan splits.
 
     Raises:
-        PlanError: It fails on sizes: most likely a layer was given only a part of its features.
+        PlanError: The step fails on sizes: most likely a layer was given only a part of its features.
     """
     try:
         yield

@@ -27,10 +27,10 @@ _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
 
 @contextmanager
 def refusing_world_calls() -> Iterator[None]:
-    """A pipelined step runs inside.
+    """Check the collective calls of the pipelined step that runs inside.
 
     Raises:
-        StepError: The user's code makes a collective call over the world.
+        StepError: The user's code makes one over the world.
     """
     own = {name: getattr(dist, name) for name in _CALLS}
     for name, call in own.items():

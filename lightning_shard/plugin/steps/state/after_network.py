@@ -130,7 +130,7 @@ class KeptState:
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
-        """The user's step runs inside, on one microbatch, as far as this stage runs it.
+        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes.
 
         Raises:
             StepError: After all blocks have run, it has set a number on a block of another stage. Checked only while

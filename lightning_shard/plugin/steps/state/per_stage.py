@@ -158,7 +158,7 @@ class StatesApart:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """A batch's microbatches run inside."""
+        """Keep versions while a batch's microbatches run inside."""
         self.begin()
         yield
         self._versions.clear()
@@ -167,7 +167,7 @@ class StatesApart:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call of the network runs inside, for a step that runs once and calls the network several times."""
+        """Keep versions for one call of the network, in a step that runs once and calls the network several times."""
         with self._stages.hidden():
             self.begin()
             yield
@@ -235,7 +235,7 @@ class StatesApart:
 
     @contextmanager
     def _running(self, stage: Stage) -> Iterator[None]:
-        """A stage runs inside: swaps in its version, and stores what the run leaves as its next version."""
+        """Swap in the version of the stage that runs inside, and store what its run leaves as its next version."""
         self.show(stage)
         searching = stage.passage.active and stage.passage.searching
         before = [*notes(self._root)] if searching else []
