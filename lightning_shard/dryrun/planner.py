@@ -22,7 +22,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.placing import as_run, devices_of
-from lightning_shard.plugin.steps.schedule_choice import against_parts, candidates, choose, that_fit
+from lightning_shard.plugin.steps.schedule_choice import against_parts, candidates, choose, fitting_schedules
 
 
 class Planner:
@@ -127,7 +127,7 @@ class Planner:
         """The schedule that a run would take, and how that was chosen."""
         orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
         blocks = len(self.model.blocks.names) if self.model.blocks is not None else 1
-        fitting = that_fit(orders, blocks, run.placement)
+        fitting = fitting_schedules(orders, blocks, run.placement)
 
         def placed(order: Schedule) -> Placement:
             placement = self.placed(layout, run, order)

@@ -1,1 +1,1 @@
-"""All that knows Lightning: the strategy, and what it does with the user's module, steps, loaders and checkpoints."""
+"""All code that depends on Lightning: the strategy, and how it handles modules, steps, loaders and checkpoints."""

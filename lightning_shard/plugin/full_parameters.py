@@ -1,4 +1,4 @@
-"""All parameters, whole, on one rank."""
+"""Gathers all parameters, unsharded, on rank 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_shard.sharding import full_tensor
 def gather_parameters(
     module: nn.Module, layout: Layout, groups: Groups | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """Whole parameters by name on the CPU of rank 0; empty elsewhere. Collective over all ranks.
+    """Return full parameters by name on rank 0's CPU, and an empty dict on other ranks. Collective over all ranks.
 
-    The first data and tensor rank of each stage holds its stage's whole parameters on its CPU meanwhile.
+    While it runs, the first data and tensor rank of each stage holds its stage's full parameters on its CPU.
     """
     gathered: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():

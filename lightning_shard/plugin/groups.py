@@ -1,4 +1,4 @@
-"""Process groups beside the mesh's own."""
+"""Creates the process groups that a run needs beside those of the device mesh."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
 from lightning_shard.pipeline.runtime.channel import Ways
-from lightning_shard.plugin.broadcast import Teller
+from lightning_shard.plugin.broadcast import Broadcaster
 
 
 def refuse_gloo() -> None:
-    """Of several ranks on CUDA devices: torch 2.11's can't send from them, and its collectives may end the process."""
+    """Refuse gloo on CUDA: with torch 2.11 it can't send CUDA tensors, and its collectives may end the process."""
     if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
         raise ConfigurationError(
             "process_group_backend is gloo, which doesn't serve CUDA devices as parallel training needs it: leave it"
@@ -27,20 +27,20 @@ def refuse_gloo() -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's groups.
+    """This rank's process groups.
 
     Attributes:
-        pipeline: The ranks of its pipeline, the last one first.
-        forward: The same ranks; values go forward on these.
-        backward: The same ranks; gradients go backward on these.
-        control: The same ranks, between their hosts: what they tell each other waits for no device, and never stands
-            before or behind values.
-        data: The ranks that hold the same part of the model and read other data; of those that hold parts of one
-            sequence, each has a group of its own.
-        context: The ranks that hold the parts of its sequences; only with several context ranks.
-        gradient: The ranks of both: all that hold the same part of the model.
-        host: All ranks, between their hosts: what is exchanged on it waits for no device.
-        teller: Of what the last stage of its pipeline has.
+        pipeline: The ranks of this rank's pipeline, the last stage's first.
+        forward: The same ranks, for values that go forward.
+        backward: The same ranks, for gradients that go backward.
+        control: The same ranks over gloo, host to host: control messages wait for no device, and are never queued
+            before or behind activations.
+        data: The ranks that hold the same part of the model and read other data. With context parallelism, each of the
+            ranks that hold parts of one sequence has such a group of its own.
+        context: The ranks that hold the parts of this rank's sequences; only with several context ranks.
+        gradient: Data and context ranks together: all that hold the same part of the model.
+        host: All ranks, host to host: an exchange waits for no device.
+        broadcaster: Broadcasts the last stage's values over the pipeline.
     """
 
     pipeline: dist.ProcessGroup
@@ -51,15 +51,15 @@ class Groups:
     context: dist.ProcessGroup
     gradient: dist.ProcessGroup
     host: dist.ProcessGroup
-    teller: Teller
+    broadcaster: Broadcaster
 
     @classmethod
     def make(cls, layout: Layout, mesh: DeviceMesh, timeout: timedelta | None, *, both_ways: bool = False) -> Groups:
-        """A collective call over all ranks.
+        """Create the groups; a collective call over all ranks.
 
         Args:
-            both_ways: Whether values and gradients each go to later ranks and to earlier ones, as where ranks hold
-                several stages.
+            both_ways: Whether values and gradients each go both to later and to earlier ranks, as they do where ranks
+                hold several stages.
 
         Raises:
             ConfigurationError: CUDA devices over gloo.
@@ -89,29 +89,30 @@ class Groups:
         host = world
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, forward, backward, control, data, context, gradient, host, Teller(control, pipeline))
+        return cls(pipeline, forward, backward, control, data, context, gradient, host, Broadcaster(control, pipeline))
 
     def gather_over_stages(self, value: Any) -> list[Any]:
-        """Every stage's value, in stage order; a collective call over the pipeline."""
+        """All-gather a value over the pipeline; returns every stage's, in stage order. A collective call."""
         values: list[Any] = [None] * dist.get_world_size(self.control)
         dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
     def from_first_rank(self, value: Any) -> Any:
-        """The first rank's value on all ranks; a collective call over them."""
+        """Broadcast rank 0's value to all ranks; a collective call."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.host)
         return values[0]
 
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
-        """The last stage's value on every stage, its tensors on their devices; a collective call over the pipeline."""
-        return self.teller.tell(value, device)
+        """Broadcast the last stage's value, its tensors on each rank's device; a collective call over the pipeline."""
+        return self.broadcaster.broadcast(value, device)
 
 
 def _of_axis(groups: list[list[int]], timeout: timedelta | None) -> Any:
-    """This rank's of the groups of an axis, which have no rank in common; a collective call over all ranks.
+    """This rank's group among the disjoint groups of one axis; a collective call over all ranks.
 
-    All of them are made at once, as torch's own meshes are: by dividing NCCL's world, elsewhere each by its own ranks.
+    On NCCL the world's communicator is split once for all groups, as torch's own meshes do; on other backends each
+    group is created by its own ranks.
     """
     world: Any = dist.group.WORLD
     if "cuda:nccl" in dist.get_backend_config(world) and getattr(world, "bound_device_id", None) is not None:

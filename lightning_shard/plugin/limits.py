@@ -1,4 +1,4 @@
-"""What of Lightning can't be right on a layout: refused at setup, before anything is changed."""
+"""Refuses Lightning features that can't be right on a parallel layout: at setup, before the module is changed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_shard.parallel.batch_norm import batch_norms
 
 
 def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
-    """Check a module and a Trainer's settings.
+    """Check a module and a Trainer's settings against the layout.
 
     Raises:
-        ConfigurationError: The first that doesn't go with the layout, and the way out.
+        ConfigurationError: The first setting that doesn't work on this layout, with a remedy.
     """
     normalizing = list(batch_norms(module))
     layer_sync = getattr(trainer.strategy, "_layer_sync", None)
@@ -90,7 +90,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
 
 
 def refuse_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Encode what ``save_hyperparameters`` keeps, as each save will, where a callback is to save.
+    """Encode what ``save_hyperparameters`` keeps, as each save will, if the Trainer has a checkpoint callback.
 
     Raises:
         UnsupportedStateError: A value that a checkpoint can't hold; names its key.
@@ -109,14 +109,15 @@ def refuse_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> N
 
 
 def refuse_synced_generation(module: nn.Module) -> None:
-    """Have transformers' ``generate(synced_gpus=True)`` fail on stages, for all networks of a module.
+    """Make transformers' ``generate(synced_gpus=True)`` fail for every network of a module that is cut into stages.
 
-    Before each call of the network it asks all ranks whether they are done, and not all stages come there alike.
+    Before each call of the network, synced generation asks all ranks whether they are done. Pipeline stages don't all
+    reach that collective.
     """
     for network in module.modules():
         if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
             generate = _unsynced(type(network).generate)  # type: ignore[attr-defined]
-            network.generate = MethodType(generate, network)  # type: ignore[assignment]  # copies have their own
+            network.generate = MethodType(generate, network)  # type: ignore[assignment]  # each copy of a network too
 
 
 def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +132,7 @@ def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
                 " these don't come there alike: leave it out, since stages are kept in step anyway, or use"
                 " pipeline_parallel_size=1."
             )
-        if takes:  # transformers' is synced unless told otherwise, where FSDP shards the network
+        if takes:  # transformers syncs by default where FSDP shards the network
             given.arguments["synced_gpus"] = False
         return generate(*given.args, **given.kwargs)
 

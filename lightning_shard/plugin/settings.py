@@ -1,4 +1,4 @@
-"""What the user chose beside the layout."""
+"""Holds and checks the strategy's arguments other than the sizes of the layout."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lightning_shard.pipeline.placement import check_policy
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose, beside the layout.
+    """The arguments that say how a module is cut, sharded and run.
 
     Attributes:
-        gathered_dtype: That of the Trainer's mixed precision.
+        gathered_dtype: The dtype of the Trainer's mixed precision, in which FSDP all-gathers parameters.
 
     Raises:
-        ConfigurationError: One can't work with any model.
+        ConfigurationError: An argument that can't work with any model.
     """
 
     placement: Literal["auto", "even"] | Sequence[int]
@@ -59,10 +59,13 @@ class Settings:
             )
 
     def check_beside(self, *, pipeline: int, tensor: int, **untried: int) -> None:
-        """Check them with sizes of axes.
+        """Check the arguments against the sizes of the mesh axes.
+
+        Args:
+            untried: Sizes of axes, by argument name, with which ``compile_blocks`` was never tried.
 
         Raises:
-            ConfigurationError: They can't go together.
+            ConfigurationError: A combination that can't work.
         """
         if not self.compile_blocks:
             return
@@ -77,7 +80,7 @@ class Settings:
 
     @property
     def of_blocks(self) -> dict[str, Any]:
-        """The settings that say how blocks are run and sharded, by name, where they were chosen."""
+        """The settings that say how blocks are run and sharded, by name, without those left at their defaults."""
         names = ("activation_checkpointing", "cpu_offload", "compile_blocks", "reshard_after_forward")
         return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
 
@@ -89,11 +92,11 @@ def _check_switches(**switches: object) -> None:
 
 
 def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, process_group_backend: Any, timeout: Any) -> None:
-    """Check what is handed on.
+    """Check the types of arguments that the strategy passes on unchanged.
 
     Raises:
-        ConfigurationError: A weight that isn't a function, a switch that is neither on nor off, a backend that this
-            torch hasn't, a time that isn't one.
+        ConfigurationError: A weight that isn't callable, a switch that isn't a bool, a backend that this torch build
+            doesn't have, or a timeout that isn't a positive timedelta.
     """
     _check_switches(reduce_each_microbatch=reduce_each_microbatch)
     if loss_weight is not None and not callable(loss_weight):

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="hybrid_shard")``: an unmodified LightningModule over pipeline × data × tensor ranks."""
+"""The Lightning strategy ``hybrid_shard``: trains an unmodified LightningModule on pipeline × data × tensor ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
-from lightning_shard.plugin.data.streams import talks_to_other_ranks
+from lightning_shard.plugin.data.streams import iterates_collectively
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.optimizers.finetuning import finetuning_callbacks
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.running.failure import note_missing_state
-from lightning_shard.plugin.saving.averaging import go_on_averaging, postpone_copies
+from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
@@ -47,51 +47,55 @@ class HybridShardStrategy(PreparedStrategy):
     """Fully sharded data, tensor and pipeline parallelism in any combination, for an unmodified LightningModule.
 
     Args:
-        pipeline_parallel_size: Into how many stages the network's blocks are cut.
-        tensor_parallel_size: Over how many ranks single layers are split.
-        expert_parallel_size: Over how many of the data-parallel ranks the experts of mixtures are dealt; they are
-            sharded over the others. Divides ``data_parallel_size / data_parallel_replicas``. A load-balancing loss is
-            of each data rank's own tokens, as with any data ranks.
-        data_parallel_size: Over how many ranks the data is dealt; ``"auto"``: every rank that is left.
-        data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks and
-            replicated over this many groups of them.
-        microbatches: Into how many parts a pipeline cuts a batch. Default: twice the stages.
-        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
+        pipeline_parallel_size: Number of ranks in a pipeline. The network's blocks are cut into as many stages, or
+            more with schedules that put several stages on each rank.
+        tensor_parallel_size: Number of ranks over which single layers are split.
+        expert_parallel_size: Number of data-parallel ranks over which the experts of mixtures are distributed; experts
+            are sharded over the remaining data ranks. Divides ``data_parallel_size / data_parallel_replicas``. As with
+            any data ranks, a load-balancing loss covers each data rank's own tokens.
+        data_parallel_size: Number of ranks over which the data is distributed; ``"auto"``: all remaining ranks.
+        data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks, and
+            replicated over this many such groups (HSDP).
+        microbatches: Number of microbatches into which a pipeline splits a batch. Default: twice the number of stages.
+        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations) or
             ``"GPipe"``; ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
             counts); ``"InterleavedZeroBubble"`` (the same, or one on each), ``"ZBVZeroBubble"`` and ``"DualPipeV"``
-            (two on each), whose backwards are in two parts; the path of a CSV file as torch's schedules write it; or
-            ``"auto"``, the one of those with names that is fastest by a simulation of the stages' counted costs and
-            worth what it takes beside, such as activations; said in the log.
-        placement: Blocks to stages: ``"auto"`` by cost, ``"even"``, or counts such as ``[3, 5, 5, 3]``.
+            (two on each), which split backwards in two parts; the path of a CSV file as torch's schedules write it; or
+            ``"auto"``: the named schedule that is fastest in a simulation of the stages' counted costs, unless its
+            gain isn't worth its other costs, such as activations. The choice is logged.
+        placement: How blocks are assigned to stages: ``"auto"`` (by cost), ``"even"``, or counts such as
+            ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
-            and modules in the order in which they run, and as often. Default: found.
-        loss_weight: A function of a batch that says how much its loss counts, such as its number of tokens that aren't
-            padding: then losses that are means over tokens are so over the whole global batch, however it was cut
-            into microbatches and dealt to data ranks. Default: all parts count alike, and a warning says where their
-            numbers differ in the first steps. What is logged takes the same number as ``batch_size``.
+            and modules in running order, each as often as it runs. Default: found automatically.
+        loss_weight: A function of a batch that returns the weight of its loss, such as its number of non-padding
+            tokens: then a loss that is a mean over tokens becomes the mean over the whole global batch, however that
+            is split into microbatches and distributed to data ranks. Default: all parts count equally; if their
+            numbers differ in the first steps, a warning says so. Pass the same number as ``batch_size`` when logging.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
         expert_parallel_plan: Patterns of the names of modules of experts, or lists of them, such as
             ``{"layers.*.moe.experts": "experts"}``. Default: the model's own, where it is a transformers model.
-        activation_checkpointing: What blocks compute is computed again in the backward instead of being kept: ``True``
-            in every block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
-        cpu_offload: Parameters, gradients and optimizer states stay in the host's memory, and are copied to the device
+        activation_checkpointing: Recompute activations in the backward instead of keeping them: ``True`` in every
+            block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
+        cpu_offload: Keep parameters, gradients and optimizer states in host memory; they are copied to the device
             while they are used.
-        compile_blocks: Each block's forward goes through ``torch.compile``, compiled once for blocks alike; the name of
-            a backend says which.
-        reduce_each_microbatch: Each backward reduces gradients over the data ranks, so that only shards of them are
-            kept; else the last one before an optimizer step does, which sends less.
-        reshard_after_forward: Blocks are gathered again for the backward. Default: ``True`` with one pipeline stage;
-            with several, where it would be done for each microbatch, ``False``. With manual optimization: always.
+        compile_blocks: Run each block's forward through ``torch.compile``; equal blocks are compiled once. A string
+            names the backend.
+        reduce_each_microbatch: Reduce gradients over the data ranks in each backward, so that only shards of them are
+            kept. Otherwise only the last backward before an optimizer step does, which communicates less.
+        reshard_after_forward: Free a block's gathered parameters after its forward, and gather them again for the
+            backward. Default: ``True`` with one pipeline stage; ``False`` with several, where it would happen for each
+            microbatch. With manual optimization: always.
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
-        timeout: Of collective operations.
-        context_parallel_size: Over how many ranks each sequence is dealt within blocks, whose attention is
-            ``scaled_dot_product_attention``; parameters are sharded over them too. The world is ``data_parallel_size``
-            times as many. Lengths are multiples of twice as many. Not with pipeline, tensor or expert parallelism.
+        timeout: The timeout of collective operations.
+        context_parallel_size: Number of ranks over which each sequence is split within blocks, whose attention must be
+            ``scaled_dot_product_attention``; parameters are sharded over them too. The world has
+            ``data_parallel_size × context_parallel_size`` ranks. Sequence lengths are multiples of twice this size.
+            Not with pipeline, tensor or expert parallelism.
 
     Raises:
-        ConfigurationError: Settings that can't work; as early as they can be known.
+        ConfigurationError: Settings that can't work, raised as early as that can be known.
     """
 
     strategy_name = "hybrid_shard"
@@ -153,7 +157,7 @@ class HybridShardStrategy(PreparedStrategy):
         )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
         check_counts(self._schedules, pipeline_parallel_size, placement)
-        self._talks_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
+        self._sends_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
         self._microbatches = self._schedules[0].microbatches
         self._reduces_each = reduce_each_microbatch
         if checkpoint_io is not None:
@@ -163,17 +167,20 @@ class HybridShardStrategy(PreparedStrategy):
         self._in_groups: list[int] | None = None  # how many parameters optimizers' groups have had, when last checked
         self._ahead: BatchesAhead | None = None
 
-    # What users look at
+    # Public access
 
     @property
     def placement(self) -> Placement | None:
-        """Blocks to stages with their bytes and costs; ``str()`` is a table. Known once a fit or evaluation began."""
+        """The assignment of blocks to stages, with bytes and costs; ``str()`` is a table.
+
+        ``None`` before the first fit or evaluation has begun.
+        """
         return self._assembly.placement if self._assembly else None
 
     def held_memory(self) -> HeldMemory:
-        """What each rank's device holds now, by kind; ``str()`` is a table.
+        """Report the memory in use on each rank's device, by kind; ``str()`` is a table.
 
-        A collective call over all ranks, between steps.
+        A collective call over all ranks, to be made between steps.
 
         Raises:
             ConfigurationError: No fit or evaluation has begun.
@@ -186,27 +193,27 @@ class HybridShardStrategy(PreparedStrategy):
         return held_memory(module, self.optimizers, self.layout, stages, self.root_device, self.groups.host)
 
     def local_shard(self) -> dict[str, Tensor]:
-        """This rank's part of the parameters by name; shares their memory."""
+        """This rank's shards of the parameters, by name; they alias the parameters' memory."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         return {name: local_tensor(parameter) for name, parameter in self.lightning_module.named_parameters()}
 
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """All whole parameters by name, on the CPU of rank 0; empty elsewhere. A collective call over all ranks."""
+        """Return full parameters by name on rank 0's CPU; empty on other ranks. A collective call over all ranks."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         return gather_parameters(self.lightning_module, self.layout, self._groups, self.root_device)
 
     def synchronize_gradients(self) -> None:
-        """Reduce gradients that were gathered under :meth:`block_backward_sync`; a collective call over the stage.
+        """Reduce the gradients accumulated under :meth:`block_backward_sync`; a collective call over the stage.
 
-        Only for loops that run their own backwards (manual optimization): the strategy does it by itself otherwise.
+        Only for loops that run their own backwards (manual optimization): otherwise the strategy does it.
         """
         assert self._gradients is not None
         self._gradients.synchronize()
 
     def watch_actions(self, watch: Watch) -> str | None:
-        """Have it told of each action of pipelined training steps on this rank, until another is given.
+        """Call ``watch`` for each action of pipelined training steps on this rank, until another callable is set.
 
         Returns:
             The schedule's name; ``None`` with one stage, which has no actions.
@@ -218,7 +225,7 @@ class HybridShardStrategy(PreparedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        # imported here: beside Lightning's class of its name, LightningCLI wouldn't know which is meant
+        # imported here: next to a class with the name of Lightning's own, LightningCLI couldn't tell which is meant
         from lightning_shard.plugin.saving.model_checkpoint import take_over_stock_callbacks
 
         trainer = self.lightning_module.trainer
@@ -263,14 +270,14 @@ class HybridShardStrategy(PreparedStrategy):
         if self._walks is not None:
             self._walks.warn()
         elif self._states is not None:
-            self._states.tell()
+            self._states.guard()
 
     # Steps
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
-        go_on_averaging(self.lightning_module.trainer)
+        resume_averaging(self.lightning_module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:
@@ -290,7 +297,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self.lightning_module is not None
         assert self._assembly is not None
         in_groups = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
-        if batch_idx == 0 or in_groups != self._in_groups:  # after the hooks of the run's, epoch's and batch's start
+        if batch_idx == 0 or in_groups != self._in_groups:  # after the start hooks of the run, the epoch and the batch
             self._in_groups = in_groups
             self._assembly.check_parameters(self.lightning_module, self.groups)
         if not isinstance(self._steps, PipelinedSteps):
@@ -301,39 +308,39 @@ class HybridShardStrategy(PreparedStrategy):
         ):  # they unfreeze where an epoch begins
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
-                self._steps.begin_anew()
+                self._steps.reset_crossings()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         assert self._gradients is not None
-        assert self._looks is not None
+        assert self._first_checks is not None
         draw = randomness.derive(self._seed, "train", trainer_private.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
-        with self._looks.at("training_step", args[0] if args else None) as shown:
+        with self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 output = self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
             else:
                 assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
             shown.output = output
-            self._looks.check_losses(output)
+            self._first_checks.check_losses(output)
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Of a step that isn't pipelined; what the step returned stays as it is."""
+        """The backward of a step that isn't pipelined. The user's loss tensor itself isn't changed."""
         assert isinstance(self._steps, SingleStageSteps)
         return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        assert self._looks is not None
-        self._looks.after_update()
+        assert self._first_checks is not None
+        self._first_checks.after_update()
         return result
 
     def _check_ties(self) -> None:
         super()._check_ties()
-        if self._looks is not None:
-            self._looks.check_copies()
+        if self._first_checks is not None:
+            self._first_checks.check_copies()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -348,12 +355,12 @@ class HybridShardStrategy(PreparedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._looks is not None
+        assert self._first_checks is not None
 
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed, method, *arguments[1:])
 
-        with self._looks.at(method, args[0] if args else None) as shown:
+        with self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
@@ -364,7 +371,7 @@ class HybridShardStrategy(PreparedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backwards inside gather gradients without reducing them over the data-parallel ranks."""
+        """Inside, backwards accumulate gradients without reducing them over the data-parallel ranks."""
         assert self._gradients is not None
         with self._gradients.held():
             yield
@@ -379,7 +386,7 @@ class HybridShardStrategy(PreparedStrategy):
         self._begin_evaluation("predict_step")
 
     def _begin_evaluation(self, method: str) -> None:
-        """Have stages take batches before their turn, where nobody can tell; on all of a pipeline or on none."""
+        """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
         self._ahead = None
         module = self.lightning_module
         assert module is not None
@@ -392,14 +399,14 @@ class HybridShardStrategy(PreparedStrategy):
             return
         ahead = None
         in_order = runs_in_order(trainer, module, method) or any(
-            map(talks_to_other_ranks, trainer_private.dataloaders(loop))
+            map(iterates_collectively, trainer_private.dataloaders(loop))
         )
         if not any(self.groups.gather_over_stages(in_order)):
-            ahead = BatchesAhead.put_in(loop, method, self._prepare)
+            ahead = BatchesAhead.install(loop, method, self._prepare)
         self._ahead = ahead
 
     def _prepare(self, batch: Any, dataloader_idx: int) -> Any:
-        """What Lightning does with a batch where no hook does more; done again it does nothing."""
+        """Prepare a batch as Lightning does where no hook overrides it; idempotent."""
         return self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=dataloader_idx)
 
     def on_validation_end(self) -> None:
@@ -412,10 +419,10 @@ class HybridShardStrategy(PreparedStrategy):
         self._free_gathered()
 
     def _free_gathered(self) -> None:
-        """Only a backward frees what stays gathered, and an evaluation has none.
+        """Reshard the module after an evaluation: only a backward frees gathered parameters, and there was none.
 
-        Before the hooks of its end, which may put back weights that those of its beginning have put aside, and after
-        them, who may have called the module.
+        Called before the hooks of the evaluation's end, which may restore weights that its start hooks swapped out, and
+        again after them, since they may have called the module.
         """
         assert self.lightning_module is not None
         reshard(self.lightning_module)

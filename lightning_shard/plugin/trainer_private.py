@@ -1,23 +1,24 @@
-"""The private parts of Lightning's Trainer that the strategy has to touch, in one place (lightning 2.6).
+"""Access to private parts of Lightning's Trainer (lightning 2.6), all in one file.
 
 * ``fit_loop._skip_backward`` (also used by Lightning's own weight averaging): the closure runs ``training_step``, then
-  ``zero_grad``, then ``backward``. A pipelined ``training_step`` has run its backwards already, so both must be left
-  out and gradients be zeroed before.
+  ``zero_grad``, then ``backward``. A pipelined ``training_step`` runs its backwards itself. So the closure must skip
+  both, and gradients must be zeroed before the step.
 * ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
-  deals it by global rank; ours replaces it, and there is no other switch before the data is asked for.
-* ``*_loop.inference_mode``: DTensors can't be used in inference mode, and no hook asks the strategy.
-* ``*_loop.on_run_end``: what is gathered is freed before the hooks that it calls, and no hook of the strategy's comes
-  before those.
-* ``_run_stage``: an error that leaves it is what the callbacks, the loggers and the user get to see.
-* ``predict_loop._on_predict_epoch_end``: hands ``_predictions`` and ``epoch_batch_indices``, by loader, to writers, and
-  returns the former.
-* ``_combined_loader``: the loaders of a loop that evaluates.
-* ``_data_fetcher.done``, ``.batches``: whether a loop's data is over, and what it has taken of it before its turn: of
-  loaders without a length one batch. ``epoch_loop._num_ready_batches_reached``: whether the present one ends the epoch.
-* ``_results.log`` (``_trainer``: of a module that has one): what ``self.log`` comes to, by whatever name it is called.
-* ``_AcceleratorConnector._validate_precision_choice``: refuses precisions in the name of ``ModelParallelStrategy``.
-* ``tuner.lr_finder._LRCallback``: looks at the losses of rank 0's own part of the data.
-* ``PyTorchProfiler._register``: its hooks on all modules, ``_record_module_names`` whether it is to make them.
+  distributes it by global rank. Ours replaces it, and no other switch exists before the loaders are requested.
+* ``*_loop.inference_mode``: DTensors don't work in inference mode, and no hook asks the strategy.
+* ``*_loop.on_run_end``: all-gathered parameters are freed before the hooks that it calls. The strategy has no hook that
+  runs before those.
+* ``_run_stage``: an error that leaves it is the one that callbacks, loggers and the user get.
+* ``predict_loop._on_predict_epoch_end``: passes ``_predictions`` and ``epoch_batch_indices``, per loader, to prediction
+  writers, and returns the predictions.
+* ``_combined_loader``: the loaders of an evaluation loop.
+* ``_data_fetcher.done``, ``.batches``: whether a loop's data is exhausted, and which batches were prefetched (one, for
+  loaders without a length). ``epoch_loop._num_ready_batches_reached``: whether the current batch ends the epoch.
+* ``_results.log`` (reached through the module's ``_trainer``, where it has one): every ``self.log`` ends here, by
+  whatever name it is called.
+* ``_AcceleratorConnector._validate_precision_choice``: its refusals of precisions name ``ModelParallelStrategy``.
+* ``tuner.lr_finder._LRCallback``: reads the loss of rank 0's own data only.
+* ``PyTorchProfiler._register``: the hooks that it sets on all modules; ``_record_module_names``: whether it sets them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.data.loader import drop_repeated
 
 GATHERED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""What autocast casts weights to, by the precision's name."""
+"""The dtype to which autocast casts weights, by the name of the precision."""
 PRECISIONS = ("32-true", "64-true", *GATHERED, "bf16-true", "16-true")
 
 
 def name_refused_precisions(strategy: Any) -> None:
-    """Have a Trainer that is given ``strategy`` refuse a precision in its name."""
+    """Make a Trainer that uses ``strategy`` refuse unsupported precisions in the name of that strategy."""
     validate = _AcceleratorConnector._validate_precision_choice
 
     def validate_choice(connector: Any) -> None:
@@ -70,7 +71,7 @@ def refuse_precision(precision: str) -> None:
 
 
 def find_rates_by_all_data(strategy: type) -> None:
-    """Have Lightning's learning rate finder look at the mean loss of all data ranks."""
+    """Make Lightning's learning rate finder use the mean loss over all data ranks."""
     of_own_data = _LRCallback.on_train_batch_end
 
     def on_train_batch_end(callback: Any, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
@@ -87,7 +88,7 @@ def skip_backward(trainer: pl.Trainer) -> None:
 
 
 def zero_gradients(trainer: pl.Trainer, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-    """What the closure would do before the backward of the first accumulated batch, hooks and counters included."""
+    """Before the first accumulated batch, zero gradients as Lightning's closure does, with its hooks and counters."""
     if batch_idx % trainer.accumulate_grad_batches == 0:
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop._on_before_zero_grad(optimizer)
@@ -95,17 +96,17 @@ def zero_gradients(trainer: pl.Trainer, batch_idx: int, optimizer: torch.optim.O
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the current batch is not followed by an optimizer step."""
+    """Whether no optimizer step follows the current batch."""
     return trainer.fit_loop._should_accumulate()
 
 
 def begins_accumulation(trainer: pl.Trainer) -> bool:
-    """Whether the current batch is the first one after an optimizer step."""
+    """Whether the current batch is the first after an optimizer step."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def take_over_sampling(trainer: pl.Trainer) -> bool:
-    """Keep Lightning from injecting its sampler; returns whether one was wanted."""
+    """Keep Lightning from injecting its sampler; returns whether it would have."""
     connector = trainer._accelerator_connector
     wanted = connector.use_distributed_sampler
     connector.use_distributed_sampler = False
@@ -123,7 +124,7 @@ def forbid_inference_mode(trainer: pl.Trainer) -> None:
 
 
 def evaluating(trainer: pl.Trainer) -> Any:
-    """The loop that evaluates now."""
+    """The evaluation loop that is running."""
     if trainer.predicting:
         return trainer.predict_loop
     if trainer.testing:
@@ -132,18 +133,18 @@ def evaluating(trainer: pl.Trainer) -> Any:
 
 
 def dataloaders(loop: Any) -> list[Any]:
-    """Those that a loop reads."""
+    """The loaders that a loop reads."""
     loaders: list[Any] = loop._combined_loader.flattened
     return loaders
 
 
 def _reading(trainer: pl.Trainer) -> Any:
-    """The loop that reads batches now."""
+    """The loop that is reading batches."""
     return trainer.fit_loop if trainer.training else evaluating(trainer)
 
 
 def samples_drawn(trainer: pl.Trainer) -> int | None:
-    """Of how many samples the loaders that are read make a rank's batch, where they say so and agree."""
+    """The number of samples in a rank's batch, if all loaders of the current loop have a batch sampler and agree."""
     loop = _reading(trainer)
     samplers = [getattr(loader, "batch_sampler", None) for loader in dataloaders(loop)]
     sizes = {getattr(sampler, "batch_size", None) for sampler in samplers}
@@ -152,22 +153,22 @@ def samples_drawn(trainer: pl.Trainer) -> int | None:
 
 
 def stacks_samples(trainer: pl.Trainer) -> bool:
-    """Whether torch's own collate function makes what the loaders give: then no list in it holds samples."""
+    """Whether all loaders use torch's ``default_collate``: then no list inside a batch is a list of samples."""
     loop = _reading(trainer)
     return all(getattr(loader, "collate_fn", None) is default_collate for loader in dataloaders(loop))
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
-    """Whether no batch follows the present one, in this epoch or evaluation; at its beginning, whether it has none."""
+    """Whether no batch follows the current one in this epoch or evaluation; before the first: whether there is none."""
     if trainer.training and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         return True
     return bool(_reading(trainer)._data_fetcher.done)
 
 
 def next_batch(trainer: pl.Trainer) -> tuple[Any, int] | None:
-    """The batch that comes after the present one, as it was read, and its loader's number; ``None``: isn't read yet.
+    """The prefetched batch after the current one, as it was read, and its loader's index; ``None`` if none was read.
 
-    Of loaders with a length that is never said, since only some stages take their batches before their turn.
+    Always ``None`` for loaders with a length, since only some stages prefetch from those (``steps/look_ahead.py``).
     """
     fetcher = _reading(trainer)._data_fetcher
     if fetcher.length is not None or not fetcher.batches:
@@ -178,7 +179,7 @@ def next_batch(trainer: pl.Trainer) -> tuple[Any, int] | None:
 
 @contextmanager
 def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
-    """Inside, what Lightning's ``self.log`` would log is given to ``log``: a hook's name, a name, a value, options."""
+    """Inside, send Lightning's ``self.log`` calls to ``log``, as (hook name, name, value, further arguments)."""
     results = None if module._trainer is None else module._trainer._results
     if results is None:  # nothing may be logged
         yield
@@ -191,7 +192,7 @@ def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> Iterator
 
 
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
-    """Have ``act`` called whenever a loop has run its last step, before the hooks of its end."""
+    """Call ``act`` whenever a loop has run its last step, before the hooks of its end."""
 
     def on_run_end() -> Any:
         act()
@@ -201,7 +202,7 @@ def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
 
 
 def record_no_module_names(trainer: pl.Trainer) -> None:
-    """Take off the hooks by which ``Trainer(profiler="pytorch")`` names modules: not all of them run on a stage."""
+    """Remove the hooks by which ``Trainer(profiler="pytorch")`` names modules: not all modules run on a stage."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     if isinstance(profiler, PyTorchProfiler):
         profiler._record_module_names = False
@@ -211,12 +212,12 @@ def record_no_module_names(trainer: pl.Trainer) -> None:
 
 
 def batches_started(trainer: pl.Trainer) -> int:
-    """Training batches since the very beginning of the run, the current one included; kept over resumes."""
+    """Training batches since the start of the run, the current one included; continues over resumes."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def run_within(trainer: pl.Trainer, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have the loops of this and following fits and evaluations run in such a context."""
+    """Run the loops of this and all later fits and evaluations inside such a context."""
 
     def run_stage() -> Any:
         with context():
@@ -226,7 +227,7 @@ def run_within(trainer: pl.Trainer, context: Callable[[], AbstractContextManager
 
 
 def drop_repeated_predictions(trainer: pl.Trainer) -> None:
-    """Have predictions of a batch that was only repeated left out of what is returned and written at the end."""
+    """Drop predictions of batches that only pad the loader from what is returned and written at the end."""
     loop = trainer.predict_loop
 
     def on_epoch_end() -> Any:

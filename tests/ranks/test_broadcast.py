@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard import HybridShardStrategy, tree
-from lightning_shard.plugin.broadcast import Teller
+from lightning_shard.plugin.broadcast import Broadcaster
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, layout, loader
 
@@ -38,7 +38,7 @@ def value() -> Any:
 
 
 def told() -> list[Any]:
-    teller = Teller(dist.new_group(), dist.new_group())
+    broadcaster = Broadcaster(dist.new_group(), dist.new_group())
     mine, device = dist.get_rank() == 0, torch.device("cpu")
     said = [
         value(),
@@ -50,7 +50,7 @@ def told() -> list[Any]:
         [torch.arange(999), True],
         {},
     ]
-    return [teller.tell(each if mine else None, device) for each in said]
+    return [broadcaster.broadcast(each if mine else None, device) for each in said]
 
 
 def test_all_ranks_are_told_the_same() -> None:
@@ -104,15 +104,15 @@ def told_of_both() -> list[tuple[int, list[tuple[int, ...]], dict[str, float]]]:
 
 def most_told(callback: Heard) -> tuple[int, list[tuple[int, ...]], dict[str, float]]:
     """The most elements of a tensor that was told in a run, what the callback heard, and the logs."""
-    sizes, tell = [0], Teller.tell
+    sizes, tell = [0], Broadcaster.broadcast
 
-    def noted(self: Teller, value: Any, device: torch.device) -> Any:
+    def noted(self: Broadcaster, value: Any, device: torch.device) -> Any:
         value = tell(self, value, device)
         sizes.extend(leaf.numel() for _, leaf in tree.walk(value) if isinstance(leaf, Tensor))
         return value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Teller, "tell", noted)
+        patch.setattr(Broadcaster, "broadcast", noted)
         trainer = train(callback)
     return max(sizes), callback.shapes, {name: float(value) for name, value in trainer.callback_metrics.items()}
 

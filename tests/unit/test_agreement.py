@@ -1,4 +1,4 @@
-"""What ranks tell each other after each step, by bits of which any rank's is heard."""
+"""What ranks exchange after each step: bits that are combined over all ranks by "or"."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def optimizer(lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=lr)
 
 
-def heard(*said: list[bool]) -> list[bool]:
-    return [any(bits) for bits in zip(*said, strict=True)]
+def combined(*flags: list[bool]) -> list[bool]:
+    return [any(bits) for bits in zip(*flags, strict=True)]
 
 
 def test_optimizers_with_other_settings_on_a_rank_are_refused() -> None:
     """A scheduler that monitors a data rank's own value lowered the rate of that rank's shards only."""
     ranks = [SameSettings([optimizer(lr)], Layout.resolve(3, 0)) for lr in (1e-3, 1e-3, 1e-4)]
-    ranks[0].check(heard(ranks[0].said, ranks[1].said))
+    ranks[0].check(combined(ranks[0].flags, ranks[1].flags))
     for rank in ranks:
         with pytest.raises(StepError, match=r"different settings \(this rank's learning rates: .*sync_dist=True"):
-            rank.check(heard(*(each.said for each in ranks)))
+            rank.check(combined(*(each.flags for each in ranks)))
 
 
 def test_gradients_of_other_parameters_on_a_data_rank_are_refused_and_on_a_stage_not() -> None:
@@ -35,6 +35,6 @@ def test_gradients_of_other_parameters_on_a_data_rank_are_refused_and_on_a_stage
     module.bias.grad = torch.ones(2)
     neighbour = SameGradients(module, Layout.resolve(4, 1, **sizes))
     other_stage = SameGradients(module, Layout.resolve(4, 2, **sizes))
-    none.check(heard(none.said, other_stage.said))
+    none.check(combined(none.flags, other_stage.flags))
     with pytest.raises(StepError, match=r"gradients of different parameters .* none of \['weight', 'bias'\]"):
-        none.check(heard(none.said, neighbour.said))
+        none.check(combined(none.flags, neighbour.flags))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint import StoredTensor
 from lightning_shard.plugin.saving import state
-from lightning_shard.plugin.saving.own_loading import Carried, keep_plain
+from lightning_shard.plugin.saving.own_loading import LazyTensor, replace_lazy
 
 
 class Stored(StoredTensor):
@@ -31,7 +31,7 @@ class Stored(StoredTensor):
 
 def test_what_is_computed_is_plain_and_in_place_is_itself() -> None:
     stored = Stored(3, 4)
-    given = Carried.of(stored)
+    given = LazyTensor.of(stored)
     assert (given.shape, given.dtype, given.numel(), stored.reads) == (torch.Size([3, 4]), torch.float32, 12, 0)
     for computed in (given * 2, given.clone(), given.float(), given[:2], torch.zeros_like(given), torch.cat([given])):
         assert type(computed) is Tensor
@@ -44,36 +44,36 @@ def test_what_is_computed_is_plain_and_in_place_is_itself() -> None:
 
 def test_gradients_reach_what_was_made_of_it() -> None:
     module = nn.Linear(4, 4)
-    given = Carried.of(Stored(4))
+    given = LazyTensor.of(Stored(4))
     module.register_buffer("queue", torch.zeros_like(given))
     module.cloned = nn.Parameter(given.clone())
     module.made = nn.Parameter(given)
     module.register_buffer("itself", given)
     module.plain = given
-    keep_plain(module)
+    replace_lazy(module)
     assert {type(module.queue), type(module.itself), type(module.plain)} == {Tensor}
     assert type(module.made) is type(module.cloned) is nn.Parameter
     out = module(module.plain) * module.cloned * module.made + module.queue + module.itself
     assert type(out) is Tensor
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
-    frozen = nn.Parameter(Carried.of(Stored(4)), requires_grad=False)
+    frozen = nn.Parameter(LazyTensor.of(Stored(4)), requires_grad=False)
     module.made = frozen
-    keep_plain(module)
+    replace_lazy(module)
     assert type(module.made) is nn.Parameter
     assert not module.made.requires_grad
 
 
 class Keeps:
     def __init__(self) -> None:
-        self.values = {"a": [Carried.of(Stored(2))], "b": (1, Carried.of(Stored(3)))}
-        self.last = Carried.of(Stored(1))
+        self.values = {"a": [LazyTensor.of(Stored(2))], "b": (1, LazyTensor.of(Stored(3)))}
+        self.last = LazyTensor.of(Stored(1))
 
 
 def test_what_is_kept_in_containers_and_by_others_is_plain_too() -> None:
     module, callback = nn.Linear(2, 2), Keeps()
-    module.kept, module.queue = Keeps(), deque([Carried.of(Stored(4))])
-    keep_plain(module, callback)
+    module.kept, module.queue = Keeps(), deque([LazyTensor.of(Stored(4))])
+    replace_lazy(module, callback)
     for holder in (module.kept, callback):
         held = [holder.values["a"][0], holder.values["b"][1], holder.last]
         assert [type(value) for value in held] == [Tensor] * 3

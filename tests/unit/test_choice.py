@@ -20,7 +20,13 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly import placing
 from lightning_shard.plugin.assembly.placing import blocks_of
 from lightning_shard.plugin.settings import Settings
-from lightning_shard.plugin.steps.schedule_choice import agree, candidates, choose, that_evaluate, that_fit
+from lightning_shard.plugin.steps.schedule_choice import (
+    agree,
+    candidates,
+    choose,
+    evaluation_schedules,
+    fitting_schedules,
+)
 
 CPU = torch.device("cpu")
 TWO_PARTS = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
@@ -104,7 +110,7 @@ def test_a_v_that_puts_both_ends_weights_on_one_rank_is_too_much() -> None:
 
 def test_what_fits_follows_from_blocks_microbatches_and_counts() -> None:
     def names(microbatches: int | None, blocks: int, placement: Any = "auto") -> set[tuple[str, int]]:
-        fitting = that_fit(candidates("auto", 4, microbatches, placement), blocks, placement)
+        fitting = fitting_schedules(candidates("auto", 4, microbatches, placement), blocks, placement)
         return {(schedule.name, schedule.stages) for schedule in fitting}
 
     one_each = {(name, 4) for name in ("1F1B", "Eager1F1B", "GPipe", "InterleavedZeroBubble")}
@@ -129,9 +135,9 @@ def test_settings_that_leave_nothing_for_a_second_part_leave_out_such_schedules(
 
 
 def test_where_nothing_is_trained_the_simplest_is_taken() -> None:
-    assert [s.name for s in that_evaluate(candidates("auto", 2, 4), "auto")] == ["1F1B"]
-    assert [s.name for s in that_evaluate(candidates("auto", 2, 4), [1, 1, 1, 1])] == ["Interleaved1F1B"]
-    assert [s.name for s in that_evaluate(candidates("ZBVZeroBubble", 2, 4), "auto")] == ["ZBVZeroBubble"]
+    assert [s.name for s in evaluation_schedules(candidates("auto", 2, 4), "auto")] == ["1F1B"]
+    assert [s.name for s in evaluation_schedules(candidates("auto", 2, 4), [1, 1, 1, 1])] == ["Interleaved1F1B"]
+    assert [s.name for s in evaluation_schedules(candidates("ZBVZeroBubble", 2, 4), "auto")] == ["ZBVZeroBubble"]
 
 
 class FirstRankSays:

@@ -15,7 +15,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import RankFailure
 from lightning_shard.plugin.running import failure
 from lightning_shard.plugin.running.failure import FailureWatch
-from lightning_shard.plugin.running.rendezvous import Meeting
+from lightning_shard.plugin.running.rendezvous import Rendezvous
 
 LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:402."
 
@@ -30,7 +30,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
     made = []
     for rank in range(3):
         monkeypatch.setattr(FailureWatch, "_made", 0)
-        made.append(FailureWatch(Meeting("127.0.0.1", store.port, rank, 3, timedelta(seconds=10))))
+        made.append(FailureWatch(Rendezvous("127.0.0.1", store.port, rank, 3, timedelta(seconds=10))))
     yield made
     for watch in made:
         watch.stop()
@@ -147,7 +147,7 @@ def test_the_same_error_on_every_rank_needs_no_note(watches: list[FailureWatch])
 
 def test_a_later_fit_isnt_stopped_by_a_failure_that_was_survived(watches: list[FailureWatch]) -> None:
     watches[1].report(ValueError("caught"))
-    later = FailureWatch(watches[0]._meeting)
+    later = FailureWatch(watches[0]._rendezvous)
     assert later._look() is None
     later.stop()
 

@@ -89,7 +89,7 @@ def test_sums_of_integers_are_told_once_to_be_over_microbatches() -> None:
         for _ in range(2):
             with logs.holding(2):
                 pass
-            logs.say([("x", torch.tensor(7.0), {"reduce_fx": "sum"})])
+            logs.emit([("x", torch.tensor(7.0), {"reduce_fx": "sum"})])
     assert sum("adds up what the microbatches log" in str(warning.message) for warning in caught) == 1
 
 
@@ -124,7 +124,7 @@ def test_a_log_of_the_users_own_is_told_once_of_the_batch(on_object: bool) -> No
         module.log("x", 2.0, "val")  # type: ignore[arg-type]
         with pytest.raises(StepError, match=r"self\.log\('y', …\) of a Tensor by a log of the user's own"):
             module.log("y", torch.zeros(3))
-    logs.say(logs.combined())
+    logs.emit(logs.combined())
     assert own.__self__.said == ("val/x", 1.5, {})  # type: ignore[attr-defined]
     assert module.log == own
 

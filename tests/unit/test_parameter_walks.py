@@ -201,7 +201,7 @@ def test_who_takes_a_parts_state_is_told_once() -> None:
 
 def test_a_copy_of_what_is_told_of_has_its_own_state() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    PartialStates({"": module}, OF_RANK, {}).tell()
+    PartialStates({"": module}, OF_RANK, {}).guard()
     others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
     with torch.no_grad():
         module[0].weight.add_(1)

@@ -18,7 +18,7 @@ from lightning_shard.pipeline.schedules.named import build
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 from lightning_shard.plugin.steps import schedule_choice
-from lightning_shard.plugin.steps.schedule_choice import agree, candidates, choose, that_runs
+from lightning_shard.plugin.steps.schedule_choice import agree, candidates, choose, effective_schedule
 from tests.unit.pipelines import assert_alike, on_stages
 
 OWN = Path(__file__).parents[1] / "ranks" / "ahead.csv"
@@ -56,10 +56,10 @@ def test_a_schedule_that_was_named_is_taken_without_a_word(told: list[str]) -> N
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_backwards_are_whole_where_settings_leave_nothing_for_a_second_part(name: str, told: list[str]) -> None:
     [schedule] = candidates(name, 2, None)
-    assert that_runs(schedule, {"activation_checkpointing": 2, "reshard_after_forward": False}) is schedule
+    assert effective_schedule(schedule, {"activation_checkpointing": 2, "reshard_after_forward": False}) is schedule
     assert not told
     for settings in ({"activation_checkpointing": True}, {"compile_blocks": "eager", "reshard_after_forward": True}):
-        whole = that_runs(schedule, settings)
+        whole = effective_schedule(schedule, settings)
         whole.check()
         assert not whole.splits_backwards
         assert whole.rank_of == schedule.rank_of

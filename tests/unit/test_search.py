@@ -33,7 +33,7 @@ from lightning_shard.dryrun.search.found import (
 )
 from lightning_shard.dryrun.search.scaled import ALIKE, between, is_like
 from lightning_shard.dryrun.search.search import search
-from lightning_shard.dryrun.search.search import search as searching
+from lightning_shard.dryrun.search import search as searching
 from lightning_shard.dryrun.search.space import Space, layouts
 from lightning_shard.dryrun.search.workshop import Workshop
 from lightning_shard.dryrun.timing.devices import Device, device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError, StepError
-from lightning_shard.plugin.steps.schedule_choice import candidates, that_fit
+from lightning_shard.plugin.steps.schedule_choice import candidates, fitting_schedules
 from lightning_shard.plugin.steps.state import per_stage
 from tests.unit.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
 from tests.unit.test_crossing import NETWORKS, WIDTH, Net, WithFeatures, batches, loss, seeded, with_features
@@ -200,6 +200,6 @@ def test_how_many_stages_a_rank_has() -> None:
     assert candidates(INTERLEAVED, 2, None)[0].stages == 4
     assert candidates(INTERLEAVED, 2, None, [1] * 6)[0].stages == 6
     with pytest.raises(PlacementError, match="has 4 stages on 2 ranks, and the network has 3 blocks"):
-        that_fit(candidates(INTERLEAVED, 2, None), 3, "auto")
+        fitting_schedules(candidates(INTERLEAVED, 2, None), 3, "auto")
     with pytest.raises(ConfigurationError, match="can't have 1 stages on each rank: use 2 or more"):
         candidates(INTERLEAVED, 2, None, [2, 2])

@@ -44,5 +44,5 @@ def test_unequal_numbers_are_told_of_once(
         for _ in range(3):
             for part in range(2):
                 means.note(loss_of(torch.ones(4, requires_grad=True), part))
-            means.tell()
+            means.warn()
     assert len([each for each in said if "mean over another number" in str(each.message)]) == told

@@ -1,7 +1,8 @@
-"""All parameters of a module on each of its stages, while ``configure_optimizers`` runs.
+"""Shows all parameters of a module on each stage while ``configure_optimizers`` runs.
 
-Groups, and settings by their numbers (a rate for each layer that is counted), are the same on all stages then, as one
-process makes them. What another stage holds is left out of the optimizers after that.
+Then parameter groups, and settings that depend on counting (such as a learning rate by layer index), are the same on
+all stages, and as in one process. A parameter of another stage is shown as a hollow tensor (``taint.Hollow``: right
+shape and dtype, no values). Afterwards, hollow ones are removed from the optimizers.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from lightning_shard.pipeline.dataflow.taint import Hollow
 def all_parameters(
     module: nn.Module, names: Mapping[str, str], gather_over_stages: Callable[[Any], list[Any]]
 ) -> Iterator[None]:
-    """Inside, ``module`` has a parameter in every place, in the order of the whole one; a collective call.
+    """Inside, ``module`` has all parameters of the whole module, in its order; a collective call over the pipeline.
 
     Args:
-        names: All names in the whole module's order, and the first name of what has this one.
-        gather_over_stages: Gives every stage's value.
+        names: All names in the whole module's order, each mapped to the first name of that parameter.
+        gather_over_stages: All-gathers a value over the pipeline.
     """
     own = {name: parameter.requires_grad for name, parameter in module.named_parameters(remove_duplicate=False)}
     trains = {name: trains for of_stage in gather_over_stages(own) for name, trains in of_stage.items()}
@@ -36,7 +37,7 @@ def all_parameters(
         for key, value in [item for item in vars(part).items() if isinstance(item[1], Hollow)]:
             first = names[f"{start}{key}"]
             hollow.append((part, key, vars(part).pop(key)))
-            one: Any = placed.setdefault(first, value)  # of tied ones
+            one: Any = placed.setdefault(first, value)  # tied parameters are one object
             _be_parameter(one, True, trains.get(first, False))
             part._parameters[key] = one
             in_order = sorted(part._parameters.items(), key=lambda item: order.get(f"{start}{item[0]}", -1))
@@ -52,7 +53,7 @@ def all_parameters(
 
 
 def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:
-    """Leave out of each group what another stage holds, and of the optimizer's state what it has made for that."""
+    """Remove other stages' parameters from each group, and state that the optimizer has created for them."""
     for group in optimizer.param_groups:
         kept = [not isinstance(parameter, Hollow) for parameter in group["params"]]
         for key in ("params", "param_names"):
@@ -63,7 +64,7 @@ def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _be_parameter(hollow: Any, is_one: bool, trains: bool) -> None:
-    """What is computed from it stays unknown, also later: a user may keep it in a list."""
+    """Turn a hollow tensor into a parameter, or back. What is computed from it stays unknown, even if kept."""
     hollow._is_param = is_one  # isinstance(…, nn.Parameter) asks for this
     with torch._C.DisableTorchFunctionSubclass():
         hollow.requires_grad_(trains)

@@ -1,4 +1,4 @@
-"""A LightningModule to this rank's part of it: the one function that shows the order."""
+"""Turns a LightningModule into this rank's part of it: ``assemble`` shows the order of the steps."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Assembly:
 
     Attributes:
         layout: The layout it was assembled for.
-        settings: What else the user chose then.
+        settings: The settings it was assembled with.
         stages: This rank's stages; ``None`` with a single rank in a pipeline.
-        schedule: The order that they run in.
-        placement: Blocks to stages; ``None`` where no blocks were found (and none are needed).
-        saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what
-            every rank holds, such as a frozen module outside the network.
-        ties: The parameters that this rank and another one of its pipeline hold.
+        schedule: The order in which they run.
+        placement: The assignment of blocks to stages; ``None`` if no blocks were found (and none are needed).
+        saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what every
+            rank holds, such as a frozen module outside of the network.
+        ties: Parameters that both this rank and another one of its pipeline hold.
         is_tied_over_stages: Whether any ranks hold such a parameter.
-        places: Each parameter's place in the whole module.
-        names: All names of parameters, in the whole module's order, and of each the first one of what it names.
-        parameters: What the module had then; ``None`` where it shards itself.
-        lockstep: Of evaluation steps over data ranks; set when it is first needed.
+        places: Each parameter's index in the whole module.
+        names: All names of parameters, in the whole module's order, each mapped to the first name of that parameter.
+        parameters: The module's parameters when it was assembled; ``None`` if the module shards itself.
+        lockstep: Keeps data ranks in step during evaluation steps; created when it is first needed.
     """
 
     layout: Layout
@@ -86,22 +86,22 @@ class Assembly:
     lockstep: Lockstep | None = None
 
     def check_parameters(self, module: nn.Module, groups: Groups) -> None:
-        """A collective call over the pipeline.
+        """Check that the module has the parameters that were laid out; a collective call over the pipeline.
 
         Raises:
-            ConfigurationError: On all ranks, where parts came to the module since, or left its stages.
+            ConfigurationError: On all ranks, if parameters were added to the module since, or removed from its stages.
         """
         if self.parameters is not None and self.layout.world_size > 1:
             self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
-        """Take up the module for another Trainer, whose order the stages run in from now on.
+        """Reuse the module for another Trainer, and switch to that Trainer's schedule.
 
         Args:
-            schedules: Among which the user's setting leaves the choice.
+            schedules: The schedules that the user's setting allows.
 
         Raises:
-            ConfigurationError: It was laid out in another way, or the schedule has other stages on the ranks.
+            ConfigurationError: It was laid out in another way, or no schedule has the same stages on the same ranks.
         """
         if (self.layout, self.settings) != (layout, settings):
             raise ConfigurationError(
@@ -120,7 +120,7 @@ class Assembly:
                 f" {schedules[0].stages}: build a new module."
             )
         if len(fitting) > 1 and self.schedule in fitting:
-            return  # it was chosen
+            return  # the current schedule was chosen from these
         has_data_ranks = layout.data_parallel_size > 1
         choice = choose(fitting, lambda _: placement, settings.of_blocks, has_data_ranks=has_data_ranks)
         self.schedule = agree(fitting, choice, groups)
@@ -145,13 +145,13 @@ def assemble(
         mesh: The world's mesh, made by ``layout``.
         expert_mesh: The experts' mesh, with several expert-parallel ranks.
         device: Where this rank computes.
-        seed: Seeds the weights of what is on meta.
-        schedules: Among which the settings leave the choice.
+        seed: Seeds the initial weights of modules on meta.
+        schedules: The schedules that the settings allow.
         groups: This rank's.
-        connect: Makes a connection to a store that all ranks share.
+        connect: Opens a connection to a store that all ranks share.
 
     Raises:
-        ConfigurationError: The module can't be laid out so; before anything is changed where that can be known.
+        ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
     """
     behave_as_tensors()
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
@@ -178,7 +178,7 @@ def assemble(
         held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
     beside = None if layout.pipeline_parallel_size > 1 else listed
     split, around = _to_compare(module, held_blocks, beside, settings, styles, device, layout, connect)
-    # before the cut, which stands in for some calls
+    # before the cut, which replaces some calls by stand-ins
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
     split.compare(module)
 
@@ -195,7 +195,7 @@ def assemble(
         experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
-        if not settings.compile_blocks:  # calls inside of them can't be looked at
+        if not settings.compile_blocks:  # calls inside of compiled blocks can't be observed
             mark_outputs(module, styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
@@ -235,7 +235,7 @@ def assemble(
 
 
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
-    """Have what users' code does to a sharded module kept or refused, in steps and between them."""
+    """Install what preserves or refuses users' accesses to a sharded module, in steps and between them."""
     watch_parameters(module)
     write_back_arguments(sharded_units(module))
     gather_for_views(unit for unit in sharded_units(module) if unit is not module)
@@ -251,7 +251,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
 
 
 def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:
-    """What stages do to a module that is sharded: norms count a parameter of several ranks on the last of these."""
+    """Connect a sharded module to its stages. Norms count a parameter of several ranks on the last of these only."""
     for tie in ties:
         if rank != tie.holders[-1]:
             count_elsewhere(module.get_parameter(tie.names[0]))
@@ -268,7 +268,10 @@ def _as_it_shards_itself(
     places: Mapping[str, int],
     names: Mapping[str, str],
 ) -> Assembly:
-    """A module of Lightning's own kind leaves nothing to do that cuts it, or says how its blocks run."""
+    """Assemble a module that shards itself in ``configure_model``, as for Lightning's ModelParallelStrategy.
+
+    Nothing is left to do; settings that would cut it, or change how its blocks run, are refused.
+    """
     if any(isinstance(value, Hollow) for part in module.modules() for value in vars(part).values()):
         raise LayoutError(
             f"A part of {type(module).__name__} was laid out on pipeline stages in another LightningModule's run: build"
@@ -298,7 +301,7 @@ def _deal(
     data_mesh: DeviceMesh,
     device: torch.device,
 ) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Experts to ranks; the modules of stacked ones, and the parameters of those in lists."""
+    """Distribute experts over ranks; returns the modules of stacked ones, and the parameters of those in lists."""
     if expert_mesh is None:
         return [], set()
     again = partial(two_runs, device)
@@ -306,7 +309,7 @@ def _deal(
 
 
 def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Settings) -> set[str]:
-    """The names of the blocks that run again in a backward: the same ones on every layout.
+    """The names of the blocks that are recomputed in a backward: the same on every layout.
 
     Raises:
         ConfigurationError: A setting needs blocks, and there are none.
@@ -323,7 +326,7 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
 def _sequences(
     module: pl.LightningModule, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
 ) -> ShardedSequences | None:
-    """What deals blocks' sequences to ranks, where they are.
+    """The object that distributes blocks' sequences over ranks; ``None`` without context parallelism.
 
     Raises:
         ConfigurationError: There are no blocks.
@@ -351,11 +354,13 @@ def _to_compare(
     layout: Layout,
     connect: Connect,
 ) -> tuple[SplitBlocksCheck, AroundBlocksCheck]:
-    """The blocks, and what lies beside them, that a plan of the user's own splits, before they are wrapped.
+    """Prepare the comparison of blocks, and modules outside of them, that a user's own plan splits, with unsplit ones.
+
+    To be called before they are wrapped.
 
     Args:
         names: This stage's blocks.
-        listed: Those of all lists; with one stage, where there is something beside them.
+        listed: The blocks of all lists; ``None`` with several stages, where modules outside of blocks aren't compared.
     """
     if settings.compile_blocks:
         styles = {}
@@ -384,7 +389,7 @@ def _wrap_blocks(
     sequences: ShardedSequences | None,
     device: torch.device,
 ) -> None:
-    """Recompute, compile and deal what is called in blocks: their forward, without the hooks around it."""
+    """Wrap forwards in blocks to recompute, compile and split sequences; hooks around the forwards stay outside."""
     generators = partial(randomness.remember, device)
     for name in names:
         for called in with_forward(module.get_submodule(name)):
@@ -401,7 +406,7 @@ def _wrap_blocks(
 
 
 def _units(module: nn.Module, stages: Stages, listed: Sequence[str]) -> list[str]:
-    """What this rank shards as a unit each: its blocks, and those of lists around them; inner ones first."""
+    """The modules that become FSDP units on this rank: its blocks, and those of other lists; inner ones first."""
     owned = [stage.blocks[index] for stage in stages for index in stage.owned]
     beside = [name for name in listed if name not in stages[0].blocks]
     held = [
@@ -411,7 +416,7 @@ def _units(module: nn.Module, stages: Stages, listed: Sequence[str]) -> list[str
 
 
 def _apart(units: Sequence[str], parameters: Sequence[tuple[str, ...]], ties: Iterable[Tie]) -> list[str]:
-    """The units whose parameters are theirs alone: those that others use too belong to the root's unit."""
+    """The units that share no parameter with others; shared parameters belong to the root's unit."""
     tied = {name for tie in ties for name in tie.names}
     shared = [names for names in parameters if len(names) > 1 or names[0] in tied]
 
@@ -423,5 +428,5 @@ def _apart(units: Sequence[str], parameters: Sequence[tuple[str, ...]], ties: It
 
 
 def _is_held(module: nn.Module) -> bool:
-    """Whether a module still has parameters of its own, or never had (a container is held where its parts are)."""
+    """Whether a module holds its own parameters, or never had any (a container is held where its parts are)."""
     return not any(isinstance(value, Hollow) for value in vars(module).values())

@@ -1,4 +1,4 @@
-"""A LightningModule to the stages of one rank: who holds what, and what of it is saved elsewhere."""
+"""Cuts a LightningModule to the stages of one rank: decides what each rank holds, and what another rank saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OwnPart:
     """What a cut left on this rank; see :class:`Assembly`.
 
     Attributes:
-        ties_of_stages: The parameters that several stages hold, be they on one rank.
+        ties_of_stages: Parameters that several stages hold, whether or not these are on one rank.
     """
 
     stages: Stages | None = None
@@ -45,7 +45,7 @@ def cut_to_rank(
     rank: int,
     device: torch.device,
 ) -> OwnPart:
-    """Keep the stages of one rank of a pipeline."""
+    """Cut a module to the stages of one pipeline rank."""
     elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
     _refuse_pre_hooks(module, blocks, placement)
     _refuse_compiled_calls(module, blocks)
@@ -60,7 +60,7 @@ def cut_to_rank(
 
 
 class Holders:
-    """Which stage holds what."""
+    """Maps blocks and parts to the stages that hold them."""
 
     def __init__(self, blocks: Blocks, placement: Placement) -> None:
         self.blocks = blocks
@@ -72,7 +72,7 @@ class Holders:
         return self.of_block[min(place, len(self.of_block) - 1)]
 
     def of(self, name: str) -> set[int]:
-        """The stages that use a parameter; none where it's in no block or part, and every stage has it."""
+        """The stages that use a parameter; empty for one outside of blocks and parts, which every stage has."""
         uses = [*zip(self.blocks.names, self.of_block), *self.of_part.items()]
         return {stage for used, stage in uses if name == used or name.startswith(f"{used}.")}
 
@@ -80,7 +80,7 @@ class Holders:
 def cut_to(
     module: nn.Module, holders: Holders, own: Sequence[int], ties: Sequence[Tie], device: torch.device
 ) -> Stages:
-    """Cut to the stages of these numbers."""
+    """Cut a module to the stages with these indices."""
     placed = holders.placement.stages
     return cut(
         module,
@@ -96,7 +96,10 @@ def cut_to(
 
 
 def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
-    """Forward hooks inside of blocks are run on other stages too; pre-hooks, which may change arguments, aren't."""
+    """Refuse forward pre-hooks inside of blocks.
+
+    Forward hooks there are replayed on other stages. Pre-hooks, which may change arguments, aren't.
+    """
     for name in blocks.names[: placement.stages[-1].blocks.start]:
         for inner, part in module.get_submodule(name).named_modules():
             hooks = part._forward_pre_hooks.values()
@@ -109,7 +112,10 @@ def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Pla
 
 
 def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
-    """A compiled call takes along the hooks by which stages talk to each other; a compiled forward doesn't."""
+    """Refuse a compiled ``__call__``, which includes the hooks that communicate between stages.
+
+    A compiled forward doesn't include them.
+    """
     around = {""}
     for name in blocks.names:
         around.update(accumulate(name.split(".")[:-1], "{}.{}".format))
@@ -126,7 +132,7 @@ def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
 
 
 def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
-    """State-dict names of what isn't cut: what stands beside the network, and isn't trained."""
+    """State-dict names of modules that aren't cut: those outside of the network that don't train."""
     cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
     prefix = f"{blocks.network}." if blocks.network else ""
     return {

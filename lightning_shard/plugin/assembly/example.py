@@ -1,4 +1,4 @@
-"""A run of a module on an example, to see what it calls and to count operations; nothing of it is left."""
+"""Runs a module on an example input, to see the order of calls and to count operations; its state is restored."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _EXAMPLE_TOKENS = 16
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module) -> Iterator[None]:
-    """The network runs inside, and leaves no trace: a cache made in the run would hold fake tensors."""
+def restoring_state(module: nn.Module) -> Iterator[None]:
+    """Restore the module's state after a run inside: a cache filled in the run would hold fake tensors."""
     memory = Memory(module)
     try:
         yield
@@ -30,20 +30,20 @@ def leaving_no_trace(module: nn.Module) -> Iterator[None]:
 
 
 def calls_on_example(module: pl.LightningModule) -> Sequence[str]:
-    """The names of all modules in the order in which a run of the example calls them; none without an example."""
+    """The names of all modules in the order in which an example run calls them; empty without an example."""
     run = example_of(module, None)
     if run is None:
         return ()
-    with leaving_no_trace(module):
+    with restoring_state(module):
         seen = watch({name: part for name, part in module.named_modules() if name}, run)
     return seen.calls if seen is not None else ()
 
 
 def example_of(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
-    """A call of the network to count operations in: on the module's or model's own example, or on token numbers.
+    """A call of the network in which to count operations: on the module's or model's own example, or on token ids.
 
     Args:
-        blocks: ``None`` where it isn't known yet what is cut.
+        blocks: ``None`` if it isn't known yet what is cut.
     """
     example = module.example_input_array
     if example is not None:

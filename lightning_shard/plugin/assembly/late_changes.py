@@ -1,6 +1,6 @@
-"""Parameters that came to a module, or left it, after it was laid out: no rank shards or averages the new ones.
+"""Detects parameters that were added to a module or removed after it was laid out: no rank shards or averages new ones.
 
-And copies that are made then, of which torch has none: what holds shards and hooks is bound to its ranks.
+Also refuses copies made after that, which torch doesn't support: shards and hooks are bound to the original's ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 class LaidOutParameters:
-    """What a module's parameters were when it was laid out.
+    """The parameters that a module had when it was laid out.
 
     Args:
         module: Between steps.
@@ -34,14 +34,14 @@ class LaidOutParameters:
         self._known = {name: _kind(parameter) for name, parameter in module.named_parameters()}
 
     def check(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]], *, is_cut: bool) -> None:
-        """Compare; a collective call over the pipeline.
+        """Compare with the module's parameters now; a collective call over the pipeline.
 
         Args:
-            gather_over_stages: Gives every stage's value.
-            is_cut: Whether other stages stand in for what is removed here, and go on to call it.
+            gather_over_stages: All-gathers a value over the pipeline.
+            is_cut: Whether other stages have stand-ins for what is removed here, and would still call them.
 
         Raises:
-            ConfigurationError: On all ranks, where any has other parameters now.
+            ConfigurationError: On all ranks, if any has other parameters now.
         """
         reshard(module)
         now = {name: _kind(parameter) for name, parameter in module.named_parameters()}
@@ -63,7 +63,7 @@ def _kind(parameter: Tensor) -> bool:
 
 
 def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
-    """Have ``copy.deepcopy`` of it, or of a part of it that has parameters, fail by name, on all stages alike."""
+    """Make ``copy.deepcopy`` of the module, or of a part with parameters, fail by name, equally on all stages."""
     for part in module.modules():
         can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
         if isinstance(part, FSDPModule) or (can_be_cut and _has_parameters(part)):
@@ -71,7 +71,7 @@ def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    """Here or on another stage."""
+    """Whether a module has parameters, here or on another stage."""
     return any(
         any(value is not None for value in part._parameters.values())
         or any(isinstance(value, Hollow) for value in vars(part).values())

@@ -1,4 +1,4 @@
-"""Before a run: a LightningModule to this rank's part, and what runs, updates and saves it."""
+"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_shard.plugin.limits import (
     refuse_hyperparameters,
     refuse_synced_generation,
 )
-from lightning_shard.plugin.optimizers.finetuning import optimizers_of_nothing, take_over_unfreezing
+from lightning_shard.plugin.optimizers.finetuning import allowing_empty_optimizers, take_over_unfreezing
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.reporting.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.reporting.throughput import share_throughput
@@ -40,14 +40,14 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.first_step import FirstLooks
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
 from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
 from lightning_shard.plugin.steps.loss_weight import LossWeights
 from lightning_shard.plugin.steps.metrics import share_metrics
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.schedule_choice import that_evaluate, that_runs
+from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -57,11 +57,11 @@ class PreparedStrategy(CheckpointedStrategy):
     """Assembles the module, and sets up its steps, optimizers and precision.
 
     Attributes:
-        _settings: What the module is to be laid out by.
-        _schedules: Those of which one is chosen.
-        _microbatches: Into how many parts a batch is cut.
+        _settings: How the module is to be laid out.
+        _schedules: The schedules from which one is chosen.
+        _microbatches: How many microbatches a batch is split into.
         _reduces_each: Whether each backward reduces gradients over the data ranks.
-        _loss_weight: How much the loss of a batch counts.
+        _loss_weight: Computes the weight of a batch's loss.
     """
 
     _settings: Settings
@@ -74,7 +74,7 @@ class PreparedStrategy(CheckpointedStrategy):
         super().__init__(*args, **kwargs)
         self._steps: SingleStageSteps | PipelinedSteps | None = None
         self._gradients: Gradients | None = None
-        self._looks: FirstLooks | None = None
+        self._first_checks: FirstStepChecks | None = None
         self._walks: Walks | None = None
         self._states: PartialStates | None = None
         self._built: Built | None = None
@@ -114,10 +114,10 @@ class PreparedStrategy(CheckpointedStrategy):
                 self._settings,
                 self._schedules_for(trainer),
                 self.groups,
-                self._meeting().connect,
+                self._rendezvous().connect,
             )
             module.__dict__[_ASSEMBLY] = known
-            module._device = self.root_device  # Lightning's own: where it computes, though shards may lie on the host
+            module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
             if known.placement is not None and self.layout.pipeline_parallel_size > 1:
                 rank_zero_info(f"{self.layout}\n{known.placement}")
         else:
@@ -148,12 +148,12 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
         context = groups.context if layout.context_parallel_size > 1 else None
-        self._looks = FirstLooks(
+        self._first_checks = FirstStepChecks(
             module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
         )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
-            self._states.release()  # an earlier Trainer's
+            self._states.release()  # removes an earlier Trainer's
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
                 known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
@@ -168,7 +168,7 @@ class PreparedStrategy(CheckpointedStrategy):
             groups,
             layout,
             device,
-            that_runs(known.schedule, self._settings.of_blocks),
+            effective_schedule(known.schedule, self._settings.of_blocks),
             known.ties,
             weights,
             means,
@@ -178,7 +178,7 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
         if trainer.state.fn != TrainerFn.FITTING:
-            return that_evaluate(self._schedules, self._settings.placement)
+            return evaluation_schedules(self._schedules, self._settings.placement)
         return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -191,7 +191,7 @@ class PreparedStrategy(CheckpointedStrategy):
         assert self._assembly is not None
         with ExitStack() as inside:
             if several:
-                inside.enter_context(optimizers_of_nothing())
+                inside.enter_context(allowing_empty_optimizers())
                 gather = self.groups.gather_over_stages
                 inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
@@ -205,7 +205,7 @@ class PreparedStrategy(CheckpointedStrategy):
         prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
     def _what_trains(self) -> list[dict[str, bool]]:
-        """Of each stage's parameters, by name; a collective call over the pipeline, after which all stages know."""
+        """Which parameters train, by name, for each stage; a collective call over the pipeline."""
         module = self.lightning_module
         assert module is not None
         trains = self.groups.gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
@@ -235,6 +235,6 @@ class PreparedStrategy(CheckpointedStrategy):
 
 
 def _sharded(module: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules that hold shards, or hold a module that does."""
+    """The modules, by name, that hold shards or contain a module that does."""
     own = {inner for inner in module.modules() if any(isinstance(p, DTensor) for p in inner.parameters(recurse=False))}
     return {name: each for name, each in module.named_modules() if not own.isdisjoint(each.modules())}

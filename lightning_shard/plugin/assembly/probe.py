@@ -1,4 +1,4 @@
-"""Code of a module that is run to be looked at, or to be run again: what it leaves behind is put back."""
+"""Runs code of a module in order to observe it, or so that it can run again: state that a run changes is restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_shard.plugin.trainer_private import logging_by
 
 
 class RunChanges(NamedTuple):
-    """What runs of a module's code leave behind."""
+    """Access to what runs of a module's code have changed."""
 
     changed: Callable[[], list[str]]
     restore: Callable[[], None]
@@ -25,7 +25,7 @@ class RunChanges(NamedTuple):
 
 @contextmanager
 def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
-    """Gives what puts back all that a run of the module's code changes: its state, and the generators."""
+    """Snapshot what a run of the module's code may change: its state and the generators; yields how to restore it."""
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
     def restore() -> None:
@@ -42,12 +42,12 @@ def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
 
 @contextmanager
 def trial_runs_of_step(device: torch.device, module: pl.LightningModule) -> Iterator[RunChanges]:
-    """The same of a LightningModule's step, which logs nothing meanwhile."""
+    """The same for a LightningModule's step; inside, nothing is logged."""
     own = vars(module)
     before = own.get("log")
-    own["log"] = _say_nothing
+    own["log"] = _log_nothing
     try:
-        with logging_by(module, _say_nothing), trial_runs(device, module) as changes:
+        with logging_by(module, _log_nothing), trial_runs(device, module) as changes:
             yield changes
     finally:
         del own["log"]
@@ -55,12 +55,13 @@ def trial_runs_of_step(device: torch.device, module: pl.LightningModule) -> Iter
             own["log"] = before
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
 @contextmanager
 def two_runs(device: torch.device, module: nn.Module) -> Iterator[RestoreAndReplay]:
+    """Yield what a second run of a module's code needs: how to restore its state and draw the same numbers."""
     memory, put_generators_back = Memory(module), randomness.remember(device)
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""The user's loaders: dealt to data ranks, and resumed in mid-epoch."""
+"""Distributes the user's loaders over data ranks, and resumes them in mid-epoch."""

@@ -1,4 +1,4 @@
-"""That all ranks' loaders are as long: a rank with more batches than the others would wait for them for ever."""
+"""Checks that all ranks' loaders have the same length: a rank with more batches would wait for the others forever."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BY_DATASET = {
 
 
 def check_lengths(dataloader: Any, ranks: Ranks) -> None:
-    """A collective call over all ranks.
+    """Compare lengths; a collective call over all ranks.
 
     Args:
-        dataloader: What this rank reads, dealt.
+        dataloader: This rank's loader, after distribution to data ranks.
 
     Raises:
-        ConfigurationError: On all ranks, where loaders that know their lengths have different ones.
+        ConfigurationError: On all ranks, if loaders that know their lengths have different ones.
     """
     lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
     other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)

@@ -1,9 +1,9 @@
-"""The user's DataLoader, reading one data rank's part.
+"""Makes the user's DataLoader read one data rank's part of the data.
 
-Private parts used here: torch 2.13's ``DataLoader`` reads its ``sampler`` and ``batch_sampler`` from its attributes,
-and lets nobody set them; every iteration in this process passes through ``_get_iterator``. Lightning 2.6 knows how to
-make a loader of a user's own class anew (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and
-wraps batch samplers to know the indices of predictions.
+Private, used here: torch 2.13's ``DataLoader`` reads ``sampler`` and ``batch_sampler`` from its attributes, which have
+no setters; every iteration in this process goes through ``_get_iterator``. Lightning 2.6 can recreate a loader of a
+user's own class (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and wraps batch samplers to
+know the indices of predictions.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ def shard_dataloader(
     batches_trained: Callable[[], int] | None = None,
     ranks: Ranks | None = None,
 ) -> Any:
-    """The same loader, reading data rank ``data_rank``'s part of ``data_size`` of its own sampler's order.
+    """A copy of the loader that reads data rank ``data_rank``'s part, of ``data_size``, of its own sampler's order.
 
-    Ranks with the same ``data_rank`` read equal batches, random augmentation included. What is no DataLoader, and a
-    loader with a ``state_dict`` of its own that deals by data rank, is returned as it is; one over an IterableDataset
-    but for its seeds and its end, which is the first rank's that ends.
+    Ranks with the same ``data_rank`` read equal batches, random augmentation included. Returned unchanged are objects
+    that aren't DataLoaders, and loaders with their own ``state_dict`` that distribute by data rank. A loader over an
+    IterableDataset only gets seeds, and ends on all ranks when the first one ends.
 
     Args:
-        seed: Of the order and of what the dataset draws; a generator of the user's own takes its place.
-        train: A training loader keeps its place in the data, if there is a count of batches; and draws other random
-            numbers than one for evaluation.
-        batches_trained: The training loop's count of this epoch's batches. With it, a training loader carries
+        seed: The seed of the order and of what the dataset draws; a generator of the user's own takes precedence.
+        train: A training loader keeps its place in the data, if batches are counted, and draws other random numbers
+            than one for evaluation.
+        batches_trained: The training loop's count of this epoch's batches. With it, a training loader gets
             ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
-        ranks: All ranks, whose loaders must be as long, and which end an IterableDataset together; making the loader is
-            a collective call.
+        ranks: All ranks. Their loaders must have equal lengths, and they end an IterableDataset together; creating the
+            loader is then a collective call.
 
     Raises:
-        ConfigurationError: A distributed sampler of the user's own class deals by other ranks than the data ranks; or a
-            loader with a state of its own doesn't deal, so that every data rank would read all samples; or a
-            loader has another length on another rank.
+        ConfigurationError: A distributed sampler of the user's own class distributes by other ranks than the data
+            ranks; or a loader with its own state doesn't distribute, so that every data rank would read all samples; or
+            a loader has another length on another rank.
     """
-    # a CombinedLoader of the user's holds what it was given here in an earlier run
+    # a user's CombinedLoader holds loaders that this function returned in an earlier run
     dataloader = getattr(dataloader, "_before_sharding", dataloader)
     if not isinstance(dataloader, DataLoader):
         return dataloader
@@ -112,7 +112,7 @@ def shard_dataloader(
 
 
 def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
-    """The sampler that :func:`shard_dataloader` gave to this loader, if it did."""
+    """The sampler that :func:`shard_dataloader` installed in this loader, if it did."""
     if not isinstance(dataloader, DataLoader):
         return None
     batches: Any = dataloader.batch_sampler
@@ -123,7 +123,7 @@ def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
 
 
 def drop_repeated(predictions: list[Any], dataloader: Any) -> None:
-    """Take the prediction for a batch that was only repeated off the end of this rank's."""
+    """Remove the last prediction if its batch was only padding, which repeats a sample of the epoch's start."""
     sampler = sharded_sampler(dataloader)
     if sampler is not None and sampler.ends_with_a_repeated_batch and len(predictions) == len(dataloader):
         predictions.pop()
@@ -140,7 +140,7 @@ def _seed_of(owner: Any, seed: int) -> int:
 
 
 def _for_one_rank(sampler: Any) -> Any:
-    """torch's own DistributedSampler has a global order as other samplers do; its ranks may not be data ranks."""
+    """Replace torch's DistributedSampler, whose ranks may not be data ranks, by one that yields the global order."""
     if type(sampler) is DistributedSampler:
         return DistributedSampler(
             sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
@@ -149,10 +149,11 @@ def _for_one_rank(sampler: Any) -> Any:
 
 
 def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) -> bool:
-    """Whether the user's own sampler deals by data rank.
+    """Whether the user's own sampler distributes by data rank.
 
     Raises:
-        ConfigurationError: It deals otherwise, so that ranks that must read one batch would read several.
+        ConfigurationError: It distributes otherwise, so that ranks that must read the same batch would read different
+            ones.
     """
     batches: Any = dataloader.batch_sampler
     sampler = getattr(batches, "sampler", None) if batches is not None else dataloader.sampler
@@ -169,7 +170,7 @@ def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) ->
 
 
 def _check_dealt_itself(dataloader: Any, data_rank: int, data_size: int) -> None:
-    """A loader that keeps its place in its own way can't be given another sampler, which it would know nothing of."""
+    """Check a loader with its own state: another sampler can't be installed, as that state wouldn't cover it."""
     if data_size == 1 or isinstance(dataloader.dataset, IterableDataset):
         return
     batches: Any = dataloader.batch_sampler
@@ -191,9 +192,9 @@ def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sample
         twin = copy.copy(dataloader)
         vars(twin).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
         return twin
-    # a class that iterates in its own way may hold on to its sampler elsewhere, so it is made anew
+    # a class with its own iteration may store its sampler elsewhere too, so the loader is created again
     hidden = vars(dataloader).get("batch_sampler")
-    # else Lightning would rebuild the user's batch sampler around the sampler
+    # otherwise Lightning would rebuild the user's batch sampler around the sampler
     vars(dataloader)["batch_sampler"] = None
     try:
         arguments, named = _get_dataloader_init_args_and_kwargs(dataloader, sampler)
@@ -210,7 +211,7 @@ def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sample
 def _seed_fetches(
     dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | None, seed: int
 ) -> None:
-    """What a dataset draws, in workers or in this process, comes from seeds that ranks of one data rank share."""
+    """Seed what a dataset draws, in workers or in this process, equally on the ranks of one data rank."""
     dataloader.generator = worker_generator
     if dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = _keep_seeds
@@ -220,11 +221,11 @@ def _seed_fetches(
 
 
 def _keep_seeds(worker: int) -> None:
-    """torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
+    """Does nothing: torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
 
 
 class _SeededFetches:
-    """The batches of a loader without workers, each made under generators seeded by its place in the data."""
+    """The batches of a loader without workers, each made under generators that are seeded by its place in the data."""
 
     def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | None, seed: int) -> None:
         self._batches = batches
@@ -246,7 +247,7 @@ class _SeededFetches:
         if self._sampler is None:
             return 0, self._count
         if self._count == 0:
-            # here and not when made: Lightning makes the first iterator before it says which epoch it is
+            # not in __init__: Lightning creates the first iterator before it sets the epoch
             self._first = self._sampler.next_start
         return self._sampler.epoch, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
 

@@ -1,11 +1,11 @@
-"""Taking up an epoch in its middle, on any number of data ranks.
+"""Resumes an epoch in its middle, on any number of data ranks.
 
-Lightning counts an epoch in batches of one rank; the data's place is a number of samples over all ranks. So on a resume
-the loop's counters are set to what they would be had the epoch's first part been run on the present layout: then the
-length of the epoch, ``trainer.num_training_batches``, fractions of it, limits and progress bars all stay true.
-``global_step`` and the total counters keep counting what was really done.
+Lightning counts an epoch in batches of one rank. The place in the data is a number of samples over all ranks. So a
+resume sets the loops' counters as if the first part of the epoch had run on the present layout. Then the length of the
+epoch, ``trainer.num_training_batches``, fractions of it, limits and progress bars all stay correct. ``global_step`` and
+the total counters continue to count what was really done.
 
-Private parts of Lightning 2.6 used here: the counters (``fit_loop.epoch_progress``, ``epoch_loop.batch_progress``), the
+Private in Lightning 2.6, used here: the counters (``fit_loop.epoch_progress``, ``epoch_loop.batch_progress``), the
 ``_combined_loader`` with its states, and the ``_data_fetcher``.
 """
 
@@ -26,11 +26,11 @@ __all__ = ["batches_trained", "reopen_epoch", "resume_data"]
 
 
 def batches_trained(trainer: pl.Trainer) -> int:
-    """How many batches of the present epoch were trained on, by the count that Lightning itself restarts from."""
+    """How many batches of the current epoch were trained on, by the counter from which Lightning itself restarts."""
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
     if epochs.ready > epochs.started:
-        # the epoch has begun, and the batches are still counted for the one before
+        # the epoch has begun, but the batch counters are still the previous epoch's
         return 0
     # `completed` lags behind in `on_train_batch_end`, where checkpoints are saved; `ready` runs ahead in the step
     batches: Any = fit_loop.epoch_loop.batch_progress.current
@@ -38,11 +38,11 @@ def batches_trained(trainer: pl.Trainer) -> int:
 
 
 def reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """In the saved state of a fit loop, have what was saved after the fit go on where it was.
+    """Change a fit loop's state that was saved after the fit, so that it resumes where the fit stopped.
 
-    Lightning counts an epoch as completed when ``max_steps`` or ``should_stop`` ends it, so that what is saved after
-    the fit would go on with the next epoch, in which as many batches as were done would be missing. So would those of
-    an epoch that was done to its end.
+    Lightning counts an epoch as completed when ``max_steps`` or ``should_stop`` ends it. A checkpoint saved after the
+    fit would resume with the next epoch and skip as many of its batches as were done. The same happens after an epoch
+    that ran to its end.
     """
     places = fit_loop.get("state_dict", {}).get("combined_loader") or []
     epochs, batches = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress", {})
@@ -51,7 +51,7 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
     done = epochs["current"]["completed"]
     if batches.get("is_last_batch"):
         if all(count == done for count in epochs["current"].values()):
-            # the epoch is over, and the next one would begin behind the batches of this one, and end with it
+            # the epoch is over; the next one would start after as many batches as this one had, and end at once
             batches["current"] = dict.fromkeys(batches["current"], 0)
             batches["is_last_batch"] = False
         return
@@ -64,9 +64,9 @@ def reopen_epoch(fit_loop: dict[str, Any]) -> None:
 def resume_data(trainer: pl.Trainer) -> None:
     """After a checkpoint was loaded: go to its place in the data, and count the epoch's batches from there.
 
-    To be called in the strategy's ``on_train_start``: the loops and the loaders are set up by then, whichever came
-    first (``trainer.estimated_stepping_batches`` asks for the loaders before the loops are restored), and the epoch's
-    counters are not yet used.
+    To be called in the strategy's ``on_train_start``. By then both the loops and the loaders are set up, in whichever
+    order (``trainer.estimated_stepping_batches`` requests the loaders before the loops are restored), and the epoch's
+    counters haven't been used yet.
     """
     fit_loop = trainer.fit_loop
     combined = fit_loop._combined_loader
@@ -81,26 +81,26 @@ def resume_data(trainer: pl.Trainer) -> None:
         _count_by_this_layout(trainer, combined)
     epochs: Any = fit_loop.epoch_progress
     if fit_loop.restarted_mid_epoch and epochs.current.processed == epochs.current.started:
-        # saved after an epoch's last batch, which Lightning has counted as the epoch's end just now. It would train the
-        # next epoch uncounted, without the hook of its begin: a checkpoint of that epoch's middle can't be resumed from
+        # saved after an epoch's last batch, which Lightning has just counted as the epoch's end. It would train the
+        # next epoch without counting it and without its start hook, and a checkpoint in its middle couldn't be resumed
         fit_loop.reset_restart_stage()
     if fit_loop.restarted_on_epoch_end:
-        # saved in `on_train_epoch_end` of a run with max_steps: Lightning ends that epoch once more, counting it twice
+        # saved in `on_train_epoch_end` of a run with max_steps: Lightning ends that epoch again, and counts it twice
         for counters in (epochs.current, epochs.total):
             counters.processed -= 1
     for sampler in samplers:
         sampler.begin(epochs.current.processed, batches_trained(trainer))
     assert fit_loop._data_fetcher is not None
-    # the iterator that the loop has made is of another place, and its workers may have fetched from there
+    # the loop's iterator starts at another place, and its workers may have prefetched from there
     iter(fit_loop._data_fetcher)
     val_loop = fit_loop.epoch_loop.val_loop
     if val_loop.restarted_mid_evaluation:
-        # Lightning would go on counting from there, but begin with the first batch: run it as a whole
+        # Lightning would continue the count, but begin with the first batch: so the whole evaluation runs again
         val_loop.batch_progress.current.reset()
 
 
 def _accumulate_as_scheduled(trainer: pl.Trainer) -> None:
-    """In mid-epoch: Lightning leaves out the hook of an epoch's begin, in which the callback sets it."""
+    """In mid-epoch, set accumulation as the callback would: Lightning skips the epoch-start hook in which it does."""
     epochs: Any = trainer.fit_loop.epoch_progress
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
@@ -108,12 +108,12 @@ def _accumulate_as_scheduled(trainer: pl.Trainer) -> None:
 
 
 def _load_states(trainer: pl.Trainer, combined: CombinedLoader) -> None:
-    """What Lightning has not loaded: it does so only when it sets up the loaders after the loops were restored."""
+    """Load loader states if Lightning hasn't: it only does if it sets up loaders after the loops were restored."""
     fit_loop = trainer.fit_loop
     if fit_loop.restarting:
         fit_loop._load_combined_loader_states()
     else:
-        # at the end of an epoch nothing is to be continued, but for the seed of the orders of the following ones
+        # at the end of an epoch there is no place to restore, only the seed for the orders of later epochs
         stateful = [loader for loader in combined.flattened if isinstance(loader, _Stateful)]
         for loader, state in zip(stateful, fit_loop._combined_loader_states_to_load):
             if (sampler := sharded_sampler(loader)) is not None:
@@ -121,7 +121,7 @@ def _load_states(trainer: pl.Trainer, combined: CombinedLoader) -> None:
 
 
 def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None:
-    """Set the epoch's counters to what the part that was done would have been on this layout."""
+    """Set the epoch's counters to what the finished part would have counted on this layout."""
     fit_loop = trainer.fit_loop
     progress: Any = fit_loop.epoch_loop.batch_progress
     done = progress.current.processed
@@ -136,7 +136,7 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
         sampler.start = sampler.data_size * sampler.batch_size * done
         return
     if sampler.start == 0:
-        # saved between two epochs, where the counters are still those of the first
+        # saved between two epochs, when the batch counters are still those of the first
         batches: float = 0
         progress.is_last_batch = False
     elif progress.is_last_batch:
@@ -144,7 +144,7 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
     else:
         batches = sampler.batches_until(sampler.start)
         if batches >= fit_loop.max_batches:
-            # more was done than Trainer(limit_train_batches=…) allows on this layout: no batch of this epoch is left
+            # Trainer(limit_train_batches=…) allows fewer batches than were done: none of this epoch is left
             batches = fit_loop.max_batches
             sampler.start = len(sampler.order)  # type: ignore[arg-type]
     if batches != float("inf"):
@@ -152,7 +152,7 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
 
 
 def _sampler_that_ends_the_epoch(combined: CombinedLoader) -> ShardedSampler | None:
-    """Of several loaders, the one whose end is the epoch's: the longest, or with ``min_size`` the shortest."""
+    """The sampler of the loader whose end is the epoch's: of several the longest, or with ``min_size`` the shortest."""
     lengths = [_length(loader) for loader in combined.flattened]
     end = _SUPPORTED_MODES[combined._mode]["fn"](lengths)  # type: ignore[arg-type]
     return sharded_sampler(combined.flattened[lengths.index(end)])
@@ -166,6 +166,6 @@ def _length(loader: object) -> float:
 
 
 def _shift(counters: Any, batches: int) -> None:
-    """Keep the counters' differences: Lightning tells from them where in the loop the checkpoint was saved."""
+    """Add to all counters; their differences tell Lightning where in the loop the checkpoint was saved."""
     for name in ("ready", "started", "processed", "completed"):
         setattr(counters, name, getattr(counters, name) + batches)

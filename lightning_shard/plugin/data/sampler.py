@@ -1,7 +1,7 @@
-"""The order of samples: one per run, whatever the layout.
+"""Distributes one global order of samples over data ranks, so that the order doesn't depend on the layout.
 
-The DataLoader's own sampler gives the global order of an epoch, drawn alike on every rank from the run's seed and the
-epoch. Data rank r of N takes its positions r, r + N, r + 2N, …, so that in each step the batches of the N ranks
+The DataLoader's own sampler yields an epoch's global order, which is equal on every rank, as it is drawn from the run's
+seed and the epoch. Data rank r of N takes its positions r, r + N, r + 2N, …. So in each step the batches of the N ranks
 together are the batch that one process with N times the batch size would see::
 
     position          0  1  2  3  4  5  6  7  8  9      batch size 2, N = 2
@@ -9,8 +9,8 @@ together are the batch that one process with N times the batch size would see::
     step 1                        0  1  0  1
     step 2                                    0  1
 
-The place in the epoch is a number of positions, counted over all ranks, and so it means the same on any other N.
-A batch sampler of the user's own is dealt in the same way, with whole batches for positions.
+The place in the epoch is a number of positions, counted over all ranks, and so it means the same for any other N.
+A batch sampler of the user's own is distributed in the same way; a position is then a whole batch.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from lightning_shard.plugin.steps import randomness
 __all__ = ["ShardedSampler", "drawing_apart"]
 
 READ_AHEAD = 256
-"""How many positions are drawn from the user's sampler at a time; the generators are swapped once for these."""
+"""How many positions are drawn from the user's sampler at a time; generators are swapped once for these."""
 
 _CPU = torch.device("cpu")
 
 
 class ShardedSampler(Sampler[Any]):
-    """One data rank's part of the order that a sampler (or a batch sampler) gives.
+    """One data rank's part of the order that a sampler (or a batch sampler) yields.
 
     Args:
-        order: What gives the positions of one epoch: indices, or whole batches of them. It is iterated under generators
-            (torch, numpy, Python, and a ``generator`` of its own) seeded by ``seed`` and the epoch.
-        batch_size: How many positions make a batch on one rank; 1 where a position is a batch.
-        drop_last: Leave out the last positions that don't make a full round over the ranks, or a full batch; otherwise
+        order: Yields the positions of one epoch: indices, or whole batches of them. It is iterated under generators
+            (torch, numpy, Python, and its own ``generator``) seeded from ``seed`` and the epoch.
+        batch_size: How many positions make a batch on one rank; 1 if a position is a batch.
+        drop_last: Drop the last positions if they don't make a full round over the ranks, or a full batch. Otherwise
             the round is filled with the epoch's first positions, so that every rank takes the same number of steps.
-        repeats: Fill the round also where a rank has as many batches without that, the last one smaller. If not, as for
-            predictions, a position is repeated only where a rank would have a batch less than the others.
+        repeats: Fill the last round even if all ranks have the same number of batches without that, the last one
+            smaller. If false, as for predictions, positions repeat only where a rank would lack a batch.
         unit: What a position is, "samples" or "batches".
         worker_generator: Reseeded for every epoch; the seeds of the DataLoader's workers are drawn from it.
     """
@@ -74,12 +74,12 @@ class ShardedSampler(Sampler[Any]):
         self.unit = unit
         self.worker_generator = worker_generator
         self.epoch = 0
-        # the position at which this epoch was begun, or taken up again
+        # the position at which this epoch was begun or resumed
         self._start = 0
-        # the position at which the next iteration begins: a loader that is shorter than those beside it is iterated
+        # the position at which the next iteration begins. A loader that is shorter than others beside it is iterated
         # several times in an epoch, from the second time on from 0
         self._next_start = 0
-        # what the training loop had counted at `_start`; None between loading a state and beginning from it
+        # the training loop's batch count at `_start`; None between loading a state and beginning from it
         self._batches_before: int | None = 0
         self.set_epoch(0)
 
@@ -89,7 +89,7 @@ class ShardedSampler(Sampler[Any]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of this epoch, or, if it is the present one, stay at the place in it."""
+        """Go to the start of this epoch; if it is the current epoch, keep the place in it."""
         if epoch != self.epoch:
             self._start = self._next_start = self._batches_before = 0
         self.epoch = epoch
@@ -115,9 +115,9 @@ class ShardedSampler(Sampler[Any]):
         self._next_start = 0
 
     def __len__(self) -> int:
-        """Positions of a whole epoch on this rank, also where a part of it was done before a resume.
+        """Positions of a whole epoch on this rank, even if a part of it was done before a resume.
 
-        Lightning takes the loader's length for the epoch's and counts up to it from the batches done before.
+        Lightning takes the loader's length as the epoch's and counts up to it from the batches done before.
 
         Raises:
             TypeError: The user's sampler has no length.
@@ -126,14 +126,14 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def ends_with_a_repeated_batch(self) -> bool:
-        """Whether this rank's last batch of a whole epoch has nothing but a position that the first rank took too."""
+        """Whether this rank's last batch of a whole epoch holds only a repeated position, which another rank took."""
         if (length := self._order_length()) is None or self.drop_last:
             return False
         rest = length % self.data_size
         return 0 < rest <= self.data_rank and (self._share(length) - 1) % self.batch_size == 0
 
     def _positions(self) -> Iterator[Any]:
-        """The epoch's global order from its start; generators that others use are left as they were."""
+        """Yield the epoch's global order from its start; generators that others use are restored."""
         seed = randomness.derive(self.seed, "order", self.epoch)
         own = [
             g for part in self._user_samplers() if isinstance(g := getattr(part, "generator", None), torch.Generator)
@@ -179,9 +179,9 @@ class ShardedSampler(Sampler[Any]):
         return self._next_start
 
     def position(self, batches: int) -> int:
-        """The global position after ``batches`` batches of this epoch were trained on, by the training loop's count.
+        """The global position after training on ``batches`` batches of this epoch, as the training loop counts them.
 
-        Not what was handed out: workers and fetchers run ahead of the training.
+        Not the number of batches handed out, since workers and fetchers run ahead of training.
         """
         if self._batches_before is None:
             return self._start
@@ -196,9 +196,9 @@ class ShardedSampler(Sampler[Any]):
         return min(self._start + done * per_batch, length)
 
     def batches_until(self, position: int) -> int:
-        """How many batches of an epoch of this layout come before ``position``.
+        """How many batches of an epoch on this layout come before ``position``.
 
-        Where it falls inside a batch, the number is the one from which the rest of the batches lead to the epoch's end.
+        If it falls inside a batch, the result is the count from which the remaining batches reach the epoch's end.
         """
         if (length := self._order_length()) is None:
             return -(-position // (self.data_size * self.batch_size))
@@ -209,10 +209,10 @@ class ShardedSampler(Sampler[Any]):
         return {"epoch": self.epoch, "position": self.position(batches), "unit": self.unit, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place that was saved on any layout, in the order of the seed it was saved with; then :meth:`begin`.
+        """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next.
 
         Raises:
-            StateMismatchError: It counts batches where this loader deals samples, or the reverse.
+            StateMismatchError: It counts batches where this loader distributes samples, or the reverse.
         """
         if state["unit"] != self.unit:
             raise StateMismatchError(
@@ -226,7 +226,7 @@ class ShardedSampler(Sampler[Any]):
         self._seed_workers()
 
     def begin(self, epoch: int, batches: int) -> None:
-        """Start ``epoch``: at the loaded place if it lies in it, else at 0. The loop has counted ``batches`` so far."""
+        """Begin ``epoch`` at the loaded place if it is in it, else at 0. The loop has counted ``batches`` so far."""
         is_same = epoch == self.epoch
         self.set_epoch(epoch)
         self._next_start = self._start
@@ -235,12 +235,12 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a place was loaded and not yet begun from."""
+        """Whether a place was loaded but not begun from yet."""
         return self._batches_before is None
 
     @property
     def start(self) -> int:
-        """The global position at which this epoch was begun, or taken up again; may be set before :meth:`begin`."""
+        """The global position at which this epoch was begun or resumed; may be set before :meth:`begin`."""
         return self._start
 
     @start.setter
@@ -255,7 +255,7 @@ class ShardedSampler(Sampler[Any]):
             return None
 
     def _share(self, positions: int) -> int:
-        """How many of so many positions each rank takes."""
+        """How many of this many positions each rank takes."""
         return positions // self.data_size if self.drop_last else -(-positions // self.data_size)
 
     def _batches(self, positions: int) -> int:
@@ -265,9 +265,9 @@ class ShardedSampler(Sampler[Any]):
 
 @contextmanager
 def drawing_apart(seed: int) -> Iterator[None]:
-    """Draws inside come from CPU generators with this seed, and leave those outside as they were."""
+    """Inside, draws come from CPU generators with this seed; afterwards, the generators are restored."""
     with randomness.preserved(_CPU):
-        # not torch.manual_seed: that also seeds the devices' generators, which are not preserved here
+        # not torch.manual_seed: that also seeds the devices' generators, which aren't restored here
         torch.random.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

@@ -1,7 +1,7 @@
-"""An IterableDataset, of which each data rank reads its own part: all ranks end where the first of them does.
+"""Ends an IterableDataset on all data ranks when the first rank's part ends.
 
-A rank that went on alone would wait for the others for ever. Private in torch 2.13 and used here:
-``DataLoader._get_iterator``, see ``loader.py``.
+Each data rank reads its own part. A rank that went on alone would wait for the others forever. Private in torch 2.13,
+used here: ``DataLoader._get_iterator``, see ``loader.py``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lightning_shard.checkpoint.ranks import Ranks
 
 
 def end_together(dataloader: Any, ranks: Ranks) -> None:
-    """Have all ranks take equally many batches of their DataLoaders; each is a collective call."""
+    """Make all ranks take the same number of batches of their DataLoaders. Taking a batch becomes a collective call."""
     alone = dataloader._get_iterator
     dataloader._get_iterator = lambda: _EndingTogether(alone(), ranks)
     dataloader._ends_together = True
 
 
-def talks_to_other_ranks(dataloader: Any) -> bool:
-    """Whether to take a batch is a collective call over all ranks, so that they have to do it at the same time."""
+def iterates_collectively(dataloader: Any) -> bool:
+    """Whether taking a batch is a collective call over all ranks, so that they must do it at the same time."""
     return getattr(dataloader, "_ends_together", False)
 
 
 class _EndingTogether:
-    """A rank's batches, as long as every rank has one."""
+    """Yields a rank's batches as long as every rank has one."""
 
     def __init__(self, batches: Iterator[Any], ranks: Ranks) -> None:
         self._batches = batches

@@ -1,1 +1,1 @@
-"""Optimizers over sharded parameters, and those that can't be."""
+"""Adapts optimizers to sharded parameters, and refuses those that can't work with them."""

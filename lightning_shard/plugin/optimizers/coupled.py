@@ -1,4 +1,4 @@
-"""Optimizers that take something over all of their parameters, such as a norm that limits the step."""
+"""Detects optimizers whose update of one parameter depends on others, such as on a norm over all of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _Make = Callable[[torch.optim.Optimizer, list[torch.nn.Parameter]], Any]
 
 
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter's steps depend on other parameters, as tried on two small ones.
+    """Whether a parameter's updates depend on other parameters, tested on two small ones.
 
-    Those of torch don't. One that can't be made anew by its settings, such as one around another optimizer, is tried
-    as a copy. Of one that can't be copied either, or that draws random numbers, nothing is known: it is taken not to.
+    torch's own optimizers don't. An optimizer that can't be created again from its settings, such as one around another
+    optimizer, is tested as a copy. If that fails too, or if it draws random numbers, nothing is known: the answer is
+    ``False``.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return False
@@ -46,7 +47,7 @@ def _stepped(optimizer: torch.optim.Optimizer, make: _Make, scales: Sequence[flo
     for gradient in torch.randn(_STEPS, 4, 4, generator=generator):
 
         def closure(gradient: Tensor = gradient) -> Tensor:
-            # a parameter's gradients depend on where it is: one that looks around, by a norm of all, is found too
+            # gradients depend on the parameters' values, which reveals optimizers that perturb them by a common norm
             for parameter, scale in zip(parameters, scales):
                 parameter.grad = (gradient + parameter.detach().square()) * scale
             return torch.zeros(())
@@ -66,7 +67,7 @@ def _anew(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
 
 
 def _as_a_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
-    """It and those inside of it, whose first groups have these parameters, and others none.
+    """A copy of an optimizer and of those inside it; their first groups get these parameters, other groups none.
 
     Raises:
         TypeError: It holds other tensors.
@@ -78,7 +79,7 @@ def _as_a_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Param
         memo[id(each.state)] = defaultdict(dict)
         memo.update((id(group["params"]), [] if i else parameters) for i, group in enumerate(each.param_groups))
     for each in (optimizer, *inside):
-        # a scheduler puts a function in the place of step, which steps the original
+        # a scheduler replaces `step` by a function that steps the original optimizer
         held = {name: value for name, value in vars(each).items() if not inspect.isroutine(value)}
         with _WithoutTensors():
             memo[id(each)].__dict__.update(copy.deepcopy(held, memo))
@@ -88,7 +89,7 @@ def _as_a_copy(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Param
 
 
 class _WithoutTensors(TorchFunctionMode):
-    """Tensors can't be copied inside: they may be as large as the model."""
+    """Refuses copies of tensors inside: they may be as large as the model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__deepcopy__, Tensor.clone):

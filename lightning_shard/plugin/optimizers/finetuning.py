@@ -1,8 +1,10 @@
-"""What trains may be a part of the model, on some stages nothing, and change in mid-run by Lightning's callbacks.
+"""Supports partly frozen models, and Lightning's finetuning callbacks, which unfreeze parts during a run.
 
-Private parts of Lightning 2.6 used here: ``BaseFinetuning._internal_optimizer_metadata``, each optimizer's groups with
-the names of their parameters, and ``_restarting``: the callback lays groups out anew in ``on_fit_start``, before a
-strategy that restores after its setup has restored the callback.
+Only a part of the model may train, on some stages nothing.
+
+Private in Lightning 2.6, used here: ``BaseFinetuning._internal_optimizer_metadata``, each optimizer's groups with the
+names of their parameters, and ``_restarting``. The callback rebuilds groups in ``on_fit_start``. With a strategy that
+restores after its setup, the callback's own state isn't restored by then.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ def finetuning_callbacks(trainer: pl.Trainer) -> list[BaseFinetuning]:
 
 
 class _AddedAnyway(list[Tensor]):
-    """A list for which Lightning adds a parameter group where it is empty, too."""
+    """A list that is true even if empty, so that Lightning adds a parameter group for it."""
 
     def __bool__(self) -> bool:
         return True
 
 
 def take_over_unfreezing(several_stages: bool) -> None:
-    """Have finetuning callbacks tell sharded parameters apart by identity.
+    """Make finetuning callbacks distinguish sharded parameters by identity.
 
-    Lightning compares values, which for sharded ones is a collective call of the world, and stages would make other
-    numbers of them. With several stages each adds the new group, so that all have the same ones.
+    Lightning compares values. For sharded parameters that is a collective call over the world, and stages would make
+    different numbers of these calls. With several stages, each adds the new group, even if empty, so that all have the
+    same groups.
     """
 
     def filter_on_optimizer(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -52,8 +55,8 @@ def take_over_unfreezing(several_stages: bool) -> None:
 
 
 @contextmanager
-def optimizers_of_nothing() -> Iterator[None]:
-    """Inside, an optimizer may be made where all of its parameters are on other stages."""
+def allowing_empty_optimizers() -> Iterator[None]:
+    """Inside, an optimizer without parameters can be created, as where all of them are on other stages."""
     optimizer: Any = torch.optim.Optimizer
     own = optimizer.__init__
 
@@ -69,7 +72,7 @@ def optimizers_of_nothing() -> Iterator[None]:
 
 
 def add_unfrozen_groups(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Unfreeze anew, and give optimizers the groups, that restored callbacks had added when they were saved."""
+    """Unfreeze again, and add the parameter groups, that restored callbacks had added when they were saved."""
     named = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     for callback in finetuning_callbacks(trainer):
         if not callback._restarting:
@@ -86,7 +89,7 @@ def add_unfrozen_groups(trainer: pl.Trainer, module: nn.Module, optimizers: Sequ
 
 
 def _track_statistics(module: nn.Module, params: Iterable[Tensor]) -> None:
-    """As unfreezing has BatchNorm do."""
+    """Make BatchNorm track statistics again, as unfreezing does."""
     ids = set(map(id, params))
     for part in module.modules():
         if isinstance(part, _BatchNorm) and any(id(p) in ids for p in part._parameters.values()):
@@ -94,7 +97,7 @@ def _track_statistics(module: nn.Module, params: Iterable[Tensor]) -> None:
 
 
 def whole_groups(checkpoint: Mapping[str, Any], trainer: pl.Trainer, names: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Write all stages' parameters into what finetuning callbacks save.
+    """Write the names of all stages' parameters into the state that finetuning callbacks save.
 
     Args:
         names: By optimizer and group.

@@ -1,6 +1,7 @@
-"""Optimizers over sharded parameters: made before these were sharded or after, of which parameters, and which can't be.
+"""Makes optimizers step this rank's sharded parameters, and refuses those that can't be right on the layout.
 
-A stage's optimizers hold its own parameters; what is tied is stepped on each stage that holds it, so alike.
+Optimizers may be created before or after sharding. Those of a stage hold its own parameters. A tied parameter is
+stepped on each stage that holds it, so all of its copies must be stepped with equal settings.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def prepare(
     layout: Layout,
     groups: Groups,
 ) -> None:
-    """Have optimizers step this rank's parameters, or refuse them; a collective call over the pipeline.
+    """Make optimizers step this rank's parameters, or refuse them; a collective call over the pipeline.
 
     Args:
         parameters: This rank's, by name.
-        built: The module's before it was sharded, where that was for this run.
-        tied: Names of those that other stages hold too.
+        built: The module's parameters before sharding, if it was sharded for this run.
+        tied: Names of parameters that other stages hold too.
 
     Raises:
-        ConfigurationError: One that holds other parameters, can't be right on the layout, or would step copies of a
-            tied parameter in two ways.
+        ConfigurationError: An optimizer holds other parameters, can't be right on the layout, or would step the copies
+            of a tied parameter differently.
     """
     if built is not None:
         built.replace(optimizers, parameters)
@@ -55,7 +56,7 @@ def prepare(
 
 
 class Built:
-    """A module's parameters as they were before it was sharded, by id; they are not kept alive."""
+    """A module's parameters before it was sharded, by id; weak references, so they aren't kept alive."""
 
     def __init__(self, known: dict[int, tuple[weakref.ref[Tensor], str]]) -> None:
         self._known = known
@@ -64,14 +65,15 @@ class Built:
     def of(cls, module: nn.Module) -> Built:
         refuse_parameter_hooks(module)
         _refuse_accumulation_hooks(module)
-        # torch swaps the contents of DTensors that it moves, and refuses where a weak reference is
+        # torch moves DTensors by swapping their contents, which it refuses where a weak reference exists
         named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         return cls({id(p): (weakref.ref(p), name) for name, p in named})
 
     def replace(self, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> None:
-        """Give optimizers that were made early, as LightningCLI's are, what the parameters have become.
+        """Replace parameters in optimizers that were created before sharding, as LightningCLI's are.
 
-        What is on another stage is left out. One that has state, or keeps its parameters elsewhere too, stays.
+        Parameters of other stages are removed. An optimizer that has state, or stores its parameters elsewhere too, is
+        left as it is.
         """
         for optimizer in optimizers:
             if optimizer.state or hasattr(optimizer, "_params"):  # LBFGS
@@ -85,7 +87,7 @@ class Built:
                 ]
 
     def refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Have a backward fail that would give gradients to those that are still used: nothing would train by them."""
+        """Make a backward fail if it reaches a parameter from before sharding, whose gradients would train nothing."""
         for reference, name in self._known.values():
             before = reference()
             if before is not None and before is not parameters.get(name) and before.requires_grad:
@@ -105,10 +107,11 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
 
 
 def refuse_parameter_hooks(module: nn.Module) -> None:
-    """Before a module is sharded, and before it trains.
+    """Check a module before it is sharded, and before it trains.
 
     Raises:
-        ConfigurationError: A parameter has hooks on its gradient, which aren't called where another holds its values.
+        ConfigurationError: A parameter has hooks on its gradient. They aren't called, since another tensor holds the
+            parameter's values while it is gathered.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim and parameter._backward_hooks:
@@ -119,10 +122,10 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
 
 
 def _refuse_accumulation_hooks(module: nn.Module) -> None:
-    """Before a module is sharded; those that are set later are called.
+    """Check a module before it is sharded; hooks that are set later do run.
 
     Raises:
-        ConfigurationError: A parameter has hooks that are called when its gradient was added up.
+        ConfigurationError: A parameter has hooks that run after its gradient is accumulated.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:
@@ -134,10 +137,10 @@ def _refuse_accumulation_hooks(module: nn.Module) -> None:
 
 
 def refuse_hooks_on_sums(module: nn.Module) -> None:
-    """Before a step whose gradients are added to others: they come once an optimizer step, or once a microbatch.
+    """Check before a step whose gradients accumulate: the hooks would run once per optimizer step, or per microbatch.
 
     Raises:
-        ConfigurationError: A parameter has hooks that are called when its gradient was added up.
+        ConfigurationError: A parameter has hooks that run after its gradient is accumulated.
     """
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:
@@ -149,13 +152,13 @@ def refuse_hooks_on_sums(module: nn.Module) -> None:
 
 
 def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Leave out of each group what another stage holds; refuse what isn't the module's.
+    """Remove other stages' parameters from each group; refuse parameters that aren't the module's.
 
     Args:
         names: ``id(parameter)`` to name, of this rank's parameters.
 
     Raises:
-        ConfigurationError: An optimizer over parameters that the module hasn't, as of before it was sharded.
+        ConfigurationError: An optimizer holds parameters that the module doesn't have, as from before it was sharded.
     """
     leave_out_elsewhere(optimizer)
     for group in optimizer.param_groups:
@@ -169,7 +172,7 @@ def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 def _groups_of(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str], tied: Collection[str]
 ) -> dict[str, str]:
-    """For each of this rank's ``tied`` parameters by name, which optimizers step it, and how."""
+    """Which optimizers step each of this rank's ``tied`` parameters, and with what settings; by name."""
     found: dict[str, str] = dict.fromkeys((name for name in names.values() if name in tied), "")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -186,10 +189,10 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
-    """Compare what the stages' :func:`_groups_of` gave: copies that are stepped in two ways would part.
+    """Compare the stages' results of :func:`_groups_of`: copies with different settings would diverge.
 
     Raises:
-        ConfigurationError: On all stages alike.
+        ConfigurationError: On all stages together.
     """
     first: dict[str, str] = {}
     for groups in stages:
@@ -203,10 +206,10 @@ def _check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
 
 
 def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-    """Check what ``configure_optimizers`` made.
+    """Check an optimizer that ``configure_optimizers`` made.
 
     Raises:
-        ConfigurationError: An optimizer that can't be right on the layout, or that torch hasn't for sharded tensors.
+        ConfigurationError: It can't be right on the layout, or torch doesn't support it for sharded tensors.
     """
     reason = _unfit(optimizer, layout)
     if reason is not None:
@@ -236,7 +239,7 @@ def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
             )
     if not parameters:
         return None
-    # as of torch 2.13; each raises in its first step, on one rank too
+    # in torch 2.13 each of these raises in its first step, also on a single rank
     if isinstance(optimizer, torch.optim.Adafactor) and any(p.ndim > 1 for p in parameters):
         return "can't step on sharded parameters (torch's squares norms in place that are partial): use AdamW or Muon."
     if isinstance(optimizer, torch.optim.Rprop):

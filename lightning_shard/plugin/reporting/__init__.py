@@ -1,1 +1,1 @@
-"""Lightning's summaries and monitors, of the whole model."""
+"""Makes Lightning's summaries and monitors report the whole model."""

@@ -1,4 +1,4 @@
-"""What each rank's device holds in a run: the counterpart of a plan's memory, asked between steps."""
+"""Reports the memory that tensors occupy on each rank's device in a run, to compare with a plan's numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["HeldMemory", "RankMemory"]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank's device, of tensors that share memory once.
+    """Memory on one rank's device, in bytes. Tensors that share memory count once.
 
     Attributes:
         stages: The rank's pipeline stages.
-        parameters: Its shards.
-        gradients: Theirs.
+        parameters: Its shards of the parameters.
+        gradients: The gradients of these shards.
         optimizer: Its part of all optimizers' state.
-        buffers: Of the module.
-        allocated: All that torch's allocator has given out; ``None`` on the CPU, where nobody counts.
-        peak: The most of that since the process began, or since ``torch.cuda.reset_peak_memory_stats()``.
+        buffers: The module's buffers.
+        allocated: All that torch's allocator has handed out; ``None`` on the CPU, where it isn't counted.
+        peak: The maximum of that since the process began, or since ``torch.cuda.reset_peak_memory_stats()``.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Every rank's, in their order; ``str()`` is a table."""
+    """The memory of all ranks, in rank order; ``str()`` is a table."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -73,13 +73,13 @@ def held_memory(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> HeldMemory:
-    """A collective call.
+    """Measure all ranks' memory; a collective call.
 
     Args:
-        module: Its parameters sharded, as they are between steps.
+        module: With its parameters sharded, as they are between steps.
         stages: This rank's.
-        device: This rank's; what is held elsewhere, as offloaded shards are, isn't counted.
-        group: All ranks' hosts.
+        device: This rank's; memory elsewhere, such as of offloaded shards, isn't counted.
+        group: All ranks, host to host.
     """
     seen: set[int] = set()
 

@@ -1,7 +1,8 @@
-"""Lightning's ModelSummary, plain and rich, tells of the whole model, with this rank's part beside it.
+"""Makes Lightning's ModelSummary, plain and rich, report the whole model, with a column for this rank's part.
 
-The callbacks look at the module when it is laid out already. Private in Lightning 2.6 and used here: their
-``_summary``, ``_max_depth``, and a summary's ``_get_summary_data``. The column's name is one that the rich one knows.
+The callbacks see the module only after it is cut and sharded. Private in Lightning 2.6, used here: the callbacks'
+``_summary`` and ``_max_depth``, and a summary's ``_get_summary_data``. The column's title is one that the rich summary
+knows.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from lightning_shard.sharding import local_tensor
 
 _COLUMN = "Params per Device"
 _NO_LAYER = "n/a"
-"""The type of the row of parameters that are in no layer."""
+"""The type in the row of parameters that belong to no layer."""
 
 
 @dataclass
 class WholeSummary:
-    """What a callback asks of a summary; made of the module before it is cut, and completed after."""
+    """The parts of a summary that a callback uses; created before the module is cut, and completed afterwards."""
 
     data: list[tuple[str, list[str]]]
     total_parameters: int
@@ -49,9 +50,9 @@ class WholeSummary:
 def summarize_before_cutting(
     callbacks: Iterable[pl.Callback], module: pl.LightningModule, gather_over_stages: Callable[[Any], list[Any]]
 ) -> None:
-    """Have the callbacks tell of the module as it is now, once it has been cut."""
+    """Make the callbacks report the module as it is now, after it is cut."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    example, module.example_input_array = module.example_input_array, None  # no step has run yet, nor can one
+    example, module.example_input_array = module.example_input_array, None  # the network can't be called yet
     for callback in _summaries(callbacks):
         found = WholeSummary.of(module, callback._max_depth)
         vars(callback)["_summary"] = partial(_completed, found, sizes, gather_over_stages)
@@ -59,14 +60,14 @@ def summarize_before_cutting(
 
 
 def summarize_beside(callbacks: Iterable[pl.Callback]) -> None:
-    """Have the callbacks tell this rank's part of a module that isn't cut beside what they say themselves."""
+    """Make the callbacks add this rank's part to their report of a module that isn't cut."""
     for callback in _summaries(callbacks):
         vars(callback)["_summary"] = partial(_summarized, callback._max_depth)
 
 
 def _summarized(depth: int, _trainer: pl.Trainer, module: pl.LightningModule) -> WholeSummary:
     found = WholeSummary.of(module, depth)
-    reshard(module)  # which ran on its example
+    reshard(module)  # the summary called it on its example
     return _beside(found, module)
 
 
@@ -101,7 +102,7 @@ def _beside(whole: WholeSummary, module: pl.LightningModule) -> WholeSummary:
 
 
 def _kind(module: nn.Module) -> str:
-    """The name of its class before it was sharded, for which torch makes a subclass of FSDPModule and that."""
+    """The name of the module's class before sharding, for which torch makes a subclass of FSDPModule and that class."""
     kind = type(module)
     return (kind.__bases__[1] if isinstance(module, FSDPModule) else kind).__name__
 

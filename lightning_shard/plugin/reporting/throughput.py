@@ -1,11 +1,11 @@
-"""Lightning's ThroughputMonitor counts each sample, and the model's FLOPs, once.
+"""Makes Lightning's ThroughputMonitor count each sample, and the model's FLOPs, once.
 
-It takes every rank for a model of its own: rates over all devices are rank 0's times the world's size. The ranks of a
-pipeline and of a tensor group work on one model and one batch together, so a device's rates are its share of these:
-samples, items, FLOPs and model FLOPs utilisation (MFU). ``flops_per_batch`` is the whole model's, for the batch that a
-rank reads.
+The monitor treats every rank as a model of its own: its rates over all devices are rank 0's times the world size. The
+ranks of a pipeline and of a tensor group work on one model and one batch together. So each device's rates are set to
+its share: samples, items, FLOPs and model FLOPs utilisation (MFU). ``flops_per_batch`` is the whole model's, for the
+batch that a rank reads.
 
-Private in Lightning 2.6 and used here: ``ThroughputMonitor._throughputs``.
+Private in Lightning 2.6, used here: ``ThroughputMonitor._throughputs``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_shard.layout import Layout
 
 
 def share_throughput(callbacks: Iterable[pl.Callback], layout: Layout) -> None:
-    """After callbacks were set up: have each device's rates be its share of its model's."""
+    """Make each device's rates its share of its model's. To be called after callbacks are set up."""
     ranks_per_model = layout.world_size // layout.data_parallel_size
     for callback in callbacks:
         if isinstance(callback, ThroughputMonitor):

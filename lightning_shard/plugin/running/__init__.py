@@ -1,1 +1,1 @@
-"""Processes: how they meet, fail and end together."""
+"""Connects the processes of a run, and makes them fail and end together."""

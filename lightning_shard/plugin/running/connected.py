@@ -1,4 +1,4 @@
-"""The part of the strategy that knows of ranks: connecting them, reducing over them, and ending all if one fails."""
+"""The strategy's base class for ranks: connects them, reduces over them, and ends all of them if one fails."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
-from lightning_shard.plugin.running.rendezvous import Meeting
+from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.steps import randomness
 
 
 class ConnectedStrategy(ModelParallelStrategy):
-    """The ranks of a layout as one: their mesh and groups, their seed, and the watch over failures.
+    """Sets up a layout's mesh, process groups and seed, and watches for failures.
 
     Args:
         sizes: The axes' settings, as :meth:`Layout.resolve` takes them.
-        process_group_backend, timeout: As of :class:`HybridShardStrategy`.
+        process_group_backend, timeout: See :class:`HybridShardStrategy`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._sizes = sizes
         self._layout: Layout | None = None
         self._groups: Groups | None = None
-        self._talks_both_ways = False  # values go to later ranks only, and gradients to earlier ones
+        self._sends_both_ways = False  # whether values and gradients each go both to later and to earlier ranks
         self._expert_mesh: DeviceMesh | None = None
         self._seed = 0
         self._watch: FailureWatch | None = None
@@ -57,7 +57,7 @@ class ConnectedStrategy(ModelParallelStrategy):
 
     @property
     def layout(self) -> Layout:
-        """The sizes of the axes and this rank's place in them; known once the Trainer is made."""
+        """The sizes of the axes and this rank's coordinates; available once the Trainer is created."""
         if self._layout is None:
             raise RuntimeError("The layout is known once a Trainer was made with this strategy.")
         return self._layout
@@ -69,7 +69,7 @@ class ConnectedStrategy(ModelParallelStrategy):
 
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        # The world's size is known here for the first time: refuse sizes that don't fit before any process is started.
+        # the world size is known here for the first time: sizes that don't fit are refused before processes start
         self._layout = Layout.resolve(self.world_size, self.global_rank, **self._sizes)
 
     def setup_environment(self) -> None:
@@ -82,10 +82,10 @@ class ConnectedStrategy(ModelParallelStrategy):
             self._device_mesh = self.layout.mesh(self.root_device.type)
             if self.layout.expert_parallel_size > 1:
                 self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
-            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._talks_both_ways)
+            self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
-            self._watch = FailureWatch(self._meeting())
+            self._watch = FailureWatch(self._rendezvous())
         self.lightning_module._device_mesh = self._device_mesh
         trainer = self.lightning_module.trainer
         self._preemption.take_over(trainer)
@@ -93,24 +93,24 @@ class ConnectedStrategy(ModelParallelStrategy):
         trainer_private.drop_repeated_predictions(trainer)
 
     def _setup_distributed(self) -> None:
-        """As the parent's, over a store whose keys are of this round of torchrun."""
+        """As the parent's method, but with a store whose keys belong to this round of torchrun."""
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         if dist.is_initialized():
             return
-        meeting = self._meeting()
-        options: dict[str, Any] = {"timeout": meeting.timeout}
-        if "nccl" in self._process_group_backend:  # told of a device, gloo's groups can't be divided (torch 2.11)
+        rendezvous = self._rendezvous()
+        options: dict[str, Any] = {"timeout": rendezvous.timeout}
+        if "nccl" in self._process_group_backend:  # with a device_id, gloo's groups can't be split (torch 2.11)
             options["device_id"] = self.root_device
-        if meeting.is_kept_by_an_agent:
-            options["store"] = meeting.connect()
+        if rendezvous.is_kept_by_an_agent:
+            options["store"] = rendezvous.connect()
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
 
-    def _meeting(self) -> Meeting:
+    def _rendezvous(self) -> Rendezvous:
         assert self.cluster_environment is not None
-        return Meeting(
+        return Rendezvous(
             self.cluster_environment.main_address,
             self.cluster_environment.main_port,
             self.global_rank,
@@ -123,16 +123,16 @@ class ConnectedStrategy(ModelParallelStrategy):
         return {"num_replicas": self.layout.data_parallel_size, "rank": self.layout.data_rank}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values.
+        """Reduce over the data-parallel ranks: all other ranks of a pipeline and a tensor group hold the same values.
 
-        Does nothing before processes are connected, as Lightning's other strategies.
+        Does nothing before processes are connected, as in Lightning's other strategies.
         """
         if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
         tensor = _whole(tensor)
         if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning would round down theirs
-        tensor = tensor.to(self.root_device)  # nccl takes none of the host's
+            tensor = tensor.to(torch.get_default_dtype())  # weights of a logged mean: Lightning rounds their mean down
+        tensor = tensor.to(self.root_device)  # NCCL takes no host tensors
         return _sync_ddp_if_available(tensor, group or self.groups.data, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -141,8 +141,8 @@ class ConnectedStrategy(ModelParallelStrategy):
         return bool(value)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """From the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
-        # LightningModule.all_gather passes the world where its user passes nothing.
+        """Gather from the data-parallel ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
+        # LightningModule.all_gather passes the world if the user passes no group
         group = self.groups.data if group in (None, dist.group.WORLD) else group
         if sync_grads:
             return gather(_whole(tensor), group)
@@ -151,11 +151,11 @@ class ConnectedStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
         failure = self._watch.failure_elsewhere(exception) if self._watch is not None else None
-        if failure is not None:  # Lightning raises the one that it has: what it says is replaced
+        if failure is not None:  # Lightning raises the exception that it has, so its message is replaced
             exception.args = (f"{failure}\n{exception}",)
 
     def _report(self, exception: BaseException) -> None:
-        """Tell the other ranks, who then stop."""
+        """Report the failure to the other ranks, which then stop."""
         if self._watch is not None:
             if isinstance(exception, AgreedSIGTERM):
                 self._watch.stop()
@@ -163,12 +163,12 @@ class ConnectedStrategy(ModelParallelStrategy):
                 self._watch.report(exception)
 
     def _refusal(self, error: Exception) -> ShardError | None:
-        """What a user's code failed for, where that is the layout."""
+        """A better error, if a user's code failed because of the layout."""
         return None
 
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
-        """What a collective raises where another rank failed becomes an error that says so."""
+        """Turn errors of collectives, raised since another rank failed, into an error that names that failure."""
         assert self.lightning_module is not None
         try:
             with self._preemption.stopping(self.lightning_module.trainer):
@@ -193,5 +193,5 @@ class ConnectedStrategy(ModelParallelStrategy):
 
 
 def _whole(tensor: Any) -> Any:
-    """What is computed of a split weight or between split layers, such as a norm that is logged, as a plain tensor."""
+    """A plain tensor of what is computed from a split weight or between split layers, such as a logged norm."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,11 +1,12 @@
-"""If one rank fails, all stop, with the first cause.
+"""Stops all ranks if one fails, and reports the first cause.
 
-The rank that fails first says so in the process group's store. The others either run into a broken connection, or wait
-in a collective that will never end: a thread on every rank watches the store, and ends the process where its main
-thread doesn't end by itself.
+The first rank that fails writes its error to the process group's store. The other ranks either meet a broken
+connection, or wait in a collective that will never end. So a thread on every rank polls the store, and ends the process
+if its main thread doesn't end by itself.
 
-A process that is killed or stopped says nothing. So every thread also says once a second that its process is alive, and
-where its main thread is; a rank that has lost the others looks who is silent before it says what the first failure was.
+A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
+where its main thread is. A rank that has lost the others checks whose heartbeat has stopped before it reports what the
+first failure was.
 """
 
 from __future__ import annotations
@@ -22,42 +23,43 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
-from lightning_shard.plugin.running.rendezvous import Meeting
+from lightning_shard.plugin.running.rendezvous import Rendezvous
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0
 _SETTLE_S = 4.0
-"""How long a rank that has lost the others listens for signs of life, and for their accounts."""
+"""How long a rank that has lost the others waits for heartbeats and reports."""
 _GRACE_S = 10.0
 _CONNECT_S = 10.0
 
 
 class FailureWatch:
-    """Says and watches for a first failure among the ranks of one fit or evaluation; made by all ranks alike."""
+    """Reports and watches for the first failure among the ranks of one fit or evaluation; all ranks create one."""
 
     _made = 0
 
-    def __init__(self, meeting: Meeting) -> None:
-        # Ranks run the same fits in the same order; an earlier one's failure, caught and survived, isn't this one's.
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        # Ranks run the same fits in the same order, and a failure in an earlier fit may have been caught: so the
+        # number of the fit is part of the keys.
         FailureWatch._made += 1
         self._prefix = f"{_KEY}/{FailureWatch._made}"
-        self._meeting = meeting
-        self._rank = meeting.rank
+        self._rendezvous = rendezvous
+        self._rank = rendezvous.rank
         self._store = self._connect()
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._failing = False
         self._seen: str | None = None
-        """The first failure, by the thread: the store may go away after that."""
+        """The first failure, as the thread has read it: the store may vanish afterwards."""
         self._first: str | None = None
-        """The same, of another rank, once it has been reported."""
+        """The first failure, if it was another rank's; set by :meth:`report`."""
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
     def report(self, exception: BaseException) -> None:
-        """Say that this rank failed; where another was first, add its cause to the exception as a note."""
+        """Report that this rank failed. If another rank was first, add its cause to the exception as a note."""
         if self._failing:
-            return  # already said
+            return  # reported already
         self._failing = True
         cause = "".join(traceback.format_exception_only(exception)).strip()
         mine = f"rank {self._rank}: {cause}"
@@ -71,11 +73,11 @@ class FailureWatch:
         if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        if self._rank == 0 and not self._meeting.is_kept_by_an_agent:
+        if self._rank == 0 and not self._rendezvous.is_kept_by_an_agent:
             time.sleep(2 * _POLL_S)  # the store lives in this process: let the others read it
 
     def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
-        """After :meth:`report`: the first failure as an error of ours, where this one only follows from it."""
+        """After :meth:`report`: a RankFailure with the first failure, if ``exception`` is only its consequence."""
         if self._first is None or isinstance(exception, ShardError) or not lost_the_others(exception):
             return None
         return RankFailure(
@@ -84,12 +86,12 @@ class FailureWatch:
         )
 
     def stop(self) -> None:
-        """Watch no longer: the job ended well."""
+        """Stop watching: the run ended well."""
         if not self._stopped.is_set():
             with suppress(RuntimeError, dist.DistError):
-                self._store.set(self._ended_key(self._rank), "1")  # its silence is no failure
+                self._store.set(self._ended_key(self._rank), "1")  # a missing heartbeat is no failure then
         self._stopped.set()
-        # at the interpreter's exit, a thread in a call of the store ends the process with SIGABRT
+        # at interpreter exit, a thread inside a call of the store would end the process with SIGABRT
         self._thread.join(2 * _CONNECT_S)
 
     @property
@@ -97,8 +99,8 @@ class FailureWatch:
         return f"{self._prefix}/first_failure"
 
     def _connect(self) -> dist.Store:
-        # A connection of its own: the process group's may be held by a call that waits.
-        return self._meeting.connect(timedelta(seconds=_CONNECT_S))
+        # a separate connection, since a waiting call may hold the process group's
+        return self._rendezvous.connect(timedelta(seconds=_CONNECT_S))
 
     # The thread
 
@@ -112,7 +114,7 @@ class FailureWatch:
             if self._stopped.wait(_GRACE_S):
                 return
             if self._failing:
-                continue  # the main thread is about to end by itself
+                continue  # the main thread is about to end the process
             print(
                 f"[lightning_shard] rank {self._rank} stops {self._where()}, because of the first failure, on {first}",
                 file=sys.stderr,
@@ -121,7 +123,7 @@ class FailureWatch:
             os._exit(1)
 
     def _look(self, beat: str = "") -> str | None:
-        """The first failure, if there was one; a lost connection is one only where no new one can be made."""
+        """Write a heartbeat; returns the first failure, if any. A lost connection counts if a new one can't be made."""
         try:
             self._store.set(self._beat_key(self._rank), beat)
             return self._store.get(self._first_key).decode() if self._store.check([self._first_key]) else None
@@ -136,11 +138,11 @@ class FailureWatch:
 
     @property
     def _store_lost(self) -> str:
-        holder = "torchrun's agent" if self._meeting.is_kept_by_an_agent else "rank 0"
+        holder = "torchrun's agent" if self._rendezvous.is_kept_by_an_agent else "rank 0"
         return f"{holder}: the process that held the process group's store is gone."
 
     def _where(self) -> str:
-        """Where the main thread is: the innermost line."""
+        """The innermost line at which the main thread is."""
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return "nowhere"
@@ -150,9 +152,9 @@ class FailureWatch:
     # Who is silent
 
     def _who_was_first(self) -> str | None:
-        """The first failure that another rank has told of, or what can be said of ranks that tell nothing."""
+        """The first failure that another rank reports, or what can be found out about ranks that don't report."""
         self._store.set(self._lost_key(self._rank), "1")
-        # one looks, however many they are, and the others hear of it
+        # only one rank examines heartbeats, and the others wait for its report
         looks = self._store.compare_set(f"{self._prefix}/looks", "", str(self._rank)).decode() == str(self._rank)
         before = self._beats() if looks else {}
         stop = time.monotonic() + (_SETTLE_S if looks else 2 * _SETTLE_S)
@@ -175,9 +177,9 @@ class FailureWatch:
         return None
 
     def _beats(self) -> dict[int, str]:
-        """Each rank's last sign of life."""
+        """Each rank's last heartbeat."""
         beats = {}
-        for rank in range(self._meeting.world_size):
+        for rank in range(self._rendezvous.world_size):
             key = self._beat_key(rank)
             beats[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
         return beats
@@ -193,9 +195,10 @@ class FailureWatch:
 
 
 def lost_the_others(exception: BaseException) -> bool:
-    """Whether this comes of what a collective raises on a rank that can't reach another: the cause lies elsewhere.
+    """Whether an exception follows from a collective's error about an unreachable rank: then its cause lies elsewhere.
 
-    Gloo raises plain RuntimeErrors, told by their text (torch 2.13); those of NCCL and of stores have classes.
+    Gloo raises plain RuntimeErrors, which are recognized by their text (torch 2.13). Those of NCCL and stores have
+    classes of their own.
     """
     error: BaseException | None = exception
     seen: set[int] = set()
@@ -210,7 +213,7 @@ def lost_the_others(exception: BaseException) -> bool:
 
 
 def note_missing_state(exception: BaseException) -> None:
-    """On a stage before the last, tell a user's hook that ends something why what steps keep may be missing."""
+    """If a user's ``on_…_end`` hook fails on a stage before the last: note why state that steps keep may be missing."""
     note = (
         "With several pipeline stages, what a step does after calling the network runs on the last stage only: self.log"
         " reaches all stages, other state that a step keeps doesn't."

@@ -1,8 +1,8 @@
-"""Whether a run of code that may fail has failed on all of some ranks, or on some of them only.
+"""Finds out whether code that may fail has failed on all of some ranks, or only on some of them.
 
-What fails on all is left out on all. A rank that fails alone would leave out collectives that the others wait in, or
-would meet them in later ones. It can't ask them by a collective: they are in one of the run's own. So each says in the
-process group's store how its run went, and only one that failed waits for the others' answers.
+An error on all ranks is suppressed on all. A rank that failed alone would skip collectives in which the others wait, or
+meet them in later ones. It can't ask them by a collective, since they may be in one of the run's own. So each rank
+writes the outcome to the process group's store, and only a rank that failed waits for the others' outcomes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from lightning_shard.plugin.running.failure import lost_the_others
 _KEY = "lightning_shard/alike"
 _POLL_S = 0.05
 _WAIT_S = 5.0
-"""Ranks that fail at the same place come there about together: they have met in a collective just before."""
+"""Ranks that fail at the same place get there about together, since they met in a collective just before."""
 _CONNECT_S = 10.0
 
 Connect = Callable[[timedelta], dist.Store]
 
 
 class Attempts:
-    """Runs of one module's code by some ranks, which all make the same ones.
+    """Attempts to run one module's code, made by the same ranks in the same order.
 
     Args:
-        connect: Makes a connection of its own to a store that these ranks share.
-        rank: This one.
-        ranks: All of them.
+        connect: Opens a separate connection to a store that these ranks share.
+        rank: This rank.
+        ranks: All ranks that take part.
     """
 
     _series = 0
 
     def __init__(self, connect: Connect, rank: int, ranks: Collection[int]) -> None:
         self._connect = connect
-        # of an earlier module of this process, names may be the same; ranks lay out modules in the same order
+        # an earlier module of this process may use the same names; ranks lay out modules in the same order
         Attempts._series += 1
         self._prefix = f"{_KEY}/{Attempts._series}"
         self._rank = rank
@@ -49,17 +49,17 @@ class Attempts:
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
-        """Runs what is inside; an error is left out where all ranks have one.
+        """Run the code inside; suppress its error if all ranks have one.
 
         Raises:
-            Exception: This rank's own, where others have none, or don't say so in time.
+            Exception: This rank's error, if others have none, or don't report in time.
         """
         self._made[name] += 1
         prefix = f"{self._prefix}/{name}/{self._made[name]}"
         try:
             yield
         except Exception as error:
-            # what is known not to be of the code is told at once
+            # errors that aren't the code's own are raised at once
             if isinstance(error, torch.OutOfMemoryError) or lost_the_others(error):
                 raise
             if not self._failed_everywhere(prefix):
@@ -69,7 +69,7 @@ class Attempts:
                 )
                 raise
         else:
-            with suppress(RuntimeError, dist.DistError):  # nobody may need it
+            with suppress(RuntimeError, dist.DistError):  # maybe no other rank needs the outcome
                 self._connect(timedelta(seconds=_CONNECT_S)).set(f"{prefix}/{self._rank}", "passed")
 
     def _failed_everywhere(self, prefix: str) -> bool:

@@ -1,18 +1,18 @@
-"""A machine that is about to be taken away: all ranks save one checkpoint together, after the same step.
+"""Handles preemption: when a machine is about to be taken away, all ranks save one checkpoint after the same step.
 
-SIGTERM is what spot machines, Kubernetes, torchrun's agent and SLURM send before they kill; SLURM can be told to send
-SIGUSR1 (Lightning's ``requeue_signal``) some time before. It may reach some of the ranks only, each at another moment.
+Spot machines, Kubernetes, torchrun's agent and SLURM send SIGTERM before they kill. SLURM can be told to send SIGUSR1
+(Lightning's ``requeue_signal``) some time earlier. A signal may reach only some of the ranks, each at another moment.
 
-Lightning 2.6 acts at once, in the signal's handler, on the ranks that it reached: it broadcasts there, or saves there,
-in the middle of a step or of another save, where the other ranks are somewhere else. Here a handler notes the signal,
-no more. After each optimizer step the ranks ask each other whether one has been noted, instead of Lightning's own
-broadcast at each batch. So a save that is under way ends first, all ranks save the same step, and all stop.
+Lightning 2.6 acts at once, within the signal's handler, on the ranks that it reached: it broadcasts or saves there, in
+the middle of a step or of another save, while other ranks are elsewhere. Here the handler only sets a flag. After each
+optimizer step the ranks exchange their flags, which replaces Lightning's broadcast at each batch. So a running save
+finishes first, all ranks save the same step, and all stop.
 
-In the same exchange they ask for ``trainer.should_stop``. What sets it may run on one rank only: a step, of which the
-last stage alone sees the loss, or a callback that looks at a rank's own numbers. The others would wait for it for ever.
-And whether data ranks had gradients of the same parameters.
+The same exchange covers ``trainer.should_stop``, which may be set on one rank only: in a step, where only the last
+stage sees the loss, or by a callback that uses a rank's own numbers. The other ranks would wait for that rank forever.
+It also checks that data ranks had gradients of the same parameters, and that their optimizers have equal settings.
 
-Private parts of Lightning 2.6 replaced or used: ``trainer._signal_connector`` with its ``_sigterm_notifier_fn``,
+Private in Lightning 2.6, replaced or used: ``trainer._signal_connector`` with its ``_sigterm_notifier_fn``,
 ``_slurm_sigusr_handler_fn`` and ``received_sigterm``; ``epoch_loop._broadcast_sigterm_tensor``.
 """
 
@@ -41,11 +41,11 @@ __all__ = ["AgreedSIGTERM", "Preemption"]
 
 
 class AgreedSIGTERM(SIGTERMException):
-    """Ends the fit on all ranks after the same step, when they have saved: none need be told that another stops."""
+    """Ends the fit on all ranks after the same step and save, so it needn't be reported to the others as a failure."""
 
 
 class Preemption(callbacks.Callback):
-    """The strategy's own callback, behind all others: what was noted is acted upon when they have done their part."""
+    """The strategy's own callback. It comes after all others, and acts on the flags once they have run."""
 
     def __init__(self) -> None:
         self._sigterm = False
@@ -54,14 +54,14 @@ class Preemption(callbacks.Callback):
         self._agreed = False
 
     def take_over(self, trainer: pl.Trainer) -> None:
-        """Replace what Lightning would do, before it registers its handlers; once for each fit or evaluation."""
+        """Replace Lightning's handlers before it registers them; once for each fit or evaluation."""
         self._sigterm = self._requeue = self._stop = self._agreed = False
         connector: Any = trainer._signal_connector
 
         def note_sigterm(*_: Any) -> None:
             self._sigterm = True
             if trainer.state.fn != TrainerFn.FITTING:
-                # Nothing to save. The loop ends between two batches; the other ranks are told as of any failure.
+                # nothing to save: the loop ends between two batches, which is reported to other ranks like any failure
                 connector.received_sigterm = True
 
         def note_requeue(*_: Any) -> None:
@@ -75,16 +75,16 @@ class Preemption(callbacks.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
         if trainer_private.is_accumulating(trainer):
-            trainer.should_stop = False  # until the others hear of it; and gradients aren't saved
+            trainer.should_stop = False  # until the exchange tells the others; accumulated gradients aren't saved
             return
         layout = trainer.strategy.layout  # type: ignore[attr-defined]
         asked: list[SameGradients | SameSettings] = []
-        if layout.stage_size > 1:  # else nobody else has any of this stage's
+        if layout.stage_size > 1:  # otherwise no other rank has parts of this stage
             asked = [SameGradients(trainer.lightning_module, layout), SameSettings(trainer.optimizers, layout)]
-        sigterm, requeue, *heard = self._exchange(trainer, *chain.from_iterable(each.said for each in asked))
+        sigterm, requeue, *combined = self._exchange(trainer, *chain.from_iterable(each.flags for each in asked))
         for each in asked:
-            each.check(heard[: len(each.said)])
-            del heard[: len(each.said)]
+            each.check(combined[: len(each.flags)])
+            del combined[: len(each.flags)]
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
 
@@ -94,11 +94,11 @@ class Preemption(callbacks.Callback):
             self._exchange(trainer)
 
     def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
-        """Whether SIGTERM, the requeue signal, and what more is asked, are so on any rank; a collective call of all."""
+        """All-reduce the flags by "or": stop, SIGTERM, requeue and ``more``; returns all but stop. Collective."""
         ranks = Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
-        trainer.should_stop, *heard = ranks.any(self._stop, self._sigterm, self._requeue, *more)
+        trainer.should_stop, *combined = ranks.any(self._stop, self._sigterm, self._requeue, *more)
         self._stop = False
-        return heard
+        return combined
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False
@@ -117,12 +117,12 @@ class Preemption(callbacks.Callback):
             for logger in trainer.loggers:
                 logger.save()
             _requeue_job()
-        # Lightning's loops look at this when the step has ended, with all its hooks and logs
+        # Lightning's loops check this at the end of the step, after all its hooks and logs
         trainer._signal_connector.received_sigterm = self._agreed = sigterm
 
     @contextmanager
     def stopping(self, trainer: pl.Trainer) -> Iterator[None]:
-        """What the loops raise then becomes an error that says what it is, with the exit code of a process so ended."""
+        """Turn the loops' SIGTERMException into an AgreedSIGTERM, which has the exit code of a terminated process."""
         try:
             yield
         except SIGTERMException:
@@ -132,7 +132,7 @@ class Preemption(callbacks.Callback):
 
 
 def _exit_code(trainer: pl.Trainer) -> int:
-    """As of a process that SIGTERM has ended, so that nobody takes the job for done."""
+    """The exit code of a process that SIGTERM has ended, so that the job isn't taken for completed."""
     environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
     if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
         return 0  # Lightning's launcher kills its own process when one that it has started fails

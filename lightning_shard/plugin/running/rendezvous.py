@@ -1,17 +1,17 @@
-"""Where the ranks of this run meet: a store whose keys are of this run alone.
+"""Provides the ranks of a run with a store whose keys belong to this run alone.
 
-torchrun restarts its processes in rounds: after a failure, or when a machine comes or goes. Since torch 2.5 its agent
-keeps one store over all rounds and gives it to the processes, which put the keys of their process group there under the
-same names each time. (Seen in torch 2.13: ``rendezvous._create_c10d_store`` adds no prefix for the round, counting on a
-new store for each, and ``DynamicRendezvousHandler`` keeps its ``_shared_tcp_store_server``; pytorch issue 135712, pull
-request 135957.) So a rank may read where a rank of an earlier round listened, and is refused, or waits for ever.
-Nothing in the environment tells rounds apart: ``TORCHELASTIC_RESTART_COUNT`` is each agent's own count of failures.
+torchrun restarts its processes in rounds: after a failure, or when a machine joins or leaves. Since torch 2.5 its agent
+keeps one store over all rounds and passes it to the processes, which write the keys of their process group there under
+the same names each time. (Seen in torch 2.13: ``rendezvous._create_c10d_store`` adds no prefix for the round, expecting
+a new store for each, and ``DynamicRendezvousHandler`` keeps its ``_shared_tcp_store_server``; pytorch issue 135712,
+pull request 135957.) So a rank may read the address of a rank of an earlier round, and is refused, or waits forever.
+Nothing in the environment identifies the round: ``TORCHELASTIC_RESTART_COUNT`` is each agent's own count of failures.
 
-Here the ranks of a round agree on a name, and all keys get that as a prefix. What is left of earlier rounds can't
-mislead them: rank 0 answers to a key that only the asking process knows, and counts a rank as present when that process
-has taken the answer, under a key that has the round's name in it.
+Here the ranks of a round agree on a random name, which becomes the prefix of all keys. Leftovers of earlier rounds do
+no harm: rank 0 answers under a key that only the asking process knows, and counts a rank as present once that process
+has confirmed the answer, under a key that contains the round's name.
 
-Private in torch, and used here: the environment variable ``TORCHELASTIC_USE_AGENT_STORE``.
+Private in torch, used here: the environment variable ``TORCHELASTIC_USE_AGENT_STORE``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _POLL_S = 0.02
 _POLL_MAX_S = 0.5
 
 _agreed: str | None = None
-"""The round of this process, which lives in one only."""
+"""The name of this process's round. A process belongs to one round only."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the store is, and who meets there."""
+class Rendezvous:
+    """The store's address, and the ranks that use it."""
 
     address: str
     port: int
@@ -46,11 +46,14 @@ class Meeting:
 
     @property
     def is_kept_by_an_agent(self) -> bool:
-        """Whether the store outlives its processes. Else rank 0 makes one, and torch's own rendezvous does."""
+        """Whether torchrun's agent keeps the store, so that it outlives the processes.
+
+        Otherwise rank 0 creates a store, in torch's own rendezvous.
+        """
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def connect(self, timeout: timedelta | None = None) -> dist.Store:
-        """A connection of its own to the store, for keys of this round; the first one is collective over all ranks.
+        """Open a separate connection to the store, for keys of this round. The first call is collective over all ranks.
 
         Raises:
             RankFailure: Some ranks didn't come in time.
@@ -67,7 +70,7 @@ class Meeting:
 
 
 def agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A new name that the present ranks share, over a store that may hold anything of earlier ones; collective.
+    """Agree on a new name among the present ranks, over a store that may hold any leftovers. A collective call.
 
     Raises:
         RankFailure: Some ranks didn't come in time.
@@ -86,7 +89,7 @@ def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
             if not store.check([_asks(rank)]):
                 continue
             process = store.get(_asks(rank)).decode()
-            if answered.get(rank) != process:  # it may be one of an earlier round, which nobody is any longer
+            if answered.get(rank) != process:  # the key may stem from a process of an earlier round, which is gone
                 answered[rank] = process
                 store.set(_answer(process), name)
                 pause_s = _POLL_S

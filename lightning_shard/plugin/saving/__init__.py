@@ -1,1 +1,1 @@
-"""Lightning's state to and from checkpoints."""
+"""Writes Lightning's state to checkpoints, and restores it."""

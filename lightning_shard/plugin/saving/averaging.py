@@ -1,9 +1,9 @@
-"""Lightning's weight averaging callbacks, over this rank's part of a module that is cut and sharded.
+"""Makes Lightning's weight averaging callbacks average this rank's shards of a module that is cut and sharded.
 
-They copy the module when they are set up, which is before it is sharded. Here that copy isn't made, and once the module
-is assembled they are given an average of its sharded parameters instead, which lies beside them on the same device.
+The callbacks copy the module in their setup, which is before it is sharded. Here that copy is suppressed. Once the
+module is assembled, the callbacks get an average of its sharded parameters, with the same sharding on the same device.
 
-Private parts of Lightning 2.6 used here: ``_average_model`` of both callbacks, the names by which their modules copy,
+Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, the names by which their modules copy,
 ``StochasticWeightAveraging._scheduler_state`` and ``_clear_schedulers``, ``fit_loop.restarted_mid_epoch``.
 """
 
@@ -29,7 +29,7 @@ from lightning_shard.plugin.saving.state import fill
 
 
 def postpone_copies(callbacks: Iterable[pl.Callback]) -> None:
-    """Before callbacks are set up: have those that average copy nothing then."""
+    """Before callbacks are set up: keep averaging callbacks from copying the module then."""
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             vars(callback)["setup"] = partial(_set_up, callback)
@@ -45,20 +45,20 @@ def average_shards(callbacks: Iterable[pl.Callback], module: pl.LightningModule)
 
 
 def drop_replaced_schedulers(trainer: pl.Trainer) -> None:
-    """After callbacks were restored and before schedulers are: those that averaging had replaced when it was saved.
+    """Drop schedulers that averaging had replaced when it was saved: after callbacks were restored, before schedulers.
 
-    Lightning does so in ``on_fit_start``, which knows of them only where restoring comes before the strategy's setup.
+    Lightning does it in ``on_fit_start``, which knows these only if restoring comes before the strategy's setup.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
             callback._clear_schedulers(trainer)
 
 
-def go_on_averaging(trainer: pl.Trainer) -> None:
-    """In mid-epoch, after the loops were restored: have SWA's schedule take over again.
+def resume_averaging(trainer: pl.Trainer) -> None:
+    """In mid-epoch, after the loops were restored: make SWA's schedule take over again.
 
-    It does so in the hook of an epoch's begin, which Lightning leaves out there: the rest of the epoch would be trained
-    by the module's own scheduler, and SWA's would be a step behind from then on.
+    It does so in the epoch-start hook, which Lightning skips there. Otherwise the rest of the epoch would be trained by
+    the module's own scheduler, and SWA's would be a step behind from then on.
     """
     if not trainer.fit_loop.restarted_mid_epoch:
         return
@@ -69,13 +69,13 @@ def go_on_averaging(trainer: pl.Trainer) -> None:
             (optimizer,) = trainer.optimizers
             rates = [group["lr"] for group in optimizer.param_groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            # the scheduler takes a step when it is made
+            # creating the scheduler takes a step
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
 
 class _Postponed:
-    """In place of an AveragedModel that would copy the module: what it was to be made with."""
+    """Replaces an AveragedModel that would copy the module; keeps the arguments."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def _set_up(callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, s
     del vars(callback)["setup"]
     with (
         _in_place_of(weight_averaging, "AveragedModel", _Postponed),
-        # it would call configure_model, which the Trainer does next, to have all there is to copy
+        # otherwise it would call configure_model, which the Trainer does next, so that there is a model to copy
         _in_place_of(weight_averaging, "is_overridden", lambda *_: False),
         _in_place_of(stochastic_weight_avg, "deepcopy", lambda _: None),
     ):
@@ -112,20 +112,20 @@ def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class ShardedCopy(nn.Module):
-    """Copies of a module's parameters and buffers, sharded like them and without anything that computes."""
+    """Copies of a module's parameters and buffers with the same sharding, but without code that computes."""
 
     def __init__(self, live: pl.LightningModule) -> None:
         super().__init__()
         reshard(live)
-        self._live = (live,)  # not a part of this module
+        self._live = (live,)  # in a tuple, so that it isn't registered as a submodule
         self._copies = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in live.named_parameters()}
         self._buffer_copies = {name: buffer.detach().clone() for name, buffer in live.named_buffers()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCopy:
-        return self  # AveragedModel copies what it is given
+        return self  # AveragedModel deep-copies its argument
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        reshard(self._live[0])  # who walks over these does so over the module's own beside them
+        reshard(self._live[0])  # callers zip these with the module's own parameters
         return iter(self._copies.values())
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
@@ -134,7 +134,7 @@ class ShardedCopy(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The module's own with the copies in it; what is no parameter or buffer is the module's present state."""
+        """The module's own with the copies in it; values that aren't parameters or buffers are the module's current."""
         (live,) = self._live
         copies = self._by_live_tensor()
         state = {} if destination is None else destination
@@ -156,7 +156,7 @@ class ShardedCopy(nn.Module):
 
 
 class ShardedAverage(AveragedModel):
-    """torch's average of a model, of sharded parameters."""
+    """torch's average of a model, for sharded parameters."""
 
     averages_parts = True
 
@@ -178,6 +178,6 @@ class ShardedAverage(AveragedModel):
 def _one_by_one(
     function: Callable[[list[Tensor], list[Tensor], Any], None], average: Tensor, current: Tensor, count: Any
 ) -> Tensor:
-    """A function of lists on one pair: lists would mix DTensors of several meshes and plain buffers."""
+    """Call a function of lists on one pair: lists would mix DTensors on several meshes and plain buffers."""
     function([average], [current], count)
     return average

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints in this package's format."""
+"""Reads and writes Lightning's checkpoints in this package's format: the CheckpointIO plugin."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SEVERAL_RANKS = (
 
 @dataclass(frozen=True)
 class Site:
-    """Where a strategy's rank stands, as far as saving needs to know.
+    """What saving needs to know of a strategy's rank.
 
     Attributes:
         mesh: The mesh of the ranks that hold this rank's stage.
-        gather_over_stages: Every stage's value; collective over the pipeline.
-        places: Each parameter's place in the whole module.
-        timeout: Of collective operations.
-        host: All ranks, over gloo: nccl alone would have the first rank join what all wrote.
+        gather_over_stages: All-gathers a value over the pipeline.
+        places: Each parameter's index in the whole module.
+        timeout: The timeout of collective operations.
+        host: All ranks, over gloo. With NCCL alone, rank 0 would have to join what all ranks wrote.
     """
 
     mesh: DeviceMesh
@@ -62,26 +62,26 @@ class ShardedCheckpointIO(CheckpointIO):
 
     Args:
         storage_options: For the fsspec filesystem of the path. They may hold secrets, which no text of this object
-            shows; a pickle of it holds them, since processes that Lightning spawns need them.
-        asynchronous: Let training go on once the tensors have been copied to the CPU, and write them in the background;
-            takes memory for one copy of a rank's part. A save waits for the one before it; what goes wrong is raised
-            by the next save, or at the end of the fit. Outside of a fit, saves are written before they return.
-        local: A folder of a fast disk: one for all ranks, or each machine's own. A save is committed there first, then
-            carried to its path, in the background where saves are ``asynchronous``; the next save waits for that. The
-            two newest stay there, and those that weren't carried. What can't be carried is raised as a failed save. A
-            resume takes the local copy where it is whole, and newer or the same, else what is at the path, and says
-            which; what isn't at the path is carried there first. Who begins a run anew in a folder that was used
-            removes both.
+            shows. A pickle of it holds them, since processes that Lightning spawns need them.
+        asynchronous: Training continues once the tensors are copied to the CPU; they are written in the background.
+            Takes memory for one copy of a rank's part. A save waits for the previous one. A failed write raises in the
+            next save, or at the end of the fit. Outside of a fit, saves are written before they return.
+        local: A folder on a fast disk: one shared by all ranks, or each machine's own. A save is committed there first,
+            then carried to its path, in the background if saves are ``asynchronous``; the next save waits for that. The
+            two newest copies stay there, and those that weren't carried. A copy that can't be carried raises as a
+            failed save. A resume reads the local copy if it is complete, and as new as the one at the path or newer;
+            otherwise the one at the path. It logs which, and first carries what isn't at the path. To start a run from
+            scratch in a folder that was used, remove both copies.
         fsync: Sync files and folders to disk before the checkpoint counts; ``False`` for scratch.
         digests: Write a digest of every block, checked on load.
-        share_reads: What several ranks need alike when a checkpoint is loaded, one of them reads and passes on to the
-            others. None: if the store is reached through a network, as object stores are; worth trying on file systems
-            that many machines mount.
-        exclude_frozen: Leave out parameters that don't train and are still what they were at the start, as for
-            fine-tuning a large frozen model: whoever builds the module anew has them. The checkpoint says which and
-            with what content; it is refused where the module has others, and there is no ``base``.
-        base: A checkpoint, safetensors file or transformers folder that holds the frozen parameters; they are compared
-            with it at the first save, and taken from it where the module has others.
+        share_reads: When loading, let one rank read what several ranks need, and pass it on to the others. None: if the
+            store is reached through a network, as object stores are; worth trying on file systems that many machines
+            mount.
+        exclude_frozen: Leave out parameters that don't train and still have their initial values, as when a large
+            frozen model is fine-tuned: whoever builds the module again has them. The checkpoint records which, and
+            their content. It is refused by a module with other values, unless there is a ``base``.
+        base: A checkpoint, safetensors file or transformers folder that holds the frozen parameters. They are compared
+            with it at the first save, and loaded from it where the module has others.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedCheckpointIO(CheckpointIO):
                 " False: leave that out, or local."
             )
         self.local = None if local is None else LocalTier.at(local, self._storage_options)
-        """Where the copies are that lie nearer than the checkpoints' own paths."""
+        """Where local copies are kept, on disks nearer than the checkpoints' paths."""
         self._fsync = fsync
         self._digests = digests
         self._share_reads = share_reads
@@ -117,25 +117,25 @@ class ShardedCheckpointIO(CheckpointIO):
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """For the filesystem of checkpoints' paths, credentials included: not for logs."""
+        """For the filesystem of checkpoints' paths, credentials included: don't log them."""
         return dict(self._storage_options)
 
     def connect(self, site: Site, *, fitting: bool) -> None:
-        """Told by the strategy at setup."""
+        """Called by the strategy at setup."""
         self._site = site
         self._fitting = fitting
 
     @property
     def under_way(self) -> str:
-        """The path of the save that this rank writes in the background; empty where there is none."""
+        """The path of the save that this rank is writing in the background; empty if there is none."""
         return self._last_path if self._saver is not None and not self._saver.done() else ""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write Lightning's checkpoint; a collective call over all ranks where a strategy is connected.
+        """Write Lightning's checkpoint; a collective call over all ranks if a strategy is connected.
 
         Raises:
-            UnsupportedStateError: A value that JSON with tags can't hold; names its key and the way out.
-            CheckpointError: It couldn't be written; the one that was at ``path`` before is still there.
+            UnsupportedStateError: A value that JSON with tags can't hold; names its key and the remedy.
+            CheckpointError: It couldn't be written. The checkpoint that was at ``path`` before is still there.
         """
         if self._site is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigurationError(SEVERAL_RANKS)
@@ -152,7 +152,7 @@ class ShardedCheckpointIO(CheckpointIO):
             extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
             if described is not None:
                 described = merge_stages(site.gather_over_stages(described), site.places)
-        rest.pop("hparams_type", None)  # a class; its values are saved as plain ones
+        rest.pop("hparams_type", None)  # a class; the hyperparameters' values are saved as plain ones
         rest, sharded = lift(rest, "state", with_siblings=True)
         if site is not None:
             rest = merge_over_stages(rest, site.gather_over_stages)
@@ -186,16 +186,16 @@ class ShardedCheckpointIO(CheckpointIO):
             if carry is not None:
                 carry(Ranks.of())
             if site is None:
-                forget_listings(path, self._storage_options)  # Lightning's own callbacks ask which names are taken
+                forget_listings(path, self._storage_options)  # Lightning's callbacks list which names are taken
 
     @contextlib.contextmanager
     def _taken(self, path: str) -> Iterator[None]:
-        """Make a local checkpoint's folder at once, for Lightning's own callbacks, to whom a name is free without."""
+        """Create a local checkpoint's folder at once: without it, Lightning's own callbacks consider its name free."""
         store = open_store(path, self._storage_options)
         if not (isinstance(store, LocalStore) and Ranks.of().first):
             yield
             return
-        with contextlib.suppress(OSError):  # the save tells
+        with contextlib.suppress(OSError):  # the save itself reports it
             store.make(durable=self._fsync)
         try:
             yield
@@ -204,7 +204,7 @@ class ShardedCheckpointIO(CheckpointIO):
             raise
 
     def wait(self) -> None:
-        """Until a save that is being written in the background is committed; a collective call.
+        """Wait until a save in the background is committed; a collective call.
 
         Raises:
             CheckpointError: It failed.
@@ -218,13 +218,16 @@ class ShardedCheckpointIO(CheckpointIO):
             self._saver.drain()
 
     def open_checkpoint(self, path: Any, *, together: bool = False, whole: bool = False) -> dict[str, Any]:
-        """Lightning's checkpoint, or its ``.ckpt``, or a file of weights alone, with its tensors still in the store.
+        """Open Lightning's checkpoint, a ``.ckpt``, or a file of weights alone, with lazy tensors.
 
-        ``together``: on all ranks, of which the first reads the manifest; a collective call. ``whole``: with frozen
-        parameters that were left out, from where they came.
+        Args:
+            together: On all ranks, of which rank 0 reads the manifest; a collective call.
+            whole: Include frozen parameters that were left out, from their source.
 
-        ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`, ``"optimizer_tensors"`` those of
-        ``"optimizer_states"``; ``"rank_state"`` this rank's generators, where the same layout saved them.
+        Returns:
+            Lightning's dict. ``"state_dict"`` holds :class:`~lightning_shard.checkpoint.StoredTensor`,
+            ``"optimizer_tensors"`` those of ``"optimizer_states"``; ``"rank_state"`` this rank's generators, if the
+            same layout saved them.
         """
         on_all_ranks = ckpt.all_or_none if together else contextlib.nullcontext
         with on_all_ranks():
@@ -254,10 +257,10 @@ class ShardedCheckpointIO(CheckpointIO):
         return loaded
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """The whole checkpoint in memory, as strategies that load on one process expect it.
+        """Load the whole checkpoint into memory, as strategies that load on one process expect it.
 
-        Optimizer states written by the strategy are named by parameter, which such strategies can't place: they are
-        left out.
+        Optimizer states that this package's strategy wrote are left out: they are named by parameter, and such
+        strategies can't assign them.
         """
         loaded = self.open_checkpoint(path, whole=True)
         loaded["state_dict"] = {
@@ -274,9 +277,9 @@ class ShardedCheckpointIO(CheckpointIO):
         return {"state_dict": state_dict, **rest}
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint; behind a save that is under way, and only if that succeeds, for it may replace it.
+        """Remove a checkpoint, after a running save and only if that succeeds, as it may replace this one.
 
-        Of its copies on machines' own disks the one of this machine: the others go when two newer ones are there.
+        Of the copies on machines' local disks, only this machine's is removed. The others go once two newer ones exist.
         """
 
         path = absolute(path)
@@ -289,14 +292,14 @@ class ShardedCheckpointIO(CheckpointIO):
         self.after_save(remove)
 
     def after_save(self, action: Callable[[], None]) -> None:
-        """Do something behind a save that is under way, if that succeeds; now where none is. On this rank alone."""
+        """Run an action after the running save, if that succeeds; now if there is none. On this rank alone."""
         if self._saver is not None:
             self._saver.then(action)
         else:
             action()
 
     def teardown(self) -> None:
-        """The end of a fit or an evaluation: what is under way is brought to its end."""
+        """End a fit or an evaluation: completes a running save."""
         saver, self._saver, self._fitting = self._saver, None, False
         if saver is not None:
             saver.close()

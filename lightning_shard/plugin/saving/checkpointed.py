@@ -1,4 +1,4 @@
-"""The half of the strategy that saves and restores: state by name, to and from a :class:`ShardedCheckpointIO`."""
+"""The strategy's base class for saving and restoring: state by name, through a :class:`ShardedCheckpointIO`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Sit
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.saving.own_loading import (
-    carried,
+    as_lazy,
+    as_stored,
     edits_checkpoints,
-    keep_plain,
-    left_by_hooks,
     loads_itself,
+    replace_lazy,
 )
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
@@ -50,20 +50,20 @@ _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 class CheckpointedStrategy(ConnectedStrategy):
     """Saves this rank's part of the state under the module's own names, and restores it on any layout.
 
-    What it saves, the whole strategy sets: the assembly, and the names of parameters that optimizers hold.
+    Subclasses set what is saved: the assembly, and the names of the parameters that optimizers hold.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._assembly: Assembly | None = None
         self._names: dict[int, str] = {}
-        """``id(parameter)`` to name, of this rank's parameters; the strategy's optimizers are made of these."""
+        """``id(parameter)`` to name, of this rank's parameters, which are those that its optimizers hold."""
         self._generators: dict[str, Tensor] | None = None
-        """Of this rank, loaded and not yet put to use."""
+        """This rank's generator states, loaded and not restored yet."""
         self._loaded_from = ""
         """The path of the checkpoint that was loaded last."""
-        self._gave_carried = False
-        """Whether hooks were given a checkpoint's tensors that are read when they are used."""
+        self._gave_lazy = False
+        """Whether hooks were given lazy tensors of a checkpoint."""
         self._left_out: Frozen | None = None
 
     @property
@@ -87,7 +87,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         return True
 
     def _report(self, exception: BaseException) -> None:
-        # before the others are told, who then stop: the save that is under way needs them
+        # before the failure is reported, which stops the other ranks: a save in the background needs them
         try:
             self.checkpoint_io.drain()
         except Exception as error:
@@ -101,12 +101,12 @@ class CheckpointedStrategy(ConnectedStrategy):
             super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part: DTensors for what is sharded, under the module's own names."""
+        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names."""
         assert self.lightning_module is not None
         failing = sys.exc_info()[1]
         if isinstance(failing, Exception) and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            # A callback that saves on an exception, before the strategy is told: the other ranks won't come to this
-            # save.
+            # A callback saves on an exception, before Lightning has told the strategy of it. The other ranks won't
+            # join this save, so the failure must be reported first.
             self.on_exception(failing)
         state = self.lightning_module.state_dict()
         others = self._saved_by_other_stages()
@@ -131,7 +131,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {
             key: same_on_data_ranks(checkpoint[key], parameters, self.groups.gradient)
-            for key in ("state_dict", "current_model_state")  # the second is the first's where that is an average
+            for key in ("state_dict", "current_model_state")  # the latter: the module's, where the former is an average
             if key in checkpoint
         }
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
@@ -139,7 +139,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         own: dict[str, Any] = {"seed": self._seed}
         if self.checkpoint_io.exclude_frozen:
             states["state_dict"], own["excluded"] = self._frozen().leave_out(states["state_dict"])
-        if self.is_global_zero:  # whose state is the one that is saved
+        if self.is_global_zero:  # whose state is saved
             states[TRANSFORMERS_KEY] = describe(
                 self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
             )
@@ -168,25 +168,25 @@ class CheckpointedStrategy(ConnectedStrategy):
 
         load_together(pairs)
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
-        self._gave_carried = edits_checkpoints(module)
-        if self._gave_carried:
-            loaded["state_dict"] = carried(loaded["state_dict"])
+        self._gave_lazy = edits_checkpoints(module)
+        if self._gave_lazy:
+            loaded["state_dict"] = as_lazy(loaded["state_dict"])
         return loaded
 
     def _keep_loaded(self) -> None:
-        """After all hooks of loading: what they have kept of a checkpoint is read now, while it is there."""
-        if self._gave_carried:
-            self._gave_carried = False
+        """After all loading hooks: read the lazy tensors that they have kept, while the checkpoint still exists."""
+        if self._gave_lazy:
+            self._gave_lazy = False
             assert self.lightning_module is not None
-            keep_plain(self.lightning_module, *self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+            replace_lazy(self.lightning_module, *self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        keep_plain(self.lightning_module)
+        replace_lazy(self.lightning_module)
         reshard(self.lightning_module)
         stages = self._assembly.stages if self._assembly else None
         names = self._names_of_other_stages()
-        stored = left_by_hooks(checkpoint["state_dict"])
+        stored = as_stored(checkpoint["state_dict"])
         prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
         stored = {prefix + name: value for name, value in stored.items()}
         excluded = excluded_of(checkpoint, stored)
@@ -209,7 +209,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
-        if not states:  # as where a Trainer that only evaluated saved, or on_load_checkpoint has dropped them
+        if not states:  # e.g. saved by a Trainer that only evaluated, or dropped by on_load_checkpoint
             if not checkpoint.get(WEIGHTS_ALONE):
                 rank_zero_warn("The checkpoint has no optimizer's state: optimizers begin anew, as in plain Lightning.")
             return
@@ -246,7 +246,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def _check_ties(self) -> None:
-        """Whether the copies of tied parameters are equal still; a collective call over the pipeline."""
+        """Check that the copies of tied parameters are still equal; a collective call over the pipeline."""
         if self._assembly is not None and self._assembly.is_tied_over_stages:
             assert self.lightning_module is not None
             reshard(self.lightning_module)
@@ -255,11 +255,11 @@ class CheckpointedStrategy(ConnectedStrategy):
             check_copies(tied, self.optimizers, self.groups.gather_over_stages)
 
     def _saved_by_other_stages(self) -> Collection[str]:
-        """Names that are here too."""
+        """State-dict names that this rank holds too, but another one saves."""
         return () if self._assembly is None else self._assembly.saved_elsewhere
 
     def _frozen(self) -> Frozen:
-        """The module's frozen parameters; what they are at the first call is what they began as."""
+        """The module's frozen parameters; the first call records their initial values."""
         if self._left_out is None:
             assert self.lightning_module is not None
             io = self.checkpoint_io

@@ -1,7 +1,7 @@
-"""``LightningModule.load_from_checkpoint`` takes a checkpoint of ours too, by its directory, local or in any store.
+"""Makes ``LightningModule.load_from_checkpoint`` accept a sharded checkpoint by its directory, local or in any store.
 
-Private in Lightning 2.6, and replaced here: ``lightning.pytorch.core.saving.pl_load``, by which it reads a file. Files
-are read as ever; what isn't one, and was an error, is looked at.
+Private in Lightning 2.6, replaced here: ``lightning.pytorch.core.saving.pl_load``, by which it reads a file. Files are
+read as before. A path that isn't a file, which was an error, is tried as a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _READER = "lightning.pytorch.core.saving"
 
 
 def take_over_reading() -> None:
-    """Once Lightning is imported; imports nothing."""
+    """Install the reader, once Lightning is imported; imports nothing."""
     saving: Any = sys.modules.get(_READER)
     if saving is None or getattr(saving.pl_load, "of_lightning_shard", False):
         return
@@ -23,7 +23,7 @@ def take_over_reading() -> None:
     def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         try:
             return read_file(path, map_location=map_location, weights_only=weights_only)
-        except OSError as error:  # a folder, or what isn't there under this very name
+        except OSError as error:  # a directory, or no file of exactly this name
             if not isinstance(path, (str, os.PathLike)):
                 raise
             found = _read_ours(path, map_location)
@@ -36,9 +36,9 @@ def take_over_reading() -> None:
 
 
 def take_over_command_line() -> None:
-    """Have LightningCLI take hyperparameters from a checkpoint of ours as it does from a file; imports nothing.
+    """Make LightningCLI take hyperparameters from a sharded checkpoint as it does from a file; imports nothing.
 
-    Private in Lightning 2.6: ``LightningCLI._parse_ckpt_path``, which looks at files only.
+    Private in Lightning 2.6: ``LightningCLI._parse_ckpt_path``, which handles files only.
     """
     cli: Any = sys.modules["lightning.pytorch.cli"].LightningCLI
     parse_file = cli._parse_ckpt_path
@@ -66,7 +66,7 @@ def take_over_command_line() -> None:
 
 
 def _read_ours(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any] | None:
-    """Lightning's dict with tensors on the CPU, or on the device of ``map_location``; None where none of ours is."""
+    """Lightning's dict, tensors on the CPU or on device ``map_location``; None if no sharded checkpoint is there."""
     import torch
     from torch import Tensor
 

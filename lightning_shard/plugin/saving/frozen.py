@@ -1,8 +1,9 @@
-"""Frozen parameters that checkpoints leave out: ``ShardedCheckpointIO(exclude_frozen=True)``.
+"""Leaves frozen parameters out of checkpoints: ``ShardedCheckpointIO(exclude_frozen=True)``.
 
-A parameter is left out if it doesn't train and is, byte for byte, what it was when the module was first laid out (or
-what ``base`` has): then whoever builds the module anew has it. One that was trained and then frozen is saved. The
-checkpoint says what is left out, with each one's content, so that it never goes on with other weights.
+A parameter is left out if it doesn't train and still has, byte for byte, the value that it had when the module was
+first laid out (or that ``base`` has): then whoever builds the module again has it. A parameter that was trained and
+then frozen is saved. The checkpoint lists what is left out, with a digest of each one's content, so that a run never
+resumes with other weights.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from lightning_shard.sharding import local_tensor
 
 Result = TypeVar("Result")
 _BEGINNING = "_lightning_shard_frozen"
-"""The attribute of a module that keeps its :class:`_Beginning`, for each fit of it."""
+"""The attribute of a module that holds its :class:`_Beginning`; it outlives a single fit."""
 
 
 @dataclass(frozen=True)
 class _Beginning:
-    """What the parameters of this rank's part were when the module was first laid out, or filled.
+    """The values of this rank's parameters when the module was first laid out, or last filled from a checkpoint.
 
     Attributes:
         digests: By name; a parameter without one is saved.
-        base: The checkpoint that holds them all; None: they are what the module was built with.
+        base: The checkpoint that holds them all; None: the module was built with these values.
     """
 
     digests: dict[str, str]
@@ -50,8 +51,8 @@ class Frozen:
     """The frozen parameters of this rank's part of a module.
 
     Args:
-        mesh: The ranks that hold this same part.
-        base: The checkpoint that the user says holds them.
+        mesh: The ranks that hold the same stage.
+        base: The checkpoint that holds them, according to the user.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class Frozen:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     def begin_with(self, path: str, without: Collection[str]) -> None:
-        """The module has been filled from a checkpoint of weights, but for the names that this is ``without``."""
+        """Record that the module was filled from a checkpoint of weights, except for the names in ``without``."""
         self._begin({name: p for name, p in self._parameters().items() if name not in without}, path)
 
     def leave_out(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Record | None]:
-        """A state dict without what is left out, and what is said of that; a collective call over all ranks."""
+        """Split a state dict; returns what is saved, and a record of what is left out. Collective over all ranks."""
         frozen = {name for name, p in self._parameters().items() if not p.requires_grad}
         own = {name: state[name] for name in state if name in frozen and isinstance(state[name], Tensor)}
         beginning = self._beginning.digests
@@ -126,7 +127,7 @@ class Frozen:
         return {name: value for part in _everywhere(tell) for name, value in part.items()}
 
     def _check_base(self, tensors: Mapping[str, Tensor], told: Mapping[str, dict[str, Any]]) -> None:
-        """The base has what is left out, byte for byte: read once, a parameter at a time."""
+        """Check once that the base holds what is left out, byte for byte; reads one parameter at a time."""
         with ckpt.all_or_none():
             assert self._base is not None
             base = ckpt.read(self._base, storage_options=self._options)
@@ -141,12 +142,12 @@ class Frozen:
         self._base_checked = True
 
     def complete(self, stored: Mapping[str, Any], record: Record) -> dict[str, Any]:
-        """What is to be loaded: nothing for parameters that the module has as they were, else the base's.
+        """Add to ``stored`` what was left out: nothing if the module has it, otherwise the base's tensors.
 
         A collective call over all ranks.
 
         Raises:
-            StateMismatchError: The module has other frozen weights, and there is no base to take them from.
+            StateMismatchError: The module has other frozen weights, and there is no base to load them from.
         """
         self._loaded_base = record["base"]
         wrong = self.differing(record)
@@ -161,7 +162,7 @@ class Frozen:
         return {**stored, **others}
 
     def differing(self, record: Record) -> list[str]:
-        """The names of those left out that this module, over all ranks, hasn't with the content they had."""
+        """The names of left-out parameters that differ in this module, on any rank, from the recorded content."""
         own = {name: p.detach() for name, p in self._parameters().items() if name in record["tensors"]}
         contents = content_of_all(own, self._mesh)
         told = record["tensors"]
@@ -174,16 +175,16 @@ class Frozen:
         ]
 
     def check(self, record: Record) -> None:
-        """After loading: the module has what was left out, and begins with it; a collective call over all ranks."""
+        """After loading: check that the module has what was left out, and record it. Collective over all ranks."""
         if wrong := self.differing(record):
             raise StateMismatchError(_other_weights(wrong, record))
         if self._loaded_base is not None:
-            # what isn't in the record may not be in the base either
+            # parameters that aren't in the record may be missing in the base too
             held = {name: p for name, p in self._parameters().items() if name in record["tensors"]}
             self._begin(held, self._loaded_base)
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Of this rank's part of frozen and other tensors."""
+        """Digests of this rank's parts of tensors."""
         return {name: digest(byte_view(_plain(local_tensor(tensor)))) for name, tensor in tensors.items()}
 
 
@@ -192,12 +193,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _everywhere(work: Callable[[], Result]) -> list[Result]:
-    """What it gives on every rank; a collective call that raises on all ranks where it fails on one."""
+    """The results of ``work`` on all ranks; a collective call that raises on all ranks if it fails on one."""
     return together(Ranks.of(), work, list)
 
 
 def _warn_of_unknown_source(record: Record) -> None:
-    """Where only the run's own program can make what is left out."""
+    """Warn if only the program of this run can recreate what is left out."""
     known = tuple(record["origins"])
     names = [name for name in record["tensors"] if not name.startswith(known)]
     if names and record["base"] is None:
@@ -220,7 +221,7 @@ def _other_weights(names: list[str], record: Record) -> str:
 
 
 def _origins(module: nn.Module) -> dict[str, str]:
-    """Where transformers models in the module came from, by the beginning of their tensors' names."""
+    """Where transformers models in the module were loaded from, by the prefix of their tensors' names."""
     known = sys.modules.get("transformers.modeling_utils")
     found: dict[str, str] = {}
     if known is None:

@@ -1,22 +1,22 @@
-"""Lightning's ModelCheckpoint where a checkpoint is a directory, on the local disk or on any store.
+"""Extends Lightning's ModelCheckpoint to checkpoints that are directories, on the local disk or on any store.
 
-What Lightning 2.6 does there, and is done otherwise here:
+In these cases Lightning 2.6 does the following, which is replaced here:
 
-- It makes filesystems without storage options, and takes ``file://`` for the name of a folder.
-- It looks for ``last`` by paths that it has normalised as if they were of the local disk, and asks a store when a
-  directory was modified, which object stores don't know.
-- It takes every path that exists for a checkpoint; one without a manifest is none.
-- ``save_last="link"`` leads nowhere while what it led to is removed, and isn't there while it is made anew.
+- It creates filesystems without storage options, and takes ``file://`` for the name of a folder.
+- It searches for ``last`` by paths that it normalises like local ones, and asks a store when a directory was modified,
+  which object stores don't know.
+- It takes every existing path for a checkpoint. One without a manifest isn't.
+- ``save_last="link"`` dangles while its target is being removed, and doesn't exist while it is being replaced.
 - On an exception it saves over a checkpoint of the same name.
-- Resumed while gradients are accumulated, it saves again after the first batch, of which the next resume would lack the
-  gradients, at the step that was resumed from: as ``last`` it hides the checkpoint that lacks none.
-- On remote stores it removes whatever leaves the top k, also the checkpoint that the run was resumed from.
+- Resumed in the middle of gradient accumulation, it saves again after the first batch, at the step that was resumed
+  from. A resume from that would lack the gradients of that batch; as ``last`` it hides the checkpoint that lacks none.
+- On remote stores it removes every checkpoint that leaves the top k, even the one that the run was resumed from.
 
-Private parts of Lightning 2.6 used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
+Private in Lightning 2.6, used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
 ``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
 ``_get_metric_interpolated_filepath_name``, ``_should_save_on_exception``, ``_enable_version_counter``, ``_fs``,
-``_last_checkpoint_saved``, ``_last_global_step_saved``, ``_every_n_train_steps``; by way of this class having the same
-name ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
+``_last_checkpoint_saved``, ``_last_global_step_saved``, ``_every_n_train_steps``; since this class has the same name,
+also ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
 about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
 
@@ -60,22 +60,23 @@ _warnings = WarningCache()
 class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Lightning's callback of this name, with the same arguments, for checkpoints that are directories.
 
-    ``dirpath`` (or where it is None, the Trainer's ``default_root_dir``) may be of any store that fsspec knows, such as
-    ``s3://bucket/run``. The store's options are those of the strategy's :class:`ShardedCheckpointIO`, over fsspec's own
-    configuration. With ``ckpt_path="last"`` the newest committed checkpoint of that name is resumed from, also in a new
-    process. A directory without a manifest, as a save that was cut off leaves it, is no checkpoint: it is neither found
-    nor in the way. The checkpoint that a run was resumed from is never removed, nor is any outside of ``dirpath``.
+    ``dirpath`` (or if it is None, the Trainer's ``default_root_dir``) may be in any store that fsspec knows, such as
+    ``s3://bucket/run``. The store's options are those of the strategy's :class:`ShardedCheckpointIO`, on top of
+    fsspec's own configuration. With ``ckpt_path="last"`` a run resumes from the newest committed checkpoint of that
+    name, also in a new process. A directory without a manifest, as an interrupted save leaves it, isn't a checkpoint:
+    it is neither found nor in the way. The checkpoint that a run was resumed from is never removed, nor is any outside
+    of ``dirpath``.
 
-    With strategies that write a checkpoint to one file, it is Lightning's own callback.
+    With strategies that write a checkpoint to one file, this is Lightning's own callback.
 
     Raises:
-        ConfigurationError: ``save_last="link"`` with a remote ``dirpath``; a URL that was made a ``pathlib.Path``;
-            at the start of a fit, several ranks of a strategy that saves on one of them.
+        ConfigurationError: ``save_last="link"`` with a remote ``dirpath``; a URL that was converted to a
+            ``pathlib.Path``; at the start of a fit, several ranks with a strategy that saves on one of them.
     """
 
     @wraps(callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        # Lightning would make a filesystem of the path at once, for which some stores need options
+        # Lightning would create a filesystem for the path at once, for which some stores need options
         super().__init__(None, *args, **kwargs)
         self.dirpath = _normalised(dirpath) if dirpath else None
         self._resumed_from: str | None = None
@@ -91,7 +92,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return
         saves_on_one_rank = trainer.world_size > 1 and not isinstance(trainer.strategy, CheckpointedStrategy)
         if stage == TrainerFn.FITTING and saves_on_one_rank:
-            raise ConfigurationError(SEVERAL_RANKS)  # here on every rank, and not only on the one that saves
+            raise ConfigurationError(SEVERAL_RANKS)  # here, so that every rank raises, not only the one that saves
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
         self._refuse_remote_link()
         if io.local is not None and self._last_is_resumed_from:
@@ -103,12 +104,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if (io := _sharded_io(trainer)) is not None:
-            # before the first save: it may be a link, which then leads elsewhere
+            # before the first save: the path may be a link, which leads elsewhere afterwards
             self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
             self._step_resumed_from = trainer.global_step if trainer.ckpt_path else None
             last = self.last_model_path
             if last and self.save_last != "link" and _on_first_rank(trainer, lambda: os.path.islink(last)):
-                self.last_model_path = ""  # an earlier run's link isn't saved through: the next version is taken
+                self.last_model_path = ""  # not saved through an earlier run's link: the next version is used
             self._forget_what_is_gone(trainer, io)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -122,53 +123,53 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return super().file_exists(filepath, trainer)
         path = os.fspath(filepath)
         if path == self._last_checkpoint_saved:
-            return True  # it may still be on its way, without a manifest
+            return True  # it may still be written in the background, without a manifest
         return _on_first_rank(trainer, lambda: self._is_taken(path, io))
 
     def _is_taken(self, path: str, io: ShardedCheckpointIO) -> bool:
-        """The same for this rank alone; also where another callback's save is on its way there."""
-        under_way = io.under_way  # asked first: what has ended since is found
+        """The same for this rank alone; also true while another callback's save to this path is running."""
+        under_way = io.under_way  # read first: a save that ends in between is found below
         on_its_way = bool(under_way) and self._place(path) == self._place(under_way)
         return on_its_way or _is_committed(path, io) or bool(self._fs.isfile(path))
 
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
     ) -> str:
-        """The first rank's on all ranks: by what each has logged the names may differ, and which of them are taken."""
+        """Rank 0's name on all ranks: they may have logged different values, or see different names as taken."""
         io = _sharded_io(trainer)
         if io is None:
             return super()._get_metric_interpolated_filepath_name(monitor_candidates, trainer, del_filepath)
         return _on_first_rank(trainer, lambda: self._free_path(monitor_candidates, io, del_filepath))
 
     def _free_path(self, values: dict[str, Tensor], io: ShardedCheckpointIO, but: str | None = None) -> str:
-        """A path of this callback's at which nothing is, ``but`` what may be replaced."""
+        """A path for this callback at which nothing is, except ``but``, which may be replaced."""
         path, version = self.format_checkpoint_name(values), self.STARTING_VERSION
         while self._enable_version_counter and path != but and self._is_taken(path, io):
             path, version = self.format_checkpoint_name(values, ver=version), version + 1
         return path
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """As Lightning's, which saves over a checkpoint of the same name: it may be the best one."""
+        """As Lightning's, which would save over a checkpoint of the same name; that may be the best one."""
         io = _sharded_io(trainer)
         if io is None or not self._should_save_on_exception(trainer):
             super().on_exception(trainer, pl_module, exception)
             return
         values = self._monitor_candidates(trainer)
-        # by the first rank, whose path counts, and without the others, who may not come
+        # on rank 0, whose path counts, without a collective: the other ranks may not come
         path = self._free_path(values, io) if trainer.is_global_zero else ""
         self._save_checkpoint(trainer, path)
         self._save_last_checkpoint(trainer, values)
         rank_zero_info(f"Saved {path} since a {type(exception).__name__} was raised: {exception}")
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        """The newest committed one, if any. Every rank looks for itself: they are not yet connected."""
+        """The newest committed checkpoint, if any. Every rank searches by itself: they aren't connected yet."""
         self._last_is_resumed_from = True
         dirpath = _normalised(self.__resolve_ckpt_dir(trainer))
         io = _sharded_io(trainer)
         if io is None:
             self._fs, _ = open_filesystem(dirpath)
             return super()._find_last_checkpoints(trainer)
-        # a name such as "{epoch}-last" is one of many
+        # a name such as "{epoch}-last" stands for many
         pattern = ".*".join(re.escape(part) for part in re.split(r"\{.*?\}", self.CHECKPOINT_NAME_LAST))
         pattern = rf"{pattern}(?:{re.escape(self.CHECKPOINT_JOIN_CHAR)}v(\d+))?{re.escape(self.FILE_EXTENSION)}"
         versions: dict[str, int] = {}
@@ -179,7 +180,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return last is not None
 
         def order(commit: tuple[datetime, str]) -> tuple[datetime, int]:
-            # stores tell the time in seconds: of two in the same one, the higher version is the later
+            # stores report times in seconds: of two in the same second, the higher version is the later one
             return commit[0], versions[commit[1]]
 
         found = max(commits(dirpath, io.storage_options, is_last), key=order, default=None)
@@ -192,7 +193,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return {_FoundPath(posixpath.join(dirpath, name), committed)}
 
     def _check_that_all_found_last(self, local: LocalTier) -> None:
-        """Machines have local disks of their own: what only one of them knows of, the others wouldn't wait for."""
+        """Refuse a last checkpoint on some machines' local disks only: ranks that don't find it wouldn't resume."""
         found, missed = Ranks.of().any(self._finds_last, not self._finds_last)
         if found and missed:
             raise ConfigurationError(
@@ -203,7 +204,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     @property
     def last_is_resumed_from(self) -> bool:
-        """Whether this run was begun with ``ckpt_path="last"``, and so will be when it is started again."""
+        """Whether this run was started with ``ckpt_path="last"``, and so will be when it is started again."""
         return self._last_is_resumed_from
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
@@ -215,12 +216,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         if trainer.is_global_zero and os.path.islink(filepath):
-            os.unlink(filepath)  # of save_last="link": what it leads to stays, or is removed by its own name
+            os.unlink(filepath)  # of save_last="link": its target stays, or is removed by its own name
             return
         io, link, newest = _sharded_io(trainer), self.last_model_path, self._last_checkpoint_saved
         leads = self.save_last == "link" and os.path.islink(link) and newest not in ("", filepath)
         if io is not None and trainer.is_global_zero and leads:
-            io.after_save(lambda: _link(newest, link))  # before what it leads to goes
+            io.after_save(lambda: _link(newest, link))  # before its target is removed
         super()._remove_checkpoint(trainer, filepath)
 
     @staticmethod
@@ -228,11 +229,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if (io := _sharded_io(trainer)) is None:
             callbacks.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
             return
-        io.wait()  # until then, the link would lead to a checkpoint that may never be one
+        io.wait()  # until then, the link would lead to a checkpoint that may never be committed
         _on_first_rank(trainer, lambda: _link(filepath, linkpath))
 
     def _forget_what_is_gone(self, trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
-        """A run that ended between two saves may have removed checkpoints that the one resumed from still lists."""
+        """Drop listed checkpoints that don't exist: the earlier run may have removed some after its last save."""
         listed = [path for path in {**self.best_k_models, self.best_model_path: None} if self._is_in_dirpath(path)]
         if not listed:
             return
@@ -241,7 +242,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return
         rank_zero_warn(f"The run that is resumed listed checkpoints that are gone since: {', '.join(gone)}.")
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in gone}
-        # fewer than k are left, so there is no k-th
+        # fewer than k are left, so there is no k-th best
         self.kth_best_model_path = ""
         if self.best_model_path in gone:
             best = min if self.mode == "min" else max
@@ -252,7 +253,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return bool(path) and self._place(path).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
 
     def _place(self, path: str) -> str:
-        """The same for all spellings of one place."""
+        """One canonical path for all spellings of a location."""
         path = str(self._fs._strip_protocol(as_path(path)))
         return os.path.realpath(path) if _is_local(str(self.dirpath)) else path
 
@@ -265,10 +266,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 class _FoundPath(str):
-    """The path of a checkpoint that was looked up, with the time of its commit.
+    """The path of a checkpoint that was found, with the time of its commit.
 
-    Lightning asks once more, of a filesystem that it makes from ``str(path)`` without storage options: whether the path
-    exists, then when it was modified. Until then ``str(path)`` leads to one that answers from here.
+    Lightning asks about it again, of a filesystem that it creates from ``str(path)`` without storage options: whether
+    the path exists, then when it was modified. Until then ``str(path)`` yields a URL of a filesystem that answers from
+    this object.
     """
 
     committed: datetime
@@ -288,7 +290,7 @@ class _FoundPath(str):
 
 
 class _Answers(fsspec.AbstractFileSystem):
-    """Tells of a :class:`_FoundPath` what is known about it."""
+    """Answers Lightning's questions about a :class:`_FoundPath` from what is known of it."""
 
     protocol = "lightning-shard-found"
 
@@ -304,13 +306,13 @@ fsspec.register_implementation(_Answers.protocol, _Answers, clobber=True)
 
 
 def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
-    """Before the callbacks are set up: Lightning's own that save to a remote store become this module's.
+    """Turn Lightning's own ModelCheckpoints that save to a remote store into this module's. Before callbacks' setup.
 
-    There Lightning's lose checkpoints: a name is free to them while a save to it is under way, or isn't in a listing
-    that they have cached, so the second save goes over the first; and what another run has saved they remove.
+    On remote stores Lightning's lose checkpoints. They consider a name free while a save to it is running, or while a
+    cached listing lacks it, so that the second save overwrites the first. And they remove what another run has saved.
 
     Raises:
-        ConfigurationError: One is of a user's class, which can't be made another.
+        ConfigurationError: One is of a user's class, which can't be changed.
     """
     if trainer.state.fn != TrainerFn.FITTING:
         return
@@ -346,9 +348,10 @@ def _take_over(callback: callbacks.ModelCheckpoint) -> None:
 
 
 def save_as_last(trainer: pl.Trainer) -> str | None:
-    """Save now what ``ckpt_path="last"`` will find, unless it is of this step already; its path. A collective call.
+    """Save now what ``ckpt_path="last"`` will find, unless it is from this step already. A collective call.
 
-    None if no ModelCheckpoint saves the whole state.
+    Returns:
+        Its path; None if no ModelCheckpoint saves the whole state.
     """
     whole = [
         callback
@@ -362,8 +365,8 @@ def save_as_last(trainer: pl.Trainer) -> str | None:
         values = callback._monitor_candidates(trainer)
         configured = callback.save_last
         try:
-            if configured == "link":  # one for it to lead to
-                # under a name of its own: one that is there may be the best
+            if configured == "link":  # which needs a target
+                # under a new name: an existing checkpoint of that name may be the best
                 callback._save_checkpoint(trainer, callback._get_metric_interpolated_filepath_name(values, trainer))
             callback.save_last = configured or True
             callback._save_last_checkpoint(trainer, values)
@@ -373,11 +376,11 @@ def save_as_last(trainer: pl.Trainer) -> str | None:
 
 
 def save_for_requeue(trainer: pl.Trainer) -> str | None:
-    """Save now what the run will resume from when SLURM starts it again; its path. A collective call.
+    """Save now what the run will resume from when SLURM restarts it; returns its path. A collective call.
 
-    A run that was begun with ``ckpt_path="last"`` finds ModelCheckpoint's. Without a ``ckpt_path``, Lightning looks for
-    ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``, and takes any of that name for whole: on the local disk, it gets its
-    name when it is.
+    A run that was started with ``ckpt_path="last"`` finds ModelCheckpoint's. Without a ``ckpt_path``, Lightning
+    searches for ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``, and takes any of that name for complete. So on the local
+    disk it gets that name only once it is complete.
     """
     if any(isinstance(one, ModelCheckpoint) and one.last_is_resumed_from for one in trainer.checkpoint_callbacks):
         return save_as_last(trainer)
@@ -402,13 +405,13 @@ def save_for_requeue(trainer: pl.Trainer) -> str | None:
 
 
 def _sharded_io(trainer: pl.Trainer) -> ShardedCheckpointIO | None:
-    """None where the strategy writes checkpoints of another kind."""
+    """The strategy's ShardedCheckpointIO; None if the strategy writes checkpoints of another kind."""
     io = trainer.strategy.checkpoint_io
     return io if isinstance(io, ShardedCheckpointIO) else None
 
 
 def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
-    """What only rank 0 does, since it asks the store or changes it; its result, or its error, on every rank."""
+    """Run ``look`` on rank 0 only, as it queries or changes the store; returns its result, or raises, on every rank."""
     result: Any = None
     with ckpt.all_or_none():
         if trainer.is_global_zero:
@@ -417,14 +420,14 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
 
 
 def _link(path: str, link: str) -> None:
-    """Put a link in the place of another one, which is there until then, or of a folder."""
+    """Atomically replace a link, or replace a folder, by a link."""
     folder, name = os.path.split(link)
     new = os.path.join(folder, f".{name}.new")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
     os.symlink(os.path.relpath(path, folder), new)
     if os.path.isdir(link) and not os.path.islink(link):
-        ckpt.remove(link)  # the manifest first, before the folder
+        ckpt.remove(link)  # removes the manifest first, then the folder
         if os.path.isdir(link):
             shutil.rmtree(link)
     os.replace(new, link)
@@ -439,7 +442,7 @@ def _is_local(path: str) -> bool:
 
 
 def _normalised(path: str | os.PathLike[str]) -> str:
-    """One spelling for each directory, since Lightning compares them: what it does for local paths, for all."""
+    """One spelling for each directory, since Lightning compares paths: as it does for local paths, for all of them."""
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
     if not isinstance(path, str) and re.match(r"[A-Za-z][\w+.-]+:/", text):

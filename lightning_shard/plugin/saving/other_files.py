@@ -1,4 +1,4 @@
-"""Starting from other programs' files: plain Lightning's ``.ckpt``, a safetensors file, a transformers folder."""
+"""Starts runs from other programs' files: plain Lightning's ``.ckpt``, a safetensors file, a transformers folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_shard.checkpoint import Checkpoint
 from lightning_shard.checkpoint.optimizers.restored import stored_states
 
 WEIGHTS_ALONE = "lightning_shard_weights_alone"
-"""A key of what is loaded: where it has no optimizer's state, none is missing."""
+"""A key in what is loaded from such a file: a missing optimizer state is expected then."""
 
 
 def weights_alone(stored: Checkpoint) -> dict[str, Any]:
-    """A checkpoint for Lightning of one that no Trainer saved: training begins with its weights, at its first step.
+    """Present weights that no Trainer saved as a checkpoint for Lightning: training starts with them, at step 0.
 
-    Where plain torch saved optimizers beside them, their states come with them.
+    Optimizer states that plain torch saved beside the weights are included.
     """
     states = stored_states(stored)
     return {

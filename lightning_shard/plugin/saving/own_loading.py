@@ -1,8 +1,8 @@
-"""Modules with loading code of their own get to run it: ``load_state_dict``, ``_load_from_state_dict``, hooks.
+"""Runs modules' own loading code on sharded modules: ``load_state_dict``, ``_load_from_state_dict``, hooks.
 
-Such code renames old keys, converts old values, fills what old checkpoints lack. It is given all of the checkpoint, by
-name, as :class:`Carried` tensors: each has the shape and dtype that it has in the checkpoint, is read when its values
-are used, and is copied into a sharded parameter by this rank's part. So is ``on_load_checkpoint``.
+Such code renames old keys, converts old values, or fills in what old checkpoints lack. It gets all of the checkpoint,
+by name, as a :class:`LazyTensor` each. It has its shape and dtype in the checkpoint, is read when its values are
+used, and is copied into a sharded parameter by this rank's part. ``on_load_checkpoint`` gets the same.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
 _ANYONES = ("torch.", "torchmetrics.", "lightning.", "lightning_shard.parallel.", "lightning_shard.pipeline.")
-"""Whose loading code copies values by their names, which is done better without it."""
+"""Packages whose loading code only copies values by name; that is faster without calling it."""
 _METADATA = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether a module, or one in it, has loading code of its own."""
+    """Whether a module, or a submodule, has its own loading code."""
     for part in module.modules():
         code = [getattr(part, name) for name in _LOADERS]
         code += [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
@@ -48,25 +48,25 @@ def _is_anyones(function: Any) -> bool:
 
 
 def edits_checkpoints(module: pl.LightningModule) -> bool:
-    """Whether a module or a callback has its own ``on_load_checkpoint``, which may compute with what is loaded."""
+    """Whether a module or a callback has its own ``on_load_checkpoint``, which may compute with loaded values."""
     hooks = [each.on_load_checkpoint for each in (module, *module.trainer.callbacks)]  # type: ignore[attr-defined]
     return not all(map(_is_anyones, hooks))
 
 
-def carried(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's tensors as such hooks know them."""
-    return {name: Carried.of(v) if isinstance(v, ckpt.StoredTensor) else v for name, v in stored.items()}
+def as_lazy(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's tensors as lazy tensors for such hooks."""
+    return {name: LazyTensor.of(v) if isinstance(v, ckpt.StoredTensor) else v for name, v in stored.items()}
 
 
-def left_by_hooks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same after these hooks: stored tensors where nobody has asked for values, else plain ones."""
-    return {name: v.content if isinstance(v, Carried) else v for name, v in state.items()}
+def as_stored(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`as_lazy`, after hooks ran: stored tensors whose values weren't used, else plain ones."""
+    return {name: v.content if isinstance(v, LazyTensor) else v for name, v in state.items()}
 
 
-def keep_plain(module: nn.Module, *others: object) -> None:
-    """Put plain tensors where loading code has put a checkpoint's tensors: into a module, and what it or others hold.
+def replace_lazy(module: nn.Module, *others: object) -> None:
+    """Replace lazy tensors by plain ones wherever loading code has put them: in a module, or in what it or others hold.
 
-    Else they would be read when they are used, from files that may be gone then, or be another checkpoint's.
+    Otherwise they would be read when they are used, from files that may be gone by then, or be another checkpoint's.
     """
     holders: list[Any] = [part._parameters for part in module.modules()]
     holders += (value for _, value in reachable(module))
@@ -87,34 +87,34 @@ def keep_plain(module: nn.Module, *others: object) -> None:
 
 
 def _plain(entry: Any) -> Any:
-    if isinstance(entry, Carried):
+    if isinstance(entry, LazyTensor):
         return entry.plain()
-    if isinstance(entry, tuple) and any(isinstance(leaf, Carried) for leaf in tree.leaves(entry)):
+    if isinstance(entry, tuple) and any(isinstance(leaf, LazyTensor) for leaf in tree.leaves(entry)):
         return tree.map_leaves(_plain, entry)
     return entry
 
 
-class Carried(torch.Tensor):
-    """A whole tensor of a checkpoint; what is computed from it is plain, and what is done in place is done to it."""
+class LazyTensor(torch.Tensor):
+    """A lazy tensor of a checkpoint, unsharded. Results are plain tensors; operations in place change this one."""
 
     content: ckpt.StoredTensor | Tensor
 
     @classmethod
-    def of(cls, content: ckpt.StoredTensor | Tensor) -> Carried:
-        carried = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
-        carried.content = content
-        return carried
+    def of(cls, content: ckpt.StoredTensor | Tensor) -> LazyTensor:
+        lazy = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
+        lazy.content = content
+        return lazy
 
     def whole(self) -> Tensor:
-        """Its values; kept, since they may be written to."""
+        """Its values, read once and kept, since they may be written to."""
         self.content = self.content if isinstance(self.content, Tensor) else self.content.full()
         return self.content
 
     full = whole
-    """As of a stored tensor."""
+    """The name that a stored tensor has for it."""
 
     def plain(self) -> Tensor:
-        """Its values as a module keeps them; of what ``nn.Parameter`` made of it, a parameter."""
+        """Its values as a plain tensor; as a parameter, if ``nn.Parameter`` was applied to this."""
         whole = self.whole()
         return nn.Parameter(whole.detach(), whole.requires_grad) if getattr(self, "_is_param", False) else whole
 
@@ -134,13 +134,13 @@ class Carried(torch.Tensor):
         if first is not None and isinstance(result, Tensor):
             if name.endswith("_") and result is first.content:
                 return first
-            if name == "detach":  # nn.Parameter insists on its own type
+            if name == "detach":  # nn.Parameter requires a result of the same type
                 return cls.of(result)
         return result
 
 
 class _WholeIntoSharded(TorchFunctionMode):
-    """A whole tensor is copied into a sharded one by this rank's part: what loading code computed is plain."""
+    """Copies unsharded tensors into sharded ones by this rank's part, since loading code computes plain tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], DTensor):
@@ -152,7 +152,7 @@ class _WholeIntoSharded(TorchFunctionMode):
 
 @torch.no_grad()
 def _copy(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
-    content = source.content if isinstance(source, Carried) else source
+    content = source.content if isinstance(source, LazyTensor) else source
     whole = content if isinstance(content, Tensor) else content.full()
     if isinstance(target, DTensor):
         whole = local_part(whole.expand(target.shape), target)
@@ -169,21 +169,21 @@ def load_by_own_code(
     plain: Collection[str],
     left_out: Collection[str],
 ) -> tuple[list[str], list[str]]:
-    """``module.load_state_dict`` of a checkpoint; a collective call of all ranks.
+    """Call ``module.load_state_dict`` with a checkpoint; a collective call over all ranks.
 
     Args:
         module: Cut and sharded.
         stored: Names to tensors, stored or plain ones.
         elsewhere: Names that other stages fill.
         strict: Refuse missing and unexpected names.
-        plain: Names whose values are put where they belong as they are, such as a metric's state.
+        plain: Names whose values are passed as plain tensors, such as a metric's state, which is kept as it is.
         left_out: Names that may be missing.
 
     Returns:
         Missing and unexpected names.
 
     Raises:
-        StateMismatchError: What ``load_state_dict`` refused.
+        StateMismatchError: ``load_state_dict`` refused something.
     """
     state = module.state_dict(keep_vars=True)
     given: Any = OrderedDict((name, _given(value, plain=name in plain)) for name, value in stored.items())
@@ -205,7 +205,7 @@ def load_by_own_code(
         try:
             with _WholeIntoSharded():
                 module.load_state_dict(given, strict=strict)
-            keep_plain(module)
+            replace_lazy(module)
             half_loaded.clear(own)
         except RuntimeError as error:
             raise StateMismatchError(
@@ -219,5 +219,5 @@ def load_by_own_code(
 
 def _given(value: Any, *, plain: bool) -> Any:
     if isinstance(value, ckpt.StoredTensor):
-        return value.full() if plain else Carried.of(value)
-    return Carried.of(full_tensor(value)) if isinstance(value, Tensor) and not plain else value
+        return value.full() if plain else LazyTensor.of(value)
+    return LazyTensor.of(full_tensor(value)) if isinstance(value, Tensor) and not plain else value

@@ -1,6 +1,6 @@
-"""What a transformers folder needs beside the weights, from a module that holds a transformers model and tokenizer.
+"""Collects the files that a transformers folder has beside the weights, from a module with such a model and tokenizer.
 
-transformers isn't imported here: where a module has parts of it, it has been.
+transformers isn't imported here: if a module has parts of it, it has been imported already.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_TOKENIZER_BYTES = 64 * 2**20
 
 
 def describe(module: nn.Module, *holders: Any) -> dict[str, Any] | None:
-    """The configs of the transformers models in a module, and a tokenizer's files; None where it holds no model.
+    """The configs of the transformers models in a module, and a tokenizer's files; None if it holds no model.
 
     Args:
-        holders: The objects besides the module that may have the tokenizer as an attribute, such as a data module.
+        holders: Objects other than the module that may have the tokenizer as an attribute, such as a data module.
 
     Returns:
-        ``"models"``: by the prefix of their tensors' names (``"model."``), files' names to their text; ``"tokenizer"``:
-        files' names to their bytes as tensors.
+        ``"models"``: by the prefix of their tensors' names (``"model."``), file names to their text; ``"tokenizer"``:
+        file names to their bytes, as tensors.
     """
     known = sys.modules.get("transformers.modeling_utils")
     if known is None:
@@ -51,7 +51,7 @@ def describe(module: nn.Module, *holders: Any) -> dict[str, Any] | None:
 
 def _configs(model: Any) -> dict[str, str]:
     config = json.loads(model.config.to_json_string())
-    # fully sharded modules are of a class made for them
+    # FSDP replaces the class of a module by a subclass
     config["architectures"] = [next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule)).__name__]
     files = {CONFIG: json.dumps(config)}
     if getattr(model, "generation_config", None) is not None:
@@ -61,7 +61,7 @@ def _configs(model: Any) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _files(tokenizer: Any, size: int) -> dict[str, Tensor]:
-    """Made once for a tokenizer of ``size`` tokens; a failure to is none of the checkpoint's."""
+    """A tokenizer's files, cached by it and its number of tokens; a failure doesn't fail the checkpoint."""
     files: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:

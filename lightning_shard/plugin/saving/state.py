@@ -1,4 +1,4 @@
-"""A module's state from a checkpoint, by its own state-dict names."""
+"""Loads a module's state from a checkpoint, by the module's own state-dict names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin.saving.own_loading import left_by_hooks, load_by_own_code
+from lightning_shard.plugin.saving.own_loading import as_stored, load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 
@@ -29,18 +29,19 @@ def load_module(
 
     Args:
         module: Cut and sharded.
-        stored: Names to stored tensors (a checkpoint's, or plain ones that a hook put in their place).
+        stored: Names to stored tensors (a checkpoint's, or plain ones with which a hook replaced them).
         elsewhere: Names that other stages fill.
         strict: Refuse missing and unexpected names.
-        also: Buffers that are filled too, though they are another stage's state.
-        left_out: Names that may be missing: the module has what they should be.
-        by_own_code: Call its ``load_state_dict``, since some stage has loading code of its own; the same on all ranks.
+        also: Buffers that are filled as well, although they are another stage's state.
+        left_out: Names that may be missing, since the module already has their values.
+        by_own_code: Call the module's ``load_state_dict``, since some stage has its own loading code; the same value on
+            all ranks.
 
     Returns:
         Missing and unexpected names.
 
     Raises:
-        StateMismatchError: Shapes that differ; with ``strict``, names.
+        StateMismatchError: Shapes differ; with ``strict``, names do.
     """
     state = module.state_dict(keep_vars=True)
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
@@ -53,8 +54,7 @@ def load_module(
         plain = state.keys() - live
         return load_by_own_code(module, stored, set(elsewhere), strict=strict, plain=plain, left_out=left_out)
     own |= foreign
-    # What a module keeps in other ways (extra state, a metric's state) goes in as it would come from a plain
-    # checkpoint.
+    # state that a module keeps in other ways (extra state, a metric's state) is loaded as from a plain checkpoint
     others = {name: stored[name] for name in state if name in stored and name not in live}
     found = {id(tensor) for name, tensor in state.items() if name in stored}
     missing = sorted(
@@ -65,7 +65,7 @@ def load_module(
     unexpected = sorted(stored.keys() - state.keys() - set(elsewhere))
 
     def pairs() -> list[ckpt.Pair]:
-        if strict and (missing or unexpected):  # a stage may lack what the others have
+        if strict and (missing or unexpected):  # checked here, since names may be missing on one stage only
             raise StateMismatchError(
                 f"The checkpoint's tensors aren't the module's: {_some('missing', missing)};"
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
@@ -87,14 +87,14 @@ def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bo
     """Fill tensors, in place, by name, from stored or plain ones; a collective call.
 
     Raises:
-        StateMismatchError: Shapes that differ; with ``strict``, names that are missing.
+        StateMismatchError: Shapes differ; with ``strict``, names are missing.
     """
 
     def pairs() -> list[ckpt.Pair]:
         missing = sorted(targets.keys() - stored.keys())
         if strict and missing:
             raise StateMismatchError(f"The checkpoint's tensors aren't the average's: {_some('missing', missing)}.")
-        return _pairs(targets, left_by_hooks(stored))
+        return _pairs(targets, as_stored(stored))
 
     ckpt.load_together(pairs)
 
@@ -103,7 +103,7 @@ def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
     differ = [(stored, tensor) for stored, tensor in pairs if stored.dtype != tensor.dtype]
     if differ:
         stored, tensor = differ[0]
-        warnings.warn(  # on each rank that converts: the first one's stage may have none of them
+        warnings.warn(  # on each rank that converts: rank 0's stage may have none of them
             f"{stored.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the module, and is converted"
             f"{f', as {len(differ) - 1} more are' if len(differ) > 1 else ''}.",
             stacklevel=2,
@@ -111,7 +111,7 @@ def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
 
 
 def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckpt.Pair]:
-    """What is to be read into which tensor; values that aren't stored ones are copied at once."""
+    """Pairs of a stored tensor and the tensor to read it into; plain values are copied at once."""
     pairs = []
     for name, target in targets.items():
         value = stored.get(name)
@@ -123,7 +123,7 @@ def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckp
 
 
 def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of a whole tensor that a hook put into the checkpoint, or of one that is laid out alike."""
+    """Copy this rank's part of a tensor from a hook: of a full tensor, or of one that is sharded itself."""
     if value.shape != target.shape:
         raise StateMismatchError(
             f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."

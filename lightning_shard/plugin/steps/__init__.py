@@ -1,1 +1,1 @@
-"""The user's steps: once, or per microbatch, and what comes of them on every rank."""
+"""Runs the user's steps, once per batch or per microbatch, and brings their results to all ranks."""

@@ -1,4 +1,4 @@
-"""What is checked about the first step of each kind in a run, and about the first updates."""
+"""Runs the checks of the first step of each kind in a run, and of the first optimizer updates."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
-from lightning_shard.plugin.steps.checks.hooks_on_features import telling_of_parts
+from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
 from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
 from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
-"""Before so many training steps frozen copies are compared; beside that, at every save."""
+"""Number of training steps before which copies of frozen parameters are compared; they also are at every save."""
 
 
-class FirstLooks:
-    """At the steps of one LightningModule in one run of a Trainer.
+class FirstStepChecks:
+    """The checks of one LightningModule's steps in one run of a Trainer.
 
     Args:
-        microbatches: Into how many parts a batch is cut.
+        microbatches: How many microbatches a batch is split into.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
-        copies: Of what every stage holds; of several stages.
-        context: The ranks that share sequences; of several.
+        copies: Compares frozen parameters that every stage holds; ``None`` with one stage.
+        context: The ranks that share sequences; ``None`` if each has sequences of its own.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FirstLooks:
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[Shown]:
-        """A step runs inside, and enters what it returned."""
+        """Check the step that runs inside; the caller stores its result in the yielded ``Shown.output``."""
         module, layout = self._module, self._layout
         if method == "training_step":
             self._steps += 1
@@ -79,10 +79,10 @@ class FirstLooks:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
                 if layout.tensor_parallel_size > 1:
-                    axis, tells = self._mesh[TENSOR_AXIS], layout.data_rank == 0
-                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, tells=tells))
+                    axis, warns = self._mesh[TENSOR_AXIS], layout.data_rank == 0
+                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, warns=warns))
                     looks.enter_context(tensor_ranks.refusing_parts())
-                    looks.enter_context(telling_of_parts(module, axis, tells=tells))
+                    looks.enter_context(warning_of_split_features(module, axis, warns=warns))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:
@@ -92,7 +92,7 @@ class FirstLooks:
             yield shown
 
     def check_losses(self, output: object) -> None:
-        """What a training step returned where ranks compute alike; a collective call over them in some steps."""
+        """Compare losses between ranks that must compute the same; a collective call over these, in some steps."""
         layout = self._layout
         if self._steps not in tensor_ranks.STEPS or layout.tensor_parallel_size == layout.context_parallel_size == 1:
             return
@@ -104,12 +104,12 @@ class FirstLooks:
         tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
 
     def check_copies(self) -> None:
-        """Of frozen parameters on several stages; a collective call over the pipeline."""
+        """Compare frozen parameters that several stages hold; a collective call over the pipeline."""
         if self._copies is not None:
             self._copies.check()
 
     def after_update(self) -> None:
-        """After an optimizer's step: at once, and not only when the first checkpoint is refused."""
+        """Run checks after an optimizer step: so ties that diverge fail at once, not only at the first save."""
         if not self._updates:
             self._check_ties()
         if self._updates + 1 in tensor_ranks.STEPS and self._buffers is not None:

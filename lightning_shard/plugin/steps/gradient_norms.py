@@ -1,15 +1,15 @@
-"""Gradient norms that a user's own hooks take are the whole model's, as those of Lightning's clipping are.
+"""Makes gradient norms that a user's hooks compute cover the whole model, as those of Lightning's clipping do.
 
 A hook that calls ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` or Lightning's ``grad_norm`` gets what one
-process would: the norm over all stages and shards of what the ranks pass. These are collective calls then, and the
-hooks run on every rank.
+process would: the norm over all stages and shards of the tensors that the ranks pass. These functions become collective
+calls, so the hooks must run on every rank.
 
 Private, and replaced while ``on_after_backward``, ``on_before_optimizer_step`` and ``configure_gradient_clipping`` run:
 
 * ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.13), which
-  ``clip_grad_norm_`` calls, however a hook has imported it; ``_group_tensors_by_device_and_dtype`` there, by which
-  ``clip_grad_value_`` fails where it is given no gradients;
-* the code of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6), which most have imported by name;
+  ``clip_grad_norm_`` calls, however a hook has imported it; also ``_group_tensors_by_device_and_dtype`` there, with
+  which ``clip_grad_value_`` fails if it gets no gradients;
+* the code of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6), since most code imports that function by name;
 * ``Precision._after_closure`` (2.6), which calls the latter two hooks.
 """
 
@@ -47,14 +47,14 @@ _GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
 
 
 class WholeNorms:
-    """Norms over all ranks.
+    """Computes norms over all ranks.
 
     Args:
         module: Cut and sharded.
         stage_mesh: The mesh of the ranks that hold this rank's stage.
         groups: This rank's groups.
-        device: Where norms are wanted.
-        walks: Of a stage among several.
+        device: The device of the resulting norms.
+        walks: The guard over parameters of incomplete modules; only with several stages.
     """
 
     _current: WholeNorms | None = None
@@ -74,10 +74,10 @@ class WholeNorms:
         self._walks = walks
 
     def take_over(self, plugin: Precision) -> None:
-        """Have a precision plugin clip by them, and the hooks that it calls get them.
+        """Make a precision plugin clip by these norms, and provide them to the hooks that it calls.
 
-        Lightning picks the plugin, and each clips its own parameters by ``torch.nn.utils``; only these methods differ
-        here.
+        Lightning chooses the plugin, which clips its own parameters by ``torch.nn.utils``. Only these methods of the
+        plugin are replaced.
         """
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
@@ -99,7 +99,7 @@ class WholeNorms:
 
     @contextmanager
     def of_functions(self) -> Iterator[None]:
-        """Inside, torch's functions and Lightning's give whole norms, and are collective calls of all ranks."""
+        """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
         meanwhile = [
             (grad_norm, "__code__", _grad_norm.__code__),
             *((place, name, self.total) for place, name in _TOTALS),
@@ -124,10 +124,10 @@ class WholeNorms:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """``torch.nn.utils.get_total_norm`` of all ranks' tensors; a gradient counts on the stage that holds it.
+        """``torch.nn.utils.get_total_norm`` over all ranks' tensors; each gradient counts on one stage only.
 
         Raises:
-            StepError: One is computed from what isn't known on this stage.
+            StepError: A tensor is computed from a value that isn't known on this stage.
         """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         tied = {id(p.grad) for p in nn.Module.parameters(self._module) if is_counted_elsewhere(p)}
@@ -140,7 +140,7 @@ class WholeNorms:
 
     @torch.no_grad()
     def of_each(self, module: nn.Module, norm_type: float, group_separator: str) -> dict[str, Any]:
-        """Lightning's ``grad_norm``, of all stages' parameters."""
+        """Lightning's ``grad_norm``, over all stages' parameters."""
         named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
         norms = norms_over_stage(gradients, self._mesh, self._device, norm_type).cpu() if named else ()
@@ -158,12 +158,12 @@ def _clip_with_norm(
 
 
 def _grouped(tensors: Any, *args: Any) -> Any:
-    """Of a stage that has none of them, where torch's fails."""
+    """As torch's function, which fails without tensors: a stage may have none of them."""
     return _GROUP(tensors, *args) if tensors[0] else {}
 
 
 def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    """The code of Lightning's function meanwhile, which runs among Lightning's names."""
+    """The replacement code of Lightning's function, which runs with the globals of Lightning's module."""
     from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 
     norm_type = float(norm_type)

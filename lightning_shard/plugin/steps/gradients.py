@@ -1,4 +1,4 @@
-"""When gradients are reduced over the ranks, outside of a pipelined step, which decides by itself."""
+"""Decides when gradients are reduced over the ranks, except in pipelined steps, which decide themselves."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightning_shard.plugin.optimizers.sharded import refuse_hooks_on_sums
 
 
 class Gradients:
-    """Those of one LightningModule on this rank.
+    """The gradients of one LightningModule on this rank.
 
     Args:
         module: Sharded, on its device.
         group: The ranks that hold the same part of the model.
-        reduces_each: Each backward reduces them, and not only the last one before an optimizer step.
-        is_pipelined: Steps are.
+        reduces_each: Every backward reduces them, not only the last one before an optimizer step.
+        is_pipelined: Whether steps are pipelined.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Gradients:
         )
         self._has_added_up = False
         self.is_accumulating = False
-        """Whether the step that began last is followed by another one before the optimizer's."""
+        """Whether another step follows the current one before the optimizer's."""
 
     def begin_step(self) -> None:
-        """Before a training step: what an accumulation left that was broken off isn't part of it."""
+        """Prepare for a training step; drops what an interrupted accumulation left."""
         trainer = self._module.trainer
         if self.is_accumulating and trainer_private.begins_accumulation(trainer):
             drop_unreduced_gradients(self._module)
@@ -57,11 +57,11 @@ class Gradients:
         adds_up = self.is_accumulating or (self._is_pipelined and self._reduces_each)
         if adds_up and not self._has_added_up:
             self._has_added_up = True
-            reshard(self._module)  # a call before the step leaves parameters gathered, which have hooks of ours
+            reshard(self._module)  # a call before the step leaves parameters gathered, and those have our own hooks
             refuse_hooks_on_sums(self._module)
 
     def begin_backward(self) -> None:
-        """Before the backward of an automatic step: Lightning has called ``zero_grad`` after backwards in the step."""
+        """Prepare for an automatic step's backward: Lightning's ``zero_grad`` came after backwards within the step."""
         if trainer_private.begins_accumulation(self._module.trainer):
             drop_unreduced_gradients(self._module)
         self._by_inputs.begin()
@@ -73,13 +73,13 @@ class Gradients:
             average_gradients((p for p in self._scalars if p.requires_grad), self._group)
 
     def synchronize(self) -> None:
-        """Reduce those that were held back; a collective call over the group."""
+        """Reduce the gradients that weren't reduced yet; a collective call over the group."""
         reduce_gradients(self._module)
         average_gradients(self._scalars, self._group)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Backwards inside don't reduce, unless each is to."""
+        """Inside, backwards don't reduce gradients, unless ``reduces_each`` is set."""
         units = nullcontext() if self._is_pipelined or self._reduces_each else no_gradient_sync(self._module)
         self._is_held = True
         try:
@@ -89,5 +89,5 @@ class Gradients:
             self._is_held = False
 
     def of_inputs(self) -> AbstractContextManager[None]:
-        """Around a step that may differentiate by its inputs."""
+        """A context for a step that may take gradients with respect to its inputs."""
         return self._by_inputs.watched()

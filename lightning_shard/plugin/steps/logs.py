@@ -1,15 +1,15 @@
-"""``self.log`` inside a pipelined step: held back per microbatch, then said once on every stage.
+"""Collects ``self.log`` calls of a pipelined step per microbatch, combines them, and logs once on every stage.
 
-Only the last stage sees losses and metrics. What it logged for each microbatch is combined to what it would have logged
-for the batch, sent to all stages and logged there once, so progress bars, monitors, early stopping and schedulers agree
-on all ranks.
+Only the last stage sees losses and metrics. What it logged for each microbatch is combined into what it would have
+logged for the whole batch, sent to all stages and logged there once. So progress bars, monitors, early stopping and
+schedulers agree on all ranks.
 
-- A float whose ``reduce_fx`` is ``"mean"`` is a mean over samples, as the loss is: averaged, weighted by ``batch_size``
-  where that is given.
-- An integer whose ``reduce_fx`` is ``"sum"`` counts samples, tokens or the like: added up, and said so once.
-- Anything else may be one number per batch or an amount of its samples, and can't be told apart: it is refused, unless
-  the batch is one microbatch.
-- What a block logs runs on the block's stage only, and would be lost on an earlier one: it is refused there. So is
+- A float with ``reduce_fx="mean"`` is taken as a mean over samples, as the loss is: averaged, weighted by
+  ``batch_size`` where that is given.
+- An integer with ``reduce_fx="sum"`` is taken as a count of samples, tokens or the like: added up, with one warning.
+- Anything else may be one number per batch or an amount of its samples, which can't be told apart. It is refused,
+  unless the batch is a single microbatch.
+- What a block logs runs on the block's stage only, so on an earlier stage it would be lost: it is refused there. So is
   what hooks inside of a block compute and log.
 """
 
@@ -47,9 +47,9 @@ class Record:
 
 @dataclass(frozen=True)
 class LoggedMetric:
-    """A logged torchmetrics Metric: where the module holds it, and its value for the step.
+    """A logged torchmetrics Metric: its path in the module, and its value for the step.
 
-    That of a microbatch, then the batch's: a sum's is their sum, and what isn't an extreme is taken to be a mean.
+    First that of one microbatch, then the batch's: the sum, minimum or maximum for those aggregators, else the mean.
     """
 
     path: str
@@ -57,14 +57,14 @@ class LoggedMetric:
 
 
 InBlock = tuple[str, str]
-"""A block, and what is logged in a call of it."""
+"""A block's name, and the name of what is logged in a call of it."""
 
 
 class HeldLogs:
-    """Stands in for a module's ``log`` during a step.
+    """Replaces a module's ``log`` during a step, and holds the records.
 
     Args:
-        block: Gives the block that is being called, and whether by the last stage.
+        block: Returns the block that is being called, and whether the last stage calls it.
     """
 
     def __init__(self, module: pl.LightningModule, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
@@ -73,12 +73,12 @@ class HeldLogs:
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[str, Record] = {}
         self._microbatches = 1
-        self._said_to_be_sums: set[str] = set()
+        self._warned_of_sums: set[str] = set()
         self._notes: Any = None
 
     @contextmanager
     def holding(self, microbatches: int) -> Iterator[None]:
-        """Hold back every ``log`` and ``log_dict`` inside, which come from so many calls of the step.
+        """Hold every ``log`` and ``log_dict`` inside, which come from ``microbatches`` calls of the step.
 
         Raises:
             StepError: Code inside logs in another way.
@@ -97,7 +97,7 @@ class HeldLogs:
                 self._module.__dict__["log"] = self._notes
 
     def remember(self) -> Callable[[], None]:
-        """What was held back so far; returns what forgets the rest."""
+        """Snapshot the records held so far; returns a function that restores them."""
         held = _copied(self._records)
 
         def put_back() -> None:
@@ -106,29 +106,29 @@ class HeldLogs:
         return put_back
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
-        """``(name, value, options)`` of each name in the order of first calls."""
-        said = []
+        """Return ``(name, value, options)`` of each name, in the order of first calls."""
+        combined = []
         for record in self._records.values():
             options = dict(record.options)
             if record.batch_sizes:
                 options["batch_size"] = sum(record.batch_sizes)
-            said.append((record.name, self._combine(record), options))
-        return said
+            combined.append((record.name, self._combine(record), options))
+        return combined
 
     def in_blocks(self, *, of_last: bool) -> set[InBlock]:
-        """What was logged in calls of blocks, also of those stood in for: by the last stage, or by earlier ones."""
+        """What was logged in calls of blocks, stand-ins included: on the last stage, or on earlier ones."""
         return self._in_blocks[of_last]
 
-    def say(self, said: list[tuple[str, Any, dict[str, Any]]]) -> None:
-        """Log what the last stage combined, by a ``log`` of the user's where there is one."""
-        for name, value, options in said:
+    def emit(self, combined: list[tuple[str, Any, dict[str, Any]]]) -> None:
+        """Log what the last stage combined, through the user's own ``log`` where there is one."""
+        for name, value, options in combined:
             metric = isinstance(value, LoggedMetric)
             if not metric and self._microbatches > 1 and _reduction(options) == "sum":
-                self._tell_of_sum(name)
+                self._warn_of_sum(name)
             self._users()(name, self._own(value) if metric else value, **options)
 
     def _users(self) -> Callable[..., Any]:
-        """The module's ``log``: a method of its class, or what was put on the object."""
+        """The module's own ``log``: a method of its class, or an attribute of the object."""
         on_object = self._module.__dict__.get("log")
         if on_object == self._hold:
             on_object = self._notes
@@ -136,9 +136,9 @@ class HeldLogs:
             on_object = on_object.log
         return on_object or MethodType(type(self._module).log, self._module)
 
-    def _tell_of_sum(self, name: str) -> None:
-        if name not in self._said_to_be_sums:
-            self._said_to_be_sums.add(name)
+    def _warn_of_sum(self, name: str) -> None:
+        if name not in self._warned_of_sums:
+            self._warned_of_sums.add(name)
             rank_zero_warn(
                 f"self.log({name!r}, …, reduce_fx='sum') adds up what the microbatches log: right for a count of"
                 " samples or tokens, not for one number per batch."
@@ -161,7 +161,7 @@ class HeldLogs:
                     " pipeline stages it is called once for each batch, with what the microbatches log, which must be"
                     " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1."
                 )
-            type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, and says what can be logged
+            type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, naming what can be logged
             return
         size = options.pop("batch_size", None)
         record = self._records.setdefault(name, Record(name, options))
@@ -186,7 +186,7 @@ class HeldLogs:
         mean = values.mean()
         if len(record.batch_sizes) == len(values):
             counted = [value * size for value, size in zip(values, record.batch_sizes) if size]
-            if counted:  # else it is what one process has for nothing, as each part has
+            if counted:  # with only empty parts, each has the value of an empty set, as one process would
                 mean = torch.stack(counted).sum() / sum(record.batch_sizes)
         return mean if isinstance(last, Tensor) and last.dtype == torch.float64 else mean.to(torch.float32)
 
@@ -211,20 +211,20 @@ def _refuse_other_ways(_: str, name: str, *__: Any, **___: Any) -> None:
 
 
 def _further_arguments(log: Callable[..., Any]) -> Sequence[str]:
-    """The names of those that may come behind a name and a value."""
+    """The names of ``log``'s parameters after name and value."""
     further = list(inspect.signature(log).parameters.values())[2:]
     if any(each.kind is each.VAR_POSITIONAL for each in further):
         return _POSITIONAL
     return [each.name for each in further]
 
 
-def check_told(in_blocks: set[InBlock], told: set[InBlock]) -> None:
-    """Of earlier stages' blocks, what the last stage has logged too.
+def check_logged_by_last_stage(in_blocks: set[InBlock], logged_last: set[InBlock]) -> None:
+    """Check that what earlier stages' blocks log is logged on the last stage too.
 
     Raises:
-        StepError: It hasn't: names the block.
+        StepError: It isn't; names the block.
     """
-    for block, name in sorted(in_blocks - told):
+    for block, name in sorted(in_blocks - logged_last):
         raise StepError(
             f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage than the last one, which alone"
             " tells what is logged. Keep the value as an attribute of the block (or return it), and log it in the step,"
@@ -237,7 +237,7 @@ _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable
 
 
 def _together(values: list[Any], elsewhere: torch.device) -> Tensor:
-    """Numbers in 64 bits, on the device of those that are on one; it isn't waited for."""
+    """Stack numbers as float64, on the device of the first that is on one; no device is waited for."""
     device = next((value.device for value in values if isinstance(value, Tensor)), elsewhere)
     return torch.stack(
         [
@@ -254,7 +254,7 @@ def _copied(records: dict[str, Record]) -> dict[str, Record]:
 
 
 def _reduction(options: dict[str, Any]) -> str:
-    """``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or what Lightning refuses."""
+    """``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or another name, which Lightning refuses."""
     given = options.get("reduce_fx", "mean")
     name = str(getattr(given, "__name__", given)).lower()
     return {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)

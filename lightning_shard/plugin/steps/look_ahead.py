@@ -1,11 +1,11 @@
-"""Evaluations fill the pipeline over batches, as within them: which batches a stage may take before their turn.
+"""Lets pipeline stages run evaluation batches ahead of time, so that the pipeline stays full from batch to batch.
 
-With ``n`` stages after it, a stage has taken up to ``n`` batches whose results aren't known yet. Results, and hooks
-with them, come in order on every stage; the last one, on rank 0, never runs ahead. But on others what hooks between two
-batches do would come after steps that one process runs later. So it isn't done where a user has such hooks.
+A stage that ``n`` stages follow runs up to ``n`` batches before their results are known. Every stage gets results, and
+runs the hooks that receive them, in order. The last stage, on rank 0, never runs ahead. But on other stages the hooks
+between two batches run after steps that come later in one process. So nothing runs ahead if the user has such hooks.
 
-Private parts of Lightning 2.6 used here: ``_data_fetcher`` of the evaluation loops, which they look up when they begin,
-and how these make a step's arguments (``_build_kwargs``, ``_build_step_args_from_hook_kwargs``).
+Private in Lightning 2.6, used here: ``_data_fetcher`` of the evaluation loops, which each loop looks up when it begins,
+and how the loops build a step's arguments (``_build_kwargs``, ``_build_step_args_from_hook_kwargs``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Arguments = tuple[Any, ...]
 
 
 def runs_in_order(trainer: pl.Trainer, module: pl.LightningModule, method: str) -> bool:
-    """Whether code of a user's runs between two steps, and may change what a step finds."""
+    """Whether user code runs between two steps, and may change what a step reads."""
     if has_hooks(trainer, module, [f"on_{method.removesuffix('_step')}_batch_{end}" for end in ("start", "end")]):
         return True
     holders = [holder for holder in (module, getattr(trainer, "datamodule", None)) if holder is not None]
@@ -34,12 +34,12 @@ def runs_in_order(trainer: pl.Trainer, module: pl.LightningModule, method: str) 
 
 
 class BatchesAhead:
-    """In place of a loop's data fetcher: the batches to come can be had before their turn.
+    """Replaces a loop's data fetcher, and gives access to batches before the loop asks for them.
 
     Args:
-        loop: That evaluates; its batches come one loader after the other.
+        loop: The evaluation loop, which reads its loaders one after the other.
         method: The step's name.
-        prepare: What the loop does with a batch before the step, which may be done twice.
+        prepare: What the loop does with a batch before the step; must be idempotent.
     """
 
     def __init__(self, loop: Any, method: str, prepare: Callable[[Any, int], Any]) -> None:
@@ -52,8 +52,8 @@ class BatchesAhead:
         self.done = self._fetcher.done
 
     @classmethod
-    def put_in(cls, loop: Any, method: str, prepare: Callable[[Any, int], Any]) -> BatchesAhead | None:
-        """Where the loop itself asks for each batch; the loop looks its fetcher up after this."""
+    def install(cls, loop: Any, method: str, prepare: Callable[[Any, int], Any]) -> BatchesAhead | None:
+        """Install one, if the loop fetches each batch itself. The loop looks up its fetcher only after this."""
         if type(loop._data_fetcher) is not _PrefetchDataFetcher or loop._combined_loader._mode != "sequential":
             return None
         loop._data_fetcher = cls(loop, method, prepare)
@@ -73,11 +73,11 @@ class BatchesAhead:
 
     @property
     def batches(self) -> list[Any]:
-        """What was taken before its turn, as a data fetcher has it."""
+        """The prefetched batches, as a data fetcher lists them."""
         return [*(item for item, _ in self._taken), *self._fetcher.batches]
 
     def upcoming(self) -> Iterator[Arguments]:
-        """The arguments of the steps after the present one; batches are fetched as they are asked for."""
+        """Yield the arguments of the steps after the current one; fetches batches lazily."""
         place = 0
         while place < len(self._taken) or self._take():
             (batch, batch_idx, loader_idx), done = self._taken[place]
@@ -89,14 +89,14 @@ class BatchesAhead:
             place += 1
 
     def _take(self) -> bool:
-        """Fetch one more, if there is one."""
+        """Fetch one more batch, if there is one."""
         if self._has_ended:
             return False
         try:
             item = next(self._fetcher)
         except StopIteration:
             self._has_ended = True
-            self.done |= not self._taken  # else it is said of the present batch, which isn't the last
+            self.done |= not self._taken  # otherwise the current batch isn't the last
             return False
         self._taken.append((item, self._fetcher.done))
         return True

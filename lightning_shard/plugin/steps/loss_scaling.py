@@ -1,7 +1,7 @@
-"""fp16's loss scaling over ranks: where one of them overflows, all leave out the step and lower the scale.
+"""Synchronizes fp16 loss scaling: if gradients overflow on any rank, all ranks skip the step and lower the scale.
 
-``GradScaler._unscale_grads_`` (torch 2.11 to 2.13) is where a scaler learns of overflows; a rank by itself sees those
-of its stage and shards.
+``GradScaler._unscale_grads_`` (torch 2.11 to 2.13) is where a scaler detects overflows. By itself a rank sees only the
+gradients of its own stage and shards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lightning_shard.sharding import local_tensor
 
 
 def agree_on_overflows(scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Have a ``GradScaler`` find what any rank's gradients hold; its steps become collective calls of all ranks.
+    """Make a ``GradScaler`` detect overflows on any rank; its steps become collective calls over all ranks.
 
     Raises:
-        ConfigurationError: An optimizer that unscales by itself.
+        ConfigurationError: An optimizer that unscales gradients itself.
     """
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):

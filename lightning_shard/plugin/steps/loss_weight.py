@@ -1,8 +1,8 @@
-"""How much the loss of each part of a global batch counts: ``HybridShardStrategy(loss_weight=…)``.
+"""Weights the loss of each part of a global batch: ``HybridShardStrategy(loss_weight=…)``.
 
-A mean over tokens of which some are padding is, for a batch in parts of ``w_i`` tokens, ``Σ w_i L_i / Σ w_i``, and not
-the mean of the parts' means. The weights come from the batch and not from the step, since the first microbatch's
-backward runs before the last one's forward.
+A loss may be a mean over the tokens that aren't padding. For a batch in parts with ``w_i`` such tokens and losses
+``L_i``, the mean over the batch is ``Σ w_i L_i / Σ w_i``, not the mean of the ``L_i``. The weights are computed from
+the batch, not in the step, since the first microbatch's backward runs before the last one's forward.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_shard.plugin.steps.checks.loss_divisors import without_those_by_z
 
 
 class Weight(NamedTuple):
-    """Of one microbatch, as a multiple of its equal share; ``None``: that.
+    """A microbatch's weight, as a multiple of its equal share; ``None``: exactly its equal share.
 
     Attributes:
-        of_gradient: Among the microbatches of all data ranks, whose gradients are averaged.
-        of_mean: Among those of this data rank.
+        of_gradient: Relative to the microbatches of all data ranks, whose gradients are averaged.
+        of_mean: Relative to the microbatches of this data rank.
     """
 
     of_gradient: Tensor | None = None
@@ -31,12 +31,12 @@ class Weight(NamedTuple):
 
 
 class LossWeights:
-    """The weights of batches.
+    """Computes the weights of batches.
 
     Args:
-        weigh: A function of a batch; ``None``: all parts count alike.
+        weigh: A function of a batch; ``None``: all parts count equally.
         group: The data ranks.
-        device: Where losses are.
+        device: The device of losses.
     """
 
     def __init__(self, weigh: Callable[[Any], Any] | None, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class LossWeights:
         """The weights of this data rank's microbatches; a collective call over the data ranks.
 
         Raises:
-            StepError: The function gives no number.
+            StepError: The function doesn't return a number.
         """
         if self._weigh is None:
             return [Weight()] * len(parts)
@@ -61,7 +61,7 @@ class LossWeights:
 
 
 def _part(shares: Tensor, total: Tensor) -> Tensor:
-    """Of a total of 0 all are 0, and not NaN, by which a backward would multiply gradients."""
+    """``shares / total``; 0 for a total of 0, not NaN, by which a backward would multiply gradients."""
     return torch.where(total == 0, 0.0, shares / total)
 
 
@@ -70,7 +70,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
         weight = torch.as_tensor(value, dtype=torch.float64, device=device)
     except (TypeError, ValueError, RuntimeError):
         weight = None
-    # a tensor's sign isn't asked for, which would wait for the device
+    # a tensor's sign isn't checked, since that would wait for the device
     if weight is None or weight.numel() != 1 or (isinstance(value, (int, float)) and not value >= 0):
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise StepError(
@@ -81,14 +81,14 @@ def _number(value: Any, device: torch.device) -> Tensor:
 
 
 def weighted_for_backward(loss: Tensor, weight: Tensor | None) -> Tensor:
-    """The same of a loss with its graph: where nothing counts, no gradient is NaN either."""
+    """:func:`weighted`, for a loss with a graph: where all weights are 0, gradients aren't NaN either."""
     if weight is not None:
         without_those_by_zero(loss, weight)
     return weighted(loss, weight)
 
 
 def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
-    """``weight × loss``; 0 where nothing counts, of which the mean is NaN."""
+    """``weight × loss``; 0 for a weight of 0, where the loss is NaN as the mean over nothing."""
     if weight is None:
         return loss
     weight = weight.to(torch.promote_types(loss.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""torchmetrics over the axes: values from the ranks that saw data, the same on all ranks."""
+"""Makes torchmetrics reduce over the ranks that saw data, and return the same values on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_shard.plugin.groups import Groups
 
 
 def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stages: Stages | None) -> None:
-    """Have the metrics of a module reduce over data-parallel ranks, and the other stages get the last one's values.
+    """Reduce a module's metrics over data-parallel ranks, and broadcast the last stage's values to other stages.
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
-    stage of a pipeline updates metrics; ``compute`` becomes a collective call over the pipeline, as it is one over the
-    data ranks.
+    stage of a pipeline updates metrics. ``compute``, which already is a collective call over the data ranks, becomes
+    one over the pipeline too.
     """
     sharing = _Sharing(groups, device, stages)
     for metric in module.modules():
@@ -29,7 +29,7 @@ def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stage
 
 
 class _Sharing:
-    """Metrics may compute other metrics; only the outermost call is shared."""
+    """Wraps ``compute``. A metric may compute other metrics; only the outermost call is broadcast."""
 
     def __init__(self, groups: Groups, device: torch.device, stages: Stages | None) -> None:
         self._groups = groups
@@ -42,7 +42,7 @@ class _Sharing:
         assert stages is not None
 
         def shared() -> Any:
-            # In a step, where Metric.forward computes the batch's value, stages aren't in the same place.
+            # in a step, where Metric.forward computes the batch's value, stages don't reach this call together
             if stages.in_step or self._inside:
                 return compute()
             self._inside = True

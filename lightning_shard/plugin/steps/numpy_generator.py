@@ -1,9 +1,9 @@
-"""Numpy's global generator, noted and put back as the bytes that it is.
+"""Snapshots and restores numpy's global generator by its memory, as bytes.
 
-``np.random.get_state`` and ``set_state`` make Python objects of 624 numbers: a tenth of a millisecond together, and
-training notes where it stands for each call of a block. The Mersenne Twister's memory is had by numpy's ``ctypes``
-interface; that it holds what ``get_state`` says is looked at once. A second Gaussian number that waits in the generator
-isn't in this memory: where one may wait, the state is had by ``get_state``.
+``np.random.get_state`` and ``set_state`` build Python objects of 624 numbers, which takes a tenth of a millisecond
+together, and training takes a snapshot for each call of a block. The memory of the Mersenne Twister is accessible
+through numpy's ``ctypes`` interface; its contents are checked against ``get_state`` once. The memory doesn't include
+the second Gaussian number that a draw may leave cached. Where one may be cached, ``get_state`` is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _Memory(ctypes.Structure):
 
 
 class _Known:
-    #: The memory when it was last known that no second number waits. One takes drawing, which moves the position; or a
-    #: ``set_state`` between two steps (a user's, or Lightning's around the sanity check) to where the last one began,
-    #: but for that number, which is lost then.
+    #: The memory at the last time when no second Gaussian number was known to be cached. Only a draw caches one, and
+    #: moves the position; or a ``set_state`` between two steps (a user's, or Lightning's around the sanity check) that
+    #: restores the position at which the last step began together with a cached number. That number is then lost.
     nothing_waits: bytes = b""
 
 
@@ -39,7 +39,7 @@ def seed(number: int) -> None:
 
 
 def remember() -> Callable[[], None]:
-    """Note where it stands; returns what puts it back there."""
+    """Snapshot the state; returns a function that restores it."""
     memory = _memory()
     if memory is None:
         return _remember_all()
@@ -54,7 +54,7 @@ def remember() -> Callable[[], None]:
         if now is None:
             raise StepError("A step has put another kind of generator in the place of numpy's global one: put it back.")
         own: Any = np.random
-        own.set_bit_generator(own.get_bit_generator())  # the one that is there: what waits is dropped
+        own.set_bit_generator(own.get_bit_generator())  # sets the same one, which drops a cached Gaussian number
         ctypes.memmove(ctypes.addressof(now), before, len(before))
         _Known.nothing_waits = before
 
@@ -62,7 +62,7 @@ def remember() -> Callable[[], None]:
 
 
 def stands() -> Any:
-    """Where it stands, to compare."""
+    """The state, for comparison."""
     memory = _memory()
     return repr(np.random.get_state()) if memory is None else bytes(memory)
 
@@ -72,13 +72,13 @@ def _remember_all() -> Callable[[], None]:
 
 
 def set_state(state: Any) -> None:
-    """As ``np.random.set_state``, by which a second number may wait where none did."""
+    """As ``np.random.set_state``, after which a second Gaussian number may be cached where none was."""
     np.random.set_state(state)
     _Known.nothing_waits = b""
 
 
 def _memory() -> _Memory | None:
-    """``None`` for another generator than the Mersenne Twister, and where numpy keeps it otherwise than we know."""
+    """``None`` if the generator isn't a Mersenne Twister, or if numpy lays its memory out differently."""
     find: Any = getattr(np.random, "get_bit_generator", None)  # numpy 1.24
     return _memory_of(find()) if find is not None else None
 

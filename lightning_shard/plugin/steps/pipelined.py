@@ -1,4 +1,8 @@
-"""Lightning's steps through a pipeline: microbatches in, the user's step on each, one result and one log out."""
+"""Runs Lightning's steps through a pipeline: splits a batch into microbatches, runs the user's step on each, merges.
+
+All ranks of a pipeline read the same batch. Each runs the user's step on every microbatch, as far as its stages go. The
+last stage's merged result, its combined logs and the state that it changed are broadcast to all stages.
+"""
 
 from __future__ import annotations
 
@@ -43,35 +47,35 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_told
+from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through
-from lightning_shard.plugin.steps.schedule_choice import tell_of_whole_backwards
+from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
 from lightning_shard.plugin.steps.state.after_network import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.plugin.steps.state.python_state import own_generators
 from lightning_shard.plugin.steps.state.snapshot import Memory
-from lightning_shard.plugin.steps.used_hooks import is_told
+from lightning_shard.plugin.steps.used_hooks import is_used
 
 Draw = Callable[[Arguments], int]
-_HEARERS = {
+_RESULT_HOOKS = {
     "training_step": "on_train_batch_end",
     "validation_step": "on_validation_batch_end",
     "test_step": "on_test_batch_end",
 }
-"""The hooks that are given what a step returned."""
+"""The hooks that receive what a step returned."""
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A batch of an evaluation, of which this rank has run its part.
+    """An evaluation batch for which this rank has run its part.
 
     Attributes:
         parts: Its microbatches.
-        results: Theirs, where the last stage is; ``None`` if the batch goes call by call.
-        sent: How many tensors each stage of this rank had sent when it was done.
-        logged: In blocks, by stages before the last.
+        results: Their results on the last stage; ``None`` if the batch has to run call by call.
+        sent: The number of tensors that each stage of this rank had sent when the batch was done.
+        logged: What blocks of this rank logged, on stages before the last.
     """
 
     parts: list[Any]
@@ -81,7 +85,7 @@ class _Begun:
 
 
 class PipelinedSteps:
-    """``training_step`` and the evaluation steps of one LightningModule on one rank's stages."""
+    """Runs one LightningModule's ``training_step`` and evaluation steps on this rank's stages."""
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class PipelinedSteps:
         self._device = device
         self._microbatches = schedule.microbatches
         self._schedule = schedule
-        self._splits = self._is_to_tell = schedule.splits_backwards
+        self._splits = self._logs_whole_backwards = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
         self._whole_batch: int | None = None
@@ -114,20 +118,20 @@ class PipelinedSteps:
         self._generators = randomness.AllGenerators(device)
         self._may_have_new_generators = True
         self._has_trained = False
-        self._unheard: set[str] = set()
+        self._unused_results: set[str] = set()
         self._under_way: deque[_Begun] = deque()
-        self._late_changes = False  # by any step, of what the next batch would find
-        self._of_known_ends: set[str] = set()  # the kinds of steps of which it is known whether they do
+        self._late_changes = False  # whether any step changes, after the network, what the next batch reads
+        self._of_known_ends: set[str] = set()  # kinds of steps that ran once, so that the former is known for them
         self._apart = StatesApart(module, stages)
         self._kept = KeptStates(module, stages, self._apart)
-        self.begin_anew()
+        self.reset_crossings()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
         self._weights = weights
         self._means = means
 
-    def begin_anew(self) -> None:
-        """Learn anew what passes between stages, as where other parameters train; on all stages alike."""
+    def reset_crossings(self) -> None:
+        """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
         groups, rank_of = self._groups, self._schedule.rank_of
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
         first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
@@ -135,12 +139,12 @@ class PipelinedSteps:
         self._step = PipelinedStep(self._stages, channels, self._remember)
 
     def watch(self, watch: Watch) -> str:
-        """Have it told of each action of training steps from now on; returns the schedule's name."""
+        """Call ``watch`` for each action of training steps from now on; returns the schedule's name."""
         self._step.watch = watch
         return self._schedule.name
 
     def train(self, precision: Precision, optimizer: Any, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """All forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
+        """Run all forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
         module = self._module
         trainer = module.trainer
         accumulating = trainer_private.is_accumulating(trainer)
@@ -162,7 +166,7 @@ class PipelinedSteps:
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seed(stage, draw, i)
-            if self._splits:  # FSDP2 takes the end of a first part for the backward's
+            if self._splits:  # FSDP2 takes the end of a backward's first part for the end of the whole backward
                 expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
                 return
             reduces = self._reduces_each or (is_last and not accumulating)
@@ -179,7 +183,7 @@ class PipelinedSteps:
                 self._logs.holding(len(parts)),
                 self._drawing(),
                 self._ties.adding(last=not accumulating),
-                # while the input is on its way
+                # overlaps with the transfer of the stage's input
                 prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
             ):
                 results = self._step.train(
@@ -192,19 +196,19 @@ class PipelinedSteps:
                 )
                 end_backward(module, reduces=not accumulating)
                 if self._splits or (self._step.has_skipped_backward and not accumulating):
-                    # what a last backward would have done
+                    # what the end of a last backward would have done
                     if not accumulating:
                         reduce_gradients(module)
                     reshard(module)
-            if self._is_to_tell and self._has_trained:  # in a first batch, the first backwards are whole
-                tell_of_whole_backwards(self._schedule, self._step)
-                self._is_to_tell = False
+            if self._logs_whole_backwards and self._has_trained:  # the first batch runs its first backwards whole
+                log_whole_backwards(self._schedule, self._step)
+                self._logs_whole_backwards = False
             self._has_trained = True
             if self._stages.is_last:
-                self._means.tell()
+                self._means.warn()
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
-            # where nobody hears the rest, the losses alone
-            results = losses if "training_step" in self._unheard else with_losses(results, losses)
+            # where no hook receives the other results, only the losses are shared
+            results = losses if "training_step" in self._unused_results else with_losses(results, losses)
             result = self._share(results, tree.batch_size(parts[0]), self._logs.in_blocks(of_last=False))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
@@ -214,12 +218,12 @@ class PipelinedSteps:
     def evaluate(
         self, method: str, draw: Draw, upcoming: Iterable[Arguments], batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """The forwards of a batch; returns on every stage what the step would have returned for it.
+        """Run the forwards of a batch; returns on every stage what the step would have returned for it.
 
         Args:
-            draw: The seed of a step, of its arguments.
-            upcoming: The arguments of the next steps, of which a rank with one stage runs its part too, as far as what
-                crosses is known, until as many batches are under way as stages follow.
+            draw: Computes a step's seed from its arguments.
+            upcoming: The arguments of the next steps. A rank with one stage runs its part of these too, where it is
+                known what crosses the cuts, until as many batches are in flight as stages follow.
         """
         arguments = (batch, *args)
         with self._apart.batch():
@@ -234,33 +238,33 @@ class PipelinedSteps:
                 of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call)
                 with self._logs.holding(1), self._drawing():
                     results = [call_through(self._module, of_calls)]
-                self._apart.begin()  # the step ran once
+                self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
-            elif not self._late_changes and len(self._stages) == 1:  # versions of several are of one batch
+            elif not self._late_changes and len(self._stages) == 1:  # with several, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
-            if method in self._unheard:
+            if method in self._unused_results:
                 results = [None] * len(results)
             result = self._share(results, tree.batch_size(parts[0]), logged)
         self._of_known_ends.add(self._kind(method, args))
-        self._step.flush(begun.sent if self._under_way else None)  # the last stage has had all of this batch
+        self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
 
     def begin(self, method: str) -> None:
-        """Before the first step of this kind; a collective call over the pipeline.
+        """Prepare for the first step of this kind; a collective call over the pipeline.
 
-        What steps return goes to all stages only where a hook is given it. Nothing is under way: an evaluation that was
-        broken off may have left something.
+        What steps return is sent to all stages only where a hook receives it. Batches left in flight by an interrupted
+        evaluation are dropped.
         """
         self._under_way.clear()
-        trainer, hearer = self._module.trainer, _HEARERS.get(method)
-        heard = hearer is None or is_told(trainer, self._module, hearer)
+        trainer, hook = self._module.trainer, _RESULT_HOOKS.get(method)
+        uses_results = hook is None or is_used(trainer, self._module, hook)
         follows = what_follows(trainer)
-        some_hear, all_follow = zip(*self._groups.gather_over_stages((heard, follows)))
+        all_use, all_follow = zip(*self._groups.gather_over_stages((uses_results, follows)))
         check_what_follows(follows, all_follow[-1])
-        if any(some_hear):
-            self._unheard.discard(method)
+        if any(all_use):
+            self._unused_results.discard(method)
         else:
-            self._unheard.add(method)
+            self._unused_results.add(method)
 
     def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
         most = self._stages[0].count - 1 - self._stages[0].index
@@ -274,7 +278,7 @@ class PipelinedSteps:
             self._under_way.append(self._begin(method, draw, arguments, {}, waits=False))
 
     def _kind(self, method: str, args: Sequence[Any]) -> str:
-        """What a step may depend on, beside its batch."""
+        """A key of what a step may depend on, other than its batch."""
         return " ".join(map(str, (method, self._module.trainer.sanity_checking, *args[1:])))
 
     def _begin(
@@ -295,18 +299,18 @@ class PipelinedSteps:
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
     def _order(self, microbatches: int) -> Row:
-        """This rank's, for so many microbatches."""
+        """This rank's actions for this number of microbatches."""
         return self._schedule.first(microbatches).rows[self._layout.pipeline_rank]
 
     def _seed_after_call(self, draw: int, calls: int) -> None:
-        """On all ranks alike, whatever each has drawn in its parts of the call."""
+        """Seed the generators equally on all ranks, whatever each has drawn in its parts of the call."""
         self._generators.seed(randomness.derive(self._seed(self._stages[-1], draw, 0), "call", calls))
 
     def _split(self, batch: Any) -> list[Any]:
-        """A training batch's microbatches; a smaller one than the first (an epoch's last) may have fewer.
+        """Split a training batch into microbatches; one smaller than the first batch (an epoch's last) may have fewer.
 
         Raises:
-            BatchError: The microbatches don't divide the batch.
+            BatchError: The batch doesn't divide into the microbatches.
         """
         size = tree.batch_size(batch)
         self._whole_batch = self._whole_batch or size
@@ -325,7 +329,7 @@ class PipelinedSteps:
     def _run(
         self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A microbatch in a call of the root of its own, whose hooks see what is returned, or sent, leave."""
+        """Run a microbatch in its own call of the root, so that the root's hooks see what is returned or sent."""
 
         def step() -> Any:
             result = self._run_inside(stage, method, draw, i, part, args, kwargs)
@@ -337,14 +341,14 @@ class PipelinedSteps:
     def _run_inside(
         self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the user's step on a microbatch, inside a call of the root; gives its result on the last stage."""
-        self._generators.seed(self._seed(stage, draw, i))  # the same on every stage, for what runs around the blocks
+        """Call the user's step on a microbatch, inside a call of the root; returns its result on the last stage."""
+        self._generators.seed(self._seed(stage, draw, i))  # equal on every stage, for the code around the blocks
         searching, several = stage.passage.searching, len(self._stages) > 1
-        if searching or several:  # it may run again, and a step may change its batch
+        if searching or several:  # the part may run again, and a step may change its batch in place
             part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
-        # a step that goes call by call runs whole on each rank
+        # call by call, a step runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
-        # what siblings log would count again
+        # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
         try:
             with kept, stage.running(self._module):
@@ -360,16 +364,16 @@ class PipelinedSteps:
                 forget_logs()
 
     def _seed(self, stage: Stage, draw: int, i: int) -> int:
-        """The seed of a microbatch; from now on, blocks of the stage draw as they do for it."""
+        """Return a microbatch's seed, and make the stage's blocks draw from seeds derived from it."""
         seed = randomness.derive(draw, i, self._layout.data_rank)
         stage.draws = partial(self._seed_block, stage, seed)
         return seed
 
     def _seed_block(self, stage: Stage, seed: int, index: int) -> Callable[[], None]:
-        """Have a block draw its own numbers; returns what puts the generators back, for the code around it.
+        """Seed the generators for a block; returns a function that restores them for the code around it.
 
-        Numpy's and Python's take most of the time. In evaluations, a block that didn't draw from them in the first
-        microbatch of its kind is taken to never do, where modules have no generators of their own.
+        Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
+        draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
         calls = stage.calls.count if stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
@@ -394,7 +398,7 @@ class PipelinedSteps:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Steps run inside: what they draw or seed leaves no trace."""
+        """Restore all generators after the steps that run inside."""
         if self._may_have_new_generators:
             self._generators.own = own_generators(self._module)
             self._may_have_new_generators = False
@@ -412,9 +416,9 @@ class PipelinedSteps:
         return MemoryBeside(Memory(self._module, len(self._stages)), put_all_back)
 
     def _block(self) -> tuple[str, bool] | None:
-        """The block that is being called, and whether by the last stage."""
+        """The block that is being called, and whether the last stage calls it."""
         stage = self._stages.current
-        if stage is None or stage.place is None or not stage.passage.active:  # or the network was left inside of it
+        if stage is None or stage.place is None or not stage.passage.active:  # a stage may end inside of a block
             return None
         return stage.blocks[stage.place], stage.is_last
 
@@ -424,19 +428,19 @@ class PipelinedSteps:
         Args:
             logged: In blocks, by this rank's stages before the last.
         """
-        said: Any = None
+        shared: Any = None
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
             in_blocks = self._logs.in_blocks(of_last=True)
-            said = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
-        said = self._groups.broadcast_from_last_stage(said, self._device)
-        result, logs, changes, microbatches, told, followed = said
+            shared = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
+        shared = self._groups.broadcast_from_last_stage(shared, self._device)
+        result, logs, changes, microbatches, logged_last, followed = shared
         check_what_follows(follows, followed)
         self._late_changes |= bool(changes)
         self._kept.take(changes, microbatches + len(self._under_way), self._device)
-        check_told(logged, told)
-        self._logs.say(logs)
+        check_logged_by_last_stage(logged, logged_last)
+        self._logs.emit(logs)
         return result
 
 

@@ -1,9 +1,9 @@
-"""Random numbers that don't depend on the layout.
+"""Makes random numbers independent of the layout.
 
-In a step, the generators are seeded by the run's seed, the step, the microbatch and the data rank: every stage and
-every tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would
-have. After the step the outer generators are as they were. In a pipeline the same goes for generators that a module
-holds itself, each with a seed of its own: stages would draw different amounts from them.
+In a step, the generators are seeded from the run's seed, the step, the microbatch and the data rank. So every stage and
+tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would have.
+After the step the generators are restored. In a pipeline, generators that a module itself holds are treated the same,
+each with its own seed, since stages would draw different amounts from them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch import Tensor
 from lightning_shard.plugin.steps import numpy_generator
 
 OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-"""Beside the global ones; what a module holds of them is found by ``python_state.py``."""
+"""Types of generators other than the global ones. ``python_state.py`` finds those that a module holds."""
 
 
 def agree(broadcast: Callable[[int], int]) -> int:
-    """The run's seed, the same on every rank: that of ``seed_everything``, else what rank 0's generator started from.
+    """The run's seed, equal on every rank: that of ``seed_everything``, else rank 0's initial seed.
 
-    Without ``seed_everything`` the processes' outer generators differ; all are seeded alike, since ranks that read the
-    same batch must also draw the same augmentations.
+    Without ``seed_everything`` the processes' global generators differ. Then all are seeded with it, since ranks that
+    read the same batch must also draw the same augmentations.
     """
     chosen = os.environ.get("PL_GLOBAL_SEED")
     seed = broadcast(int(chosen) if chosen is not None else torch.initial_seed() % 2**63)
     if chosen is None:
-        torch.manual_seed(seed)  # also of devices that will be in use
+        torch.manual_seed(seed)  # also of devices that aren't initialized yet
         seed_all(seed)
     return seed
 
 
 def derive(*parts: object) -> int:
-    """A seed of 63 bits from a run's seed and whatever names the draw."""
+    """A seed of 63 bits, derived from a run's seed and the names that identify the draw."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -55,14 +55,14 @@ def seed_all(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    # torch.manual_seed formats a stack trace for each kind of device that isn't in use: a tenth of a small step
+    # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
 def remember(device: torch.device) -> Callable[[], None]:
-    """Note where all generators stand; returns what puts them back there."""
+    """Snapshot the states of all global generators; returns a function that restores them."""
     python, put_numpy_back, put_torch_back = random.getstate(), numpy_generator.remember(), remember_torch(device)
 
     def put_back() -> None:
@@ -74,7 +74,7 @@ def remember(device: torch.device) -> Callable[[], None]:
 
 
 def remember_torch(device: torch.device) -> Callable[[], None]:
-    """Of torch's alone, which takes a tenth of the time."""
+    """Snapshot torch's generators alone, which takes a tenth of the time; returns a function that restores them."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -87,7 +87,7 @@ def remember_torch(device: torch.device) -> Callable[[], None]:
 
 
 def where_others_stand() -> Any:
-    """Numpy's and Python's generators, to compare."""
+    """The states of numpy's and Python's generators, for comparison."""
     return random.getstate(), numpy_generator.stands()
 
 
@@ -102,7 +102,7 @@ def seed_own(generator: OwnGenerator, seed: int) -> None:
 
 
 def remember_own(generator: OwnGenerator) -> Callable[[], None]:
-    """Note where it stands; returns what puts it back there."""
+    """Snapshot a generator's state; returns a function that restores it."""
     if isinstance(generator, torch.Generator):
         set_state: Any = generator.set_state
         return partial(set_state, generator.get_state())
@@ -115,7 +115,7 @@ def remember_own(generator: OwnGenerator) -> Callable[[], None]:
 
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn or seeded inside leaves no trace."""
+    """Restore all global generators at the end, whatever is drawn or seeded inside."""
     with AllGenerators(device).preserved():
         yield
 
@@ -133,7 +133,7 @@ class AllGenerators:
             seed_own(generator, derive(seed, name))
 
     def remember(self) -> Callable[[], None]:
-        """Note where all of them stand; returns what puts them back there."""
+        """Snapshot all states; returns a function that restores them."""
         notes = [remember(self.device), *map(remember_own, self.own.values())]
 
         def put_back() -> None:
@@ -144,7 +144,7 @@ class AllGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Whatever is drawn or seeded inside leaves no trace."""
+        """Restore all of them at the end, whatever is drawn or seeded inside."""
         put_back = self.remember()
         try:
             yield

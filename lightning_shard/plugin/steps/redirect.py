@@ -1,4 +1,4 @@
-"""Run a function inside a module's own ``__call__``."""
+"""Runs a function inside a module's own ``__call__``, so that its forward hooks (FSDP2's) run around the function."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.errors import StepError
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
-"""What torch (2.11 to 2.13) says where a plain tensor meets a parameter that is still sharded."""
+"""torch's message (2.11 to 2.13) where a plain tensor meets a parameter that is still sharded."""
 _AS_VALUES = "not supported for tensor subclasses"
-"""Of ``p.numpy()`` and ``p.tolist()``."""
+"""torch's message for ``p.numpy()`` and ``p.tolist()``."""
 _NOT_FOR_SHARDED = (
     *(_NOT_GATHERED, "not supported with DTensor", "Sharding propagation failed", "sharding strategy"),
     "its data is not allocated yet",  # torch.tensor([p.norm()])
     _AS_VALUES,
 )
-"""The same, and where it has no such operation on sharded tensors."""
+"""All of torch's messages about sharded parameters, including those for operations that DTensors don't support."""
 
 
 _OF_SHARDED = (
@@ -30,13 +30,13 @@ _OF_SHARDED = (
 
 
 def note_sharded(exception: BaseException) -> None:
-    """Tell a user's code that has come upon a sharded parameter what it is."""
+    """Add a note to an exception of user code that used a sharded parameter, which says what such a parameter is."""
     if _is_about_sharded(exception) and _OF_SHARDED not in getattr(exception, "__notes__", ()):
         exception.add_note(_OF_SHARDED)
 
 
 def sharded_refusal(error: Exception) -> StepError | None:
-    """The same as an error of ours."""
+    """The same explanation as a StepError; ``None`` for other exceptions."""
     said = " ".join(str(error).split())
     return StepError(f"{_OF_SHARDED} torch said: {said}") if _is_about_sharded(error) else None
 
@@ -47,9 +47,10 @@ def _is_about_sharded(error: BaseException) -> bool:
 
 
 def refuse_sharded(loss: Any) -> None:
-    """
+    """Refuse a loss that is still a DTensor.
+
     Raises:
-        StepError: A loss was computed from a parameter that isn't gathered, and the rest from gathered ones.
+        StepError: It was computed from a parameter that isn't gathered, and from others that are.
     """
     if isinstance(loss, DTensor):
         raise StepError(
@@ -61,13 +62,13 @@ def refuse_sharded(loss: Any) -> None:
 
 
 def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
-    """``function()`` between the module's forward hooks, which see it as the one argument.
+    """Return ``function()``, run between the module's forward hooks, which see ``function`` as the one argument.
 
-    Steps are methods beside ``forward``, but the fully sharded root gathers its parameters in hooks around ``forward``.
-    The step itself may call ``module(x)``: the real ``forward`` is back in place before it begins.
+    Steps are methods other than ``forward``, but the root FSDP module gathers its parameters in hooks around
+    ``forward``. The step itself may call ``module(x)``: the real ``forward`` is restored before the step begins.
 
     Raises:
-        StepError: It computes with parameters of a block that isn't called.
+        StepError: The step computes with parameters of a block that isn't being called.
     """
     own = module.__dict__.get("forward")
 
@@ -83,7 +84,7 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
 
     module.__dict__["forward"] = forward
     try:
-        # FSDP2 moves the arguments to a CUDA device, and in torch 2.11 fails where there are none
+        # FSDP2 moves the arguments to a CUDA device, and in torch 2.11 it fails if there is no argument at all
         return module(function)
     except RuntimeError as error:
         if not any(text in str(error) for text in (_NOT_GATHERED, _AS_VALUES)):

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs: the one that the user chose, or the fastest by simulation."""
+"""Chooses the pipeline schedule: the one that the user named, or the fastest in a simulation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_shard.pipeline.schedules.schedule import Schedule, to_csv
 from lightning_shard.plugin.groups import Groups
 
 ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
-"""Those with one stage on each rank and whole backwards."""
+"""Schedules with one stage on each rank, whose backwards aren't split in two parts."""
 SIMPLEST_FIRST = (*ONE_EACH, "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def candidates(
     setting: str | os.PathLike[str], ranks: int, microbatches: int | None, placement: Policy = "auto"
 ) -> list[Schedule]:
-    """The schedules among which a setting leaves the choice, the simplest first: one, but for ``"auto"``.
+    """The schedules that a setting allows, the simplest first: several for ``"auto"``, else one.
 
     Args:
-        placement: Where it holds a number for each stage, these say how many stages a rank has.
+        placement: If it holds a count for each stage, the counts determine how many stages a rank has.
 
     Raises:
-        ConfigurationError: There is no such schedule, or it isn't for these numbers.
+        ConfigurationError: No such schedule exists, or it can't be built for these numbers.
     """
     if isinstance(setting, os.PathLike):
         setting = os.fspath(setting)
@@ -43,7 +43,7 @@ def candidates(
 
 
 def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:
-    """Check that a number of blocks for each stage is one for each stage that some schedule has.
+    """Check that explicit block counts are as many as the stages of some schedule.
 
     Raises:
         PlacementError: There are more or fewer.
@@ -59,7 +59,7 @@ def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -
 
 
 def _all(ranks: int, microbatches: int | None, placement: Policy) -> Iterator[Schedule]:
-    """All that have a name and can be built for these numbers."""
+    """All named schedules that can be built for these numbers."""
     for name in SIMPLEST_FIRST if ranks > 1 else ONE_EACH[:1]:
         named = SCHEDULES[name]
         counted = _stages_per_rank(name, ranks, placement)
@@ -69,22 +69,22 @@ def _all(ranks: int, microbatches: int | None, placement: Policy) -> Iterator[Sc
                 yield build(name, ranks, microbatches, stages)
             except ConfigurationError:
                 if name == ONE_EACH[0]:
-                    raise  # there is none for these numbers
+                    raise  # no schedule can be built for these numbers
 
 
 def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
-    """As counts say it; ``None`` where they don't, or don't fit."""
+    """Stages per rank according to explicit block counts; ``None`` without counts, or if they don't fit."""
     if isinstance(placement, str) or name not in SCHEDULES or SCHEDULES[name].stages == (1, 1):
         return None
     stages, rest = divmod(len(placement), ranks)
     return None if rest or not stages else stages
 
 
-def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
-    """With whole backwards, where settings leave nothing that a second part could do; says so.
+def effective_schedule(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
+    """The schedule with whole backwards, if settings leave nothing for a backward's second part; logs that.
 
     Args:
-        settings: Of blocks, by name.
+        settings: Settings of blocks, by name.
     """
     against = against_parts(settings)
     if not schedule.splits_backwards or not against:
@@ -97,7 +97,7 @@ def that_runs(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
 
 
 def against_parts(settings: Mapping[str, Any]) -> list[str]:
-    """The settings that leave nothing which a second part of a backward could do."""
+    """The settings under which the second part of a backward has nothing to compute."""
     keeps_all = {
         "activation_checkpointing": settings.get("activation_checkpointing") in (True, 1, "selective"),
         "compile_blocks": bool(settings.get("compile_blocks")),
@@ -106,13 +106,16 @@ def against_parts(settings: Mapping[str, Any]) -> list[str]:
     return [name for name, holds in keeps_all.items() if holds]
 
 
-def that_evaluate(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
-    """The simplest that counts allow, where nothing is trained: others gain nothing, and don't stream evaluations."""
+def evaluation_schedules(schedules: Sequence[Schedule], placement: Policy) -> Sequence[Schedule]:
+    """The simplest schedule that block counts allow, for runs without training.
+
+    Others gain nothing there, and can't overlap evaluation batches.
+    """
     return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
 
 
-def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
-    """If nothing could come later so far."""
+def log_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
+    """Log it if no weight's gradient could be postponed so far."""
     if not step.has_split_backward:
         rank_zero_info(
             f"schedule={schedule.name!r}: of the stages here, no weight's gradient comes later than the rest of its"
@@ -121,8 +124,8 @@ def tell_of_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
         )
 
 
-def that_fit(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
-    """Those with a block, or as many as were chosen, for each stage.
+def fitting_schedules(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
+    """The schedules for which there is a block for each stage, and which match explicit counts.
 
     Raises:
         PlacementError: There are too few blocks for several stages on each rank.
@@ -147,11 +150,11 @@ def choose(
     *,
     has_data_ranks: bool,
 ) -> Choice | None:
-    """The one of several that is worth most; ``None`` where there is no choice.
+    """Choose the best of several schedules; ``None`` if there is only one.
 
     Args:
-        placed: The stages of a schedule.
-        settings: Of blocks, by name.
+        placed: Returns the placement of blocks on a schedule's stages.
+        settings: Settings of blocks, by name.
         has_data_ranks: Whether gradients are reduced over several ranks.
     """
     if len(schedules) == 1:
@@ -162,7 +165,7 @@ def choose(
 
 
 def agree(schedules: Sequence[Schedule], choice: Choice | None, groups: Groups) -> Schedule:
-    """The same one on every rank: of a choice the first rank's, which is told; a collective call.
+    """Make all ranks use the same schedule: rank 0's choice is broadcast, and logged. A collective call.
 
     Raises:
         ConfigurationError: The ranks have read different files.

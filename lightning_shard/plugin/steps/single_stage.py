@@ -1,4 +1,4 @@
-"""Lightning's steps where a rank runs the whole network: with one pipeline stage."""
+"""Runs Lightning's steps on ranks that hold the whole network: with one pipeline stage."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
 from lightning_shard.plugin.steps.used_hooks import has_hooks
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
-"""Hooks between a step and its backward, for which parameters stay gathered unless these may work on them."""
+"""Hooks between a step and its backward. Parameters stay gathered over them, unless such a hook is used."""
 
 
 class SingleStageSteps:
-    """``training_step``, its backward and the evaluation steps of one LightningModule.
+    """Runs ``training_step``, its backward and the evaluation steps of one LightningModule.
 
     Args:
         module: Sharded, on its device.
         device: Where this rank computes.
-        data_rank: This rank's part of the data, by which random numbers differ.
-        gradients: The module's.
+        data_rank: This rank's index on the data axis, which its random numbers depend on.
+        gradients: The module's gradient reduction.
         weights: How much the losses of batches count.
-        means: Tells of losses that should be weighted.
-        lockstep: Of evaluation steps; ``None`` with one data rank.
+        means: Warns of losses that should be weighted.
+        lockstep: Keeps data ranks' all-gathers in step during evaluation steps; ``None`` with one data rank.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class SingleStageSteps:
         self._sees_parameters = False
 
     def begin(self, method: str) -> None:
-        """Before the first step of this kind, when all callbacks are known."""
+        """Prepare for the first step of this kind, once all callbacks are known."""
         if method == "training_step":
             self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
 
     def train(self, precision: Precision, draw: int, *args: Any, **kwargs: Any) -> Any:
-        """A forward; its backward is another call.
+        """Run the forward of a training step; its backward is a separate call.
 
         Args:
-            draw: Seeds random numbers, alike on all ranks.
+            draw: The seed of random numbers, equal on all ranks.
         """
         module, automatic = self._module, self._module.automatic_optimization
         [self._weight] = self._weights.of(args[:1] or [None])
@@ -76,8 +76,8 @@ class SingleStageSteps:
             result = self._run("training_step", draw, args, kwargs)
         if automatic:
             self._means.note(result.get("loss") if isinstance(result, dict) else result)
-            self._means.tell()
-        if result is None and automatic:  # what its backward would have done
+            self._means.warn()
+        if result is None and automatic:  # what the end of its backward would have done
             if not self._gradients.is_accumulating:
                 self._gradients.synchronize()
             reshard(module)
@@ -86,13 +86,13 @@ class SingleStageSteps:
         return result
 
     def begin_backward(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate; what the step returned stays as it is."""
+        """Return the loss to differentiate. The tensor that the step returned isn't changed."""
         module, whole = self._module, unsharded_of(self._module)
         if whole is not None or isinstance(module, FSDPModule):
             refuse_sharded(loss)
         if module.automatic_optimization:
             if whole is not None and self._sees_parameters:
-                whole.gather(module)  # blocks may run again; elsewhere FSDP2 gathers for the backward
+                whole.gather(module)  # blocks may be recomputed; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
         return weighted_for_backward(loss, self._weight.of_gradient)
 

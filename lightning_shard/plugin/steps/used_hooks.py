@@ -1,4 +1,4 @@
-"""Whose hooks run: which ones a user's module and callbacks have."""
+"""Finds out which hooks of a module and its callbacks run user code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RECORDER = "lightning_shard.testing.recorder"
 
 
 def has_hooks(trainer: pl.Trainer, module: pl.LightningModule, names: Iterable[str]) -> bool:
-    """Whether code of a user's runs in any hook of these names."""
+    """Whether user code runs in any of these hooks."""
     names = list(names)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return any(is_overridden(module, name, ModelHooks) for name in names) or any(
@@ -21,8 +21,8 @@ def has_hooks(trainer: pl.Trainer, module: pl.LightningModule, names: Iterable[s
     )
 
 
-def is_told(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> bool:
-    """Whether anyone looks at what this hook is given: a user's code, or the recorder of this package's tests."""
+def is_used(trainer: pl.Trainer, module: pl.LightningModule, hook: str) -> bool:
+    """Whether any code uses what this hook receives: a user's, or the recorder of this package's tests."""
     recorders = (type(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     return has_hooks(trainer, module, [hook]) or any(kind.__module__ == _RECORDER for kind in recorders)
 
@@ -32,6 +32,6 @@ def is_overridden(holder: Any, name: str, base: Any) -> bool:
 
 
 def _is_users(callback: pl.Callback, name: str) -> bool:
-    """Lightning's progress bars, writers of predictions and so on look on."""
+    """Whether a callback's hook is user code: Lightning's progress bars, prediction writers and so on only observe."""
     code = str(getattr(getattr(type(callback), name), "__module__", ""))
     return name in vars(callback) or not code.startswith(_OF_LIBRARIES)

@@ -1,1 +1,1 @@
-"""What would be silently wrong on a layout: found in the first steps, and refused or warned of."""
+"""Detects, in the first steps, what would be silently wrong on a layout, and refuses it or warns of it."""

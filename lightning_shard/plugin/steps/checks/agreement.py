@@ -1,4 +1,4 @@
-"""What ranks must agree on: the batch of a pipeline and a tensor group, and what is saved as the same on all."""
+"""Compares between ranks what must be equal: batches, optimizer settings, and state that is saved as replicated."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_shard.tree import as_bytes
 
 
 def check_same_batch(batch: Any, layout: Layout) -> None:
-    """Compare a batch's bytes over the ranks of one data rank; a collective call over all ranks.
+    """Compare a batch's bytes over the ranks of each data rank; a collective call over all ranks.
 
-    The strategy's own sampler sees to it. A dataset or sampler that deals by global rank doesn't, and every number
-    after it would be wrong without anything failing. Nor does one that doesn't deal at all: then data ranks read equal
-    batches, which is warned of, since data may also be alike.
+    The strategy's own sampler guarantees that they are equal. A dataset or sampler that distributes by global rank
+    doesn't, and training would be wrong without failing. A dataset or sampler that doesn't distribute at all gives data
+    ranks equal batches. That is only warned of, since data may happen to be equal.
 
     Raises:
-        BatchError: On every rank, where two ranks of a data rank have read other values.
+        BatchError: On every rank, if two ranks of one data rank have read different values.
     """
     if layout.world_size == 1:
         return
@@ -56,7 +56,7 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
 
 
 def what_follows(trainer: pl.Trainer) -> str:
-    """What this rank reads after the present batch, as far as that is known: the same on all ranks of a data rank."""
+    """Describe what this rank reads after the current batch, as far as known: equal on all ranks of a data rank."""
     if trainer_private.is_last_batch(trainer):
         return "no more batch"
     following = trainer_private.next_batch(trainer)
@@ -68,13 +68,12 @@ def what_follows(trainer: pl.Trainer) -> str:
 
 
 def check_what_follows(own: str, told: str) -> None:
-    """Compare this with what the last stage says, in messages that are sent anyway.
+    """Compare :func:`what_follows` with the last stage's, which its regular broadcast carries.
 
-    An IterableDataset may give another number of batches on each rank, and a rank that has another one than the others
-    would wait for them for ever.
+    An IterableDataset may give each rank another number of batches. The ranks would then wait for each other forever.
 
     Raises:
-        BatchError: On this rank; what it tells the others ends them.
+        BatchError: On this rank. The failure is reported to the other ranks, which end too.
     """
     if own != told:
         raise BatchError(
@@ -86,10 +85,10 @@ def check_what_follows(own: str, told: str) -> None:
 
 
 class SameGradients:
-    """Whether a stage's data ranks have gradients for the same parameters, asked in a message that is sent anyway.
+    """Checks that a stage's data ranks have gradients of the same parameters, within a message that is sent anyway.
 
-    FSDP2 (torch 2.13) adds up those gradients that each rank has, one after the other. Of ranks that ran other experts
-    of a list, or other branches, it adds one parameter's to another's, and nothing fails.
+    FSDP2 (torch 2.13) reduces the gradients that each rank has in sequence. If ranks ran different experts of a list,
+    or different branches, it adds one parameter's gradient to another's, and nothing fails.
 
     Args:
         module: After a backward that has reduced gradients.
@@ -98,15 +97,15 @@ class SameGradients:
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        self.said = _of_stage(self._without, layout)
+        self.flags = _of_stage(self._without, layout)
 
-    def check(self, heard: Sequence[bool]) -> None:
-        """Look at what any rank has said.
+    def check(self, combined: Sequence[bool]) -> None:
+        """Check the disjunction (logical or) of all ranks' ``flags``.
 
         Raises:
-            StepError: On every rank.
+            StepError: On every rank, if they differ.
         """
-        if _differ(heard):
+        if _differ(combined):
             raise StepError(
                 "Data ranks have computed gradients of different parameters in this step (this rank none of"
                 f" {self._without[:3] or 'those that others have none of'}), so they were added up wrongly, and this"
@@ -117,10 +116,10 @@ class SameGradients:
 
 
 class SameSettings:
-    """Whether the optimizers of a stage's ranks step alike, asked in the same message.
+    """Checks that the optimizers of a stage's ranks have equal settings, within the same message.
 
-    Each rank steps its part of the parameters. A ReduceLROnPlateau whose monitored value is a data rank's own lowers
-    the learning rate on that one only.
+    Each rank updates its part of the parameters. A ReduceLROnPlateau that monitors a data rank's own value lowers the
+    learning rate on that rank only.
 
     Args:
         optimizers: After a step.
@@ -130,15 +129,15 @@ class SameSettings:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
         self._rates = [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers]
         settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self.said = _of_stage(settings, layout)
+        self.flags = _of_stage(settings, layout)
 
-    def check(self, heard: Sequence[bool]) -> None:
-        """Look at what any rank has said.
+    def check(self, combined: Sequence[bool]) -> None:
+        """Check the disjunction (logical or) of all ranks' ``flags``.
 
         Raises:
-            StepError: On every rank.
+            StepError: On every rank, if they differ.
         """
-        if _differ(heard):
+        if _differ(combined):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
                 " steps its own part of the parameters, so this step's weights are wrong: resume from an earlier"
@@ -151,7 +150,11 @@ _BITS = 16
 
 
 def _of_stage(value: object, layout: Layout) -> list[bool]:
-    """For each stage bits, the own one's of a digest and their opposites: where both are said, ranks differ."""
+    """Encode a value so that an "or" over all ranks shows, for each stage, whether its ranks' values differ.
+
+    This rank sets bits of its own stage only: those of a digest, and their complements. Where both a bit and its
+    complement are set by some rank, the values differ.
+    """
     digest = xxhash.xxh3_64_intdigest(repr(value).encode())
     own = [bool(digest >> bit & 1) for bit in range(_BITS)]
     both, silent = [*own, *(not bit for bit in own)], [False] * 2 * _BITS
@@ -159,8 +162,8 @@ def _of_stage(value: object, layout: Layout) -> list[bool]:
     return [bit for stage in stages for bit in (both if stage == layout.pipeline_rank else silent)]
 
 
-def _differ(heard: Sequence[bool]) -> bool:
-    parts = [heard[start : start + _BITS] for start in range(0, len(heard), _BITS)]
+def _differ(combined: Sequence[bool]) -> bool:
+    parts = [combined[start : start + _BITS] for start in range(0, len(combined), _BITS)]
     return any(bit and opposite for one, other in zip(parts[::2], parts[1::2]) for bit, opposite in zip(one, other))
 
 
@@ -170,15 +173,15 @@ def _numbers(group: Mapping[str, Any]) -> list[Any]:
 
 
 def check_replicas(states: Iterable[dict[str, Any]]) -> None:
-    """Compare what optimizers keep as plain tensors for sharded parameters; a collective call over all ranks.
+    """Compare plain tensors in the optimizer state of sharded parameters over the ranks; a collective call over all.
 
-    Such a tensor is saved as the same on every rank that holds its parameter.
+    Such a tensor is saved as replicated on every rank that holds its parameter.
 
     Args:
-        states: Of :func:`named_optimizer_state`.
+        states: From :func:`named_optimizer_state`.
 
     Raises:
-        UnsupportedStateError: On every rank, where one differs: a rank's own part, that doesn't say of what.
+        UnsupportedStateError: On every rank, if one differs: then it is a rank's own part, but doesn't say of what.
     """
     own = {}
     for index, state in enumerate(states):
@@ -208,16 +211,16 @@ def check_copies(
     optimizers: Iterable[torch.optim.Optimizer],
     gather_over_stages: Callable[[Any], list[Any]],
 ) -> None:
-    """Compare what two stages hold of a tied parameter, and its optimizer state; a collective call over the pipeline.
+    """Compare the copies of tied parameters on several stages, and their optimizer state; collective over the pipeline.
 
-    Both start alike and take the same steps. An optimizer that looks at all its parameters, or draws random numbers for
-    them, doesn't: of which copy the model is made wouldn't be known.
+    Copies start equal and take the same updates. With an optimizer that uses statistics over all its parameters, or
+    draws random numbers for them, they diverge, and it would be unclear which copy is the model's.
 
     Args:
-        tied: This stage's, by name.
+        tied: This stage's tied parameters, by name.
 
     Raises:
-        UnsupportedStateError: On every stage, where the copies have parted.
+        UnsupportedStateError: On every stage, if copies have diverged.
     """
     own = {name: _digest(local_tensor(parameter)) for name, parameter in tied.items()}
     for optimizer in optimizers:
@@ -236,16 +239,16 @@ def check_copies(
 
 
 def first_parted(of_stages: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first name for which two stages have other values; ``None``: there is none."""
+    """The first name for which two stages have different values; ``None`` if there is none."""
     first: dict[str, Any] = {}
     named = (entry for stage in of_stages for entry in stage.items())
     return next((name for name, value in named if first.setdefault(name, value) != value), None)
 
 
 def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group: Any) -> dict[str, Any]:
-    """A state dict with the first data rank's values of what is no parameter, such as BatchNorm's statistics.
+    """A state dict in which entries that aren't parameters, such as BatchNorm's statistics, are the first data rank's.
 
-    A collective call over the group. The module's own are left as they are.
+    A collective call over the group. The module's own tensors aren't changed.
     """
     plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
     if _equal_everywhere(_digest(plain), group):
@@ -257,7 +260,7 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
         if any(other[name] != digests[0][name] for other in digests):
             value = plain[name]
             agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
-            # as bytes: not every backend knows every dtype
+            # as bytes, since not every backend supports every dtype
             dist.broadcast(as_bytes(agreed[name]), group=group, group_src=0)
     return agreed
 
@@ -269,7 +272,7 @@ def _equal_everywhere(value: str, group: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it's a tensor of elements in memory; any other is saved in parts, or refused when it is."""
+    """Whether it is a dense tensor in memory; other tensors are saved in parts, or refused when they are saved."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return False
     try:

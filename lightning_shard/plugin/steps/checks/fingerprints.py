@@ -1,4 +1,4 @@
-"""What ranks say of a tensor to compare it: few numbers, that differ where it does."""
+"""Fingerprints of tensors, by which ranks compare them: a few numbers that differ where the tensors do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from lightning_shard.sharding import local_tensor
 
 _MOST = 1 << 20
-"""So many elements of a tensor are looked at."""
+"""The most elements of a tensor that are used, evenly spaced."""
 
 Outline = tuple[tuple[int, ...], float, float]
-"""Shape, norm, and sum with weights, since attention's weights all have one sum."""
+"""Shape, norm, and a weighted sum: the plain sum of attention weights is always the same."""
 
 
 @torch.no_grad()
 def outline(tensor: Tensor) -> Outline:
-    """Of this rank's part; the device is waited for."""
+    """The outline of this rank's part; waits for the device."""
     values = local_tensor(tensor).detach().to_dense()
     values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     values = values[:: 1 + len(values) // _MOST].double()
@@ -25,10 +25,10 @@ def outline(tensor: Tensor) -> Outline:
 
 
 def are_alike(one: Outline, other: Outline, rounding: float, least: float = 0.0) -> bool:
-    """As far as sums in another order allow.
+    """Whether two outlines are equal, but for the rounding of sums taken in different orders.
 
     Args:
-        rounding: As a part of the norm, or of ``least`` where that is more.
+        rounding: Relative to the larger norm, or to ``least`` if that is larger.
     """
     (shape, norm, total), (other_shape, other_norm, other_total) = one, other
     apart = max(abs(norm - other_norm), abs(total - other_total))

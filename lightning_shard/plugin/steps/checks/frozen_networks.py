@@ -1,8 +1,8 @@
-"""Frozen networks beside the one that trains, such as a teacher: every pipeline stage holds them whole.
+"""Compares frozen networks next to the one that trains, such as a teacher: every pipeline stage holds a full copy.
 
-A user's code may change them between steps, as a mean teacher's weights are averages of the student's. On a stage it
-sees the student's part only, so each stage would change another part of its copy, and the one that is used, the last
-stage's, would be wrong in the rest.
+User code may change them between steps: a mean teacher's weights are averages of the student's. On a stage such code
+sees the stage's part of the student only. So each stage would update another part of its copy of the teacher, and the
+copy that is used, the last stage's, would be wrong in the rest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_shard.sharding import local_tensor
 
 
 class FrozenCopies:
-    """A stage's frozen parameters of which other stages have copies; made on all stages together.
+    """A stage's frozen parameters of which other stages have copies. The constructor is a collective call.
 
     Args:
         module: The stage's.
-        gather_over_stages: Of the pipeline.
+        gather_over_stages: All-gathers a value over the pipeline.
     """
 
     def __init__(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]]) -> None:
@@ -35,10 +35,10 @@ class FrozenCopies:
         self._gather = gather_over_stages
 
     def check(self) -> None:
-        """Compare them, by sums; a collective call over the pipeline.
+        """Compare the copies, by sums; a collective call over the pipeline.
 
         Raises:
-            StepError: On every stage, where two of them have changed their copies in different ways.
+            StepError: On every stage, if stages have changed their copies in different ways.
         """
         if not self._is_any:
             return
@@ -52,7 +52,7 @@ class FrozenCopies:
 
     @torch.no_grad()
     def _sums(self) -> dict[str, list[int]]:
-        """Of each the sum and the norm, as bits. No version says that values were changed through ``.data``."""
+        """Sum and norm of each, as bits. Version counters don't show changes made through ``.data``."""
         if not self._held:
             return {}
         local = (local_tensor(parameter).double() for parameter in self._held.values())  # one copy at a time

@@ -1,10 +1,10 @@
-"""Told: a user's hook on a module whose features a tensor-parallel plan splits is given this rank's part of them.
+"""Warns of user hooks on modules whose features a tensor-parallel plan splits: they get this rank's features only.
 
-A loss or a buffer that is computed from it differs between tensor ranks, and is refused. But what a hook keeps in lists
-or numbers is rank 0's part, and nothing else would say so. So in the first step of each kind what hooked modules are
-given and return is compared over the tensor ranks.
+A loss or a buffer that is computed from these differs between tensor ranks, and is refused elsewhere. But what a hook
+keeps in lists or numbers would silently be rank 0's part. So in the first step of each kind, inputs and outputs of
+modules with user hooks are compared over the tensor ranks.
 
-Not seen: hooks that come later, and what a network's own code keeps.
+Limits: hooks that are registered later, and what a network's own code keeps, aren't detected.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from lightning_shard.plugin.steps.checks.fingerprints import Outline, are_alike,
 
 _PACKAGES = ("torch.", "lightning.", "lightning_shard.")
 _ROUNDING = 0.01
-"""Sums that ranks take in other orders differ by less, also in 16 bits."""
+"""Sums taken in different orders by ranks differ by less, also in 16 bits. Relative to the norm."""
 
 
 @contextmanager
-def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh, *, tells: bool) -> Iterator[None]:
-    """A step runs inside; then a collective call over the tensor axis.
+def warning_of_split_features(module: nn.Module, tensor_axis: DeviceMesh, *, warns: bool) -> Iterator[None]:
+    """Compare hooked modules' inputs and outputs in the step that runs inside; at its end, collective over the axis.
 
     Args:
-        tells: Whether this axis' first rank says so.
+        warns: Whether this axis' first rank warns.
     """
     looks = {name: (_Look(), part) for name, part in module.named_modules() if has_other_hooks(part, _PACKAGES)}
     handles = [part.register_forward_hook(look.at) for look, part in looks.values()]
@@ -47,7 +47,7 @@ def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh, *, tells: bool)
     everyone: list[Any] = [None] * tensor_axis.size()
     dist.all_gather_object(everyone, seen, group=tensor_axis.get_group())
     parts = [name for name in seen if not _are_alike([rank.get(name) for rank in everyone])]
-    if parts and tells and tensor_axis.get_local_rank() == 0:
+    if parts and warns and tensor_axis.get_local_rank() == 0:
         more = f" and on {len(parts) - 1} more modules" if len(parts) > 1 else ""
         warnings.warn(
             f"A hook on {parts[0]}{more} is given the part of the features that this tensor rank computes, since"
@@ -59,7 +59,10 @@ def telling_of_parts(module: nn.Module, tensor_axis: DeviceMesh, *, tells: bool)
 
 
 class _Look:
-    """What a module is given and returns in its first call. An object of ours, so that no stage takes it for state."""
+    """Outlines of a module's inputs and outputs in its first call.
+
+    A class of this package, so that no stage takes the record for state of the module.
+    """
 
     def __init__(self) -> None:
         self.seen: list[Outline] | None = None
@@ -70,7 +73,7 @@ class _Look:
 
 
 def _are_alike(ranks: list[list[Outline] | None]) -> bool:
-    """As far as all ranks have seen it."""
+    """Whether the ranks that have seen a call have seen equal tensors."""
     is_alike = partial(are_alike, rounding=_ROUNDING)
     known = [rank for rank in ranks if rank is not None]
     return all(len(rank) == len(known[0]) and all(map(is_alike, known[0], rank)) for rank in known)

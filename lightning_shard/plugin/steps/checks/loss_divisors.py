@@ -1,11 +1,11 @@
-"""What a loss was divided by, read from the graph which autograd keeps of it.
+"""Reads what a loss was divided by from its autograd graph.
 
-The weights of torch's ``nll_loss`` (so of cross entropy with ignored targets, or with weights of classes), the number
-of elements of ``mean`` and of torch's other losses, the divisor of a division. Not seen: losses of custom or compiled
-functions, and of checkpointed code.
+Found are the weights of torch's ``nll_loss`` (thus of cross entropy with ignored targets, or with class weights), the
+number of elements of ``mean`` and of torch's other losses, and divisors of divisions. Not found are those of losses by
+custom or compiled functions, or in checkpointed code.
 
-Private: ``_raw_saved_*`` of autograd's nodes (torch 2.11 to 2.13), which shows whether reading would run hooks, such as
-those of a checkpoint, that run once.
+Private: ``_raw_saved_*`` of autograd nodes (torch 2.11 to 2.13), which shows whether reading a saved tensor would run
+hooks, such as those of a checkpoint, that may run only once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 _NODES = 64
 _MEAN = 1
-"""How autograd's nodes keep ``reduction="mean"``."""
+"""How autograd nodes store ``reduction="mean"``."""
 _LINEAR = (
     "Add",
     "Sub",
@@ -40,11 +40,11 @@ _LINEAR = (
     "Unbind",
     "Expand",
 )
-"""What may stand between the loss that a step returns and those that it is made of."""
+"""Operations that are followed between the returned loss and the losses that it consists of."""
 
 
 def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
-    """The nodes of means of which a loss is a sum, and what each divided by; before a backward frees them."""
+    """Yield node and divisor of each mean that a loss is a sum of; to be called before a backward frees the graph."""
     pending: list[Any] = [loss.grad_fn]
     for _ in range(_NODES):
         node = pending.pop() if pending else None
@@ -54,7 +54,7 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
             continue
         kind, _, version = node.name().partition("Backward")
         if not version:
-            continue  # of a user's own Function, whatever its name
+            continue  # a custom autograd Function, whatever its name
         following = [before for before, _ in node.next_functions]
         if kind.startswith("NllLoss"):
             if node._saved_reduction == _MEAN:
@@ -75,7 +75,7 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
 
 
 def _joined(node: Any) -> list[Any]:
-    """What is below a sum or mean of several losses, or of one: of samples it is the network."""
+    """The node below a sum or mean of losses (one or several). Below one over samples is the network: none."""
     [[before, _]] = node.next_functions
     several = before is not None and before.name().startswith(("Stack", "Cat"))
     sizes = getattr(node, "_saved_self_sym_sizes", None)  # not of nested tensors
@@ -83,7 +83,7 @@ def _joined(node: Any) -> list[Any]:
 
 
 def without_those_by_zero(loss: Tensor, weight: Tensor) -> None:
-    """Have the backward of a loss that counts for nothing pass nothing on from sums that were divided by zero."""
+    """Make the backward of a loss with weight 0 propagate zeros, not NaN, from divisions by zero."""
     for node, number in divisions(loss):
         if isinstance(number, Tensor) and node.name().startswith("Div"):
             node.register_hook(partial(_masked, (number == 0) & (weight == 0)))
@@ -94,7 +94,7 @@ def _masked(mask: Tensor, gradients: Sequence[Tensor | None], _: Any) -> tuple[T
 
 
 def _kept(node: Any, name: str) -> Iterator[Tensor]:
-    """A tensor that a node keeps, where no hook packed it."""
+    """A tensor that a node has saved, unless a hook packed it."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is not None and raw.unpack_hook is None:
         value = getattr(node, f"_saved_{name}")

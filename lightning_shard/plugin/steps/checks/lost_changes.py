@@ -1,7 +1,7 @@
-"""Parameters that a step changes in place: a gathered parameter is a copy, and what is written to it is lost.
+"""Detects steps that change a parameter in place: a gathered parameter is a copy, so the change would be lost.
 
-So a momentum encoder or a codebook that is updated in a step would silently stay what it was. A first step of each kind
-is looked through: each unit's parameters are compared when it has gathered them, and before it frees them.
+A momentum encoder or a codebook that is updated in a step would silently keep its old values. So in the first step of
+each kind, each FSDP unit's parameters are compared right after they are gathered and right before they are freed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sums(root: nn.Module) -> Sums:
-    """Of each parameter that is whole here and has dimensions: its shape, and the sum of its elements as integers."""
+    """For each whole parameter here that has dimensions: its shape, and the sum of its elements' bits as integers."""
     found = {}
-    # not the user's operations: a stage that counts those has other parameters than the next one
+    # not through torch functions: those are counted to name operations, and stages have different parameters
     with torch.no_grad(), torch._C.DisableTorchFunction():
         for name, parameter in nn.Module.named_parameters(root):
             if type(parameter) is nn.Parameter and parameter.ndim and parameter.element_size() in _INTEGERS:
@@ -36,26 +36,28 @@ def sums(root: nn.Module) -> Sums:
 
 
 def changed(before: Sums, now: Sums) -> str | None:
-    """The first of the parameters that are in both, and differ."""
+    """The first parameter that is in both and differs."""
     both = ((name, held, now[name]) for name, held in before.items() if name in now)
     return next((name for name, held, found in both if held[0] == found[0] and bool(held[1] != found[1])), None)
 
 
 @contextmanager
 def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
-    """Steps run inside, each in a call of ``root``.
+    """Check the steps that run inside, each in a call of ``root``.
 
     Raises:
-        StepError: One changes a gathered parameter.
+        StepError: A step changes a gathered parameter.
     """
     units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
-    if unsharded_of(root) is not None:  # kept there, but made for each microbatch, and lost on other layouts
+    if (
+        unsharded_of(root) is not None
+    ):  # there the change is kept, but made once per microbatch, and lost on other layouts
         units.add("")
     with ExitStack() as stack:
         for name in units:
             unit = root.get_submodule(name)
             before: list[Sums] = []
-            # after the hooks that gather, and before those that free
+            # after the hooks that gather, and before those that reshard
             stack.callback(unit.register_forward_pre_hook(partial(_begins, before)).remove)
             stack.callback(unit.register_forward_hook(partial(_ends, name, before), prepend=True).remove)
         yield
@@ -66,7 +68,7 @@ def _begins(before: list[Sums], unit: nn.Module, *_: Any) -> None:
 
 
 def _ends(unit_name: str, before: list[Sums], unit: nn.Module, *_: Any) -> None:
-    if not before:  # it ran in another stage of this rank; this one is told of the call, since there are hooks
+    if not before:  # it ran in another stage of this rank; the hooks are called on this one too
         return
     name = changed(before.pop(), sums(unit))
     if name is not None:

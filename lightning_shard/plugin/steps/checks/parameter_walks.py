@@ -1,9 +1,10 @@
-"""Code of the user's, between steps, that goes over all parameters of a module of which a stage holds a part.
+"""Guards iteration over a module's parameters between steps, where a pipeline stage holds only a part of them.
 
-A sum over them, a norm, or a zip with another module's would be of this stage only. So ``parameters()`` raises where it
-would go on past the first; ``named_parameters()``, with which most work is on each by itself, says so once, as do an
-optimizer's groups in the hooks that are given gradients. Steps have a guard of their own
-(``pipeline/stages/stage.py``), and ``configure_optimizers`` runs before. After a run both are told.
+User code that sums over all parameters, takes a norm, or zips them with another module's would use this stage's only.
+So ``parameters()`` raises when it is iterated past the first. ``named_parameters()``, mostly used to treat each
+parameter separately, warns once; so do an optimizer's groups in hooks that receive gradients, and ``state_dict()``.
+Steps have a guard of their own (``pipeline/stages/stage.py``), and ``configure_optimizers`` runs before this one is
+set. After a run both iterators warn.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from lightning_shard.pipeline.dataflow.taint import Hollow
 
 _TAKE_PARTS = (
     *("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim"),
-    "torch.nn.utils.clip_grad",  # whole by norms.py
+    "torch.nn.utils.clip_grad",  # made to cover all stages by gradient_norms.py
 )
-"""Modules and packages whose code goes over parameters and is right with this stage's."""
+"""Modules and packages whose code iterates over parameters and is right with this stage's only."""
 _PARAMETERS = nn.Module.parameters.__code__
-"""What goes over the named ones for the code that called it."""
+"""Iterates over ``named_parameters`` on behalf of its caller."""
 _AVERAGES = "torch.optim.swa_utils"
-"""Goes over a copy's parameters beside a module's: right with parts only where the copy is ours."""
+"""Zips a copy's parameters with a module's: right with parts only if the copy is ours."""
 _MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach")
-"""What torch and Python say of tensors and lists that don't fit each other."""
+"""Words in messages of torch and Python about tensors and lists that don't match in size."""
 
 
 OF_STAGE = "With several pipeline stages it has its stage's part only"
@@ -42,22 +43,22 @@ OF_RANK = "Its parameters are DTensors, of which each rank has a part"
 
 
 class Walks:
-    """A guard over modules by name, each of which lies on several stages."""
+    """The guard over several modules, by name, each of which is spread over several stages."""
 
     def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
         self._incomplete = incomplete
         self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
         self._has_warned = False
-        self._gone_over: _GoneOver = {}
-        self._states = PartialStates(incomplete, OF_STAGE, self._gone_over)
+        self._known_walks: _KnownWalks = {}
+        self._states = PartialStates(incomplete, OF_STAGE, self._known_walks)
         self.release()
 
     def guard(self) -> None:
         for name, module in self._incomplete.items():
-            # no closures: what copies a module copies these with it
+            # no closures: code that copies a module copies these along with it
             module.__dict__["parameters"] = partial(_parameters, self, name, module)
             module.__dict__["named_parameters"] = partial(_named_parameters, self, name, module)
-        self._states.tell()
+        self._states.guard()
 
     def release(self) -> None:
         for name, module in self._incomplete.items():
@@ -66,18 +67,18 @@ class Walks:
         self._states.release()
 
     def warn(self) -> None:
-        """After a run, where code may have any use for a stage's parameters, until the next one is set up."""
+        """Only warn: after a run, until the next setup, code may use a stage's parameters in any way."""
         for name, module in self._incomplete.items():
             module.__dict__.pop("parameters", None)
             module.__dict__["named_parameters"] = partial(_named_parameters, self, name, module)
-        self._states.tell()
+        self._states.guard()
 
     def refusal(self, error: Exception) -> StepError | None:
-        """What code failed for that went over a stage's part beside something whole, as a teacher's parameters."""
+        """Explain an error of code that combined a stage's part with something whole, as a teacher's parameters."""
         if type(error) not in (RuntimeError, ValueError) or not any(word in str(error) for word in _MISMATCH):
             return None
         for at in _entries(error.__traceback__):
-            for (code, what), walk in self._gone_over.items():
+            for (code, what), walk in self._known_walks.items():
                 if code is at.tb_frame.f_code and walk.ended in (None, at.tb_lasti):
                     said = " ".join(str(error).split())
                     return StepError(
@@ -87,29 +88,29 @@ class Walks:
                     )
         return None
 
-    def begun(self, frame: Any, what: str) -> _Walk:
-        return self._gone_over.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
+    def begin_walk(self, frame: Any, what: str) -> _Walk:
+        return self._known_walks.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
 
     def named(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if self._incomplete.get(name) is module:
             return self._of_stage[name](*args, **kwargs)  # type: ignore[no-any-return]
-        return type(module).named_parameters(module, *args, **kwargs)  # a copy, of which no step knows
+        return type(module).named_parameters(module, *args, **kwargs)  # a copy, which no step uses
 
     def __reduce__(self) -> Any:
         return Walks, ({},)
 
     @contextmanager
     def showing_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-        """A hook that is given gradients runs inside; of other stages' parameters they aren't known, and not None."""
-        with self._telling_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
+        """For a hook that receives gradients: show those of other stages' parameters as unknown, not as None."""
+        with self._warning_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
             yield
 
     @contextmanager
-    def _telling_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-        """Inside, code that goes over the parameters of their groups is told what these are."""
+    def _warning_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """Inside, code that iterates over the parameters in optimizers' groups is warned."""
         held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
         for group, parameters in held:
-            group["params"] = _OfStage(parameters, self.tell)
+            group["params"] = _OfStage(parameters, self.warn_of)
         try:
             yield
         finally:
@@ -118,7 +119,7 @@ class Walks:
                     parameters[:] = group["params"]
                     group["params"] = parameters
 
-    def tell(self, frame: Any, what: str) -> None:
+    def warn_of(self, frame: Any, what: str) -> None:
         if not self._has_warned and not _takes_parts(frame.f_globals):
             self._has_warned = True
             rank_zero_warn(
@@ -129,10 +130,10 @@ class Walks:
 
 
 class _Walk:
-    """Of code of the user's that goes over what only a part is here of.
+    """One iteration of user code over something of which this rank holds only a part.
 
-    ``ended`` is the instruction of it at which what it goes over was exhausted or dropped, and None before. Where code
-    fails in a loop, its iterator is dropped at the instruction that failed.
+    ``ended`` is the instruction of that code at which the iterator was exhausted or dropped; None before. If code fails
+    in a loop, its iterator is dropped at the instruction that failed.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -145,7 +146,7 @@ class _Walk:
         return self
 
     def last_as(self, state: OrderedDict[str, Any]) -> None:
-        """It ends with what was given."""
+        """End the iteration when ``state``, which was returned to the code, is dropped."""
         self._lasts = weakref.ref(state, lambda _: self.end(sys._getframe()))
 
     def end(self, frame: Any) -> None:
@@ -154,12 +155,12 @@ class _Walk:
         self.ended = -1 if frame is None else frame.f_lasti
 
 
-_GoneOver = dict[tuple[CodeType, str], _Walk]
-"""By the code, and what it goes over."""
+_KnownWalks = dict[tuple[CodeType, str], _Walk]
+"""By the code, and a description of what it iterates over."""
 
 
 def _of_stage(name: str, module: nn.Module) -> Any:
-    """A module's ``named_parameters`` without an earlier Trainer's warning."""
+    """A module's ``named_parameters`` of this stage, without the guard of an earlier Trainer."""
     own = module.__dict__["named_parameters"]
     return own.args[0]._of_stage[name] if getattr(own, "func", None) is _named_parameters else own
 
@@ -170,7 +171,7 @@ def _parameters(walks: Walks, name: str, module: nn.Module, recurse: bool = True
     try:
         for place, parameter in enumerate(type(module).parameters(module, recurse)):
             if place < 2 and recurse and not _is_right_with_parts(frame := sys._getframe(1)):
-                walk = walks.begun(frame, what)
+                walk = walks.begin_walk(frame, what)
                 if place == 1:
                     raise StepError(
                         f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its stage's:"
@@ -195,9 +196,9 @@ def _named_parameters(
                 frame: Any = sys._getframe(1)
                 frame = frame.f_back if frame.f_code is _PARAMETERS else frame
                 if not _is_right_with_parts(frame):
-                    walk = walks.begun(frame, what)
+                    walk = walks.begin_walk(frame, what)
                     if place == 1:
-                        walks.tell(frame, what)
+                        walks.warn_of(frame, what)
             yield named
     finally:
         if walk is not None:
@@ -209,52 +210,54 @@ def _parameters_of(name: str) -> str:
 
 
 class _OfStage(list[nn.Parameter]):
-    """Parameters of an optimizer's group.
+    """The parameters of an optimizer's group.
 
     Args:
-        tell: Told who goes over them.
+        warn: Called with the frame that iterates over them, and a description.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], tell: Callable[[Any, str], None]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], warn: Callable[[Any, str], None]) -> None:
         super().__init__(parameters)
-        self._tell = tell
+        self._warn = warn
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        self._tell(sys._getframe(1), "the parameters of an optimizer's groups")
+        self._warn(sys._getframe(1), "the parameters of an optimizer's groups")
         return super().__iter__()
 
 
 class PartialStates:
-    """What is said of ``state_dict()`` of modules of which a rank holds a part.
+    """Warns of calls of ``state_dict()`` on modules of which this rank holds only a part.
 
     Args:
         modules: By name.
-        part: Whose part, as the sentence says it.
-        gone_over: Is told of the code that asks.
+        part: A sentence for the warning that says which part.
+        known_walks: Collects the code that calls it.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], part: str, gone_over: _GoneOver) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], part: str, known_walks: _KnownWalks) -> None:
         self._modules = modules
         self._part = part
-        self._gone_over = gone_over
+        self._known_walks = known_walks
         self._has_warned = False
 
-    def tell(self) -> None:
+    def guard(self) -> None:
         self.release()
         for name, module in self._modules.items():
-            # no closure: what copies a module copies this with it
-            module.__dict__["state_dict"] = partial(_told_of, self, name, module, module.__dict__.get("state_dict"))
+            # no closure: code that copies a module copies this along with it
+            module.__dict__["state_dict"] = partial(
+                _warning_state_dict, self, name, module, module.__dict__.get("state_dict")
+            )
 
     def release(self) -> None:
-        """Leave what the user may have set."""
+        """Remove the guard, but keep a ``state_dict`` that the user has set."""
         for module in self._modules.values():
-            told: Any = module.__dict__.get("state_dict")
-            if getattr(told, "func", None) is _told_of:
+            guarded: Any = module.__dict__.get("state_dict")
+            if getattr(guarded, "func", None) is _warning_state_dict:
                 del module.__dict__["state_dict"]
-                if (own := told.args[-1]) is not None:
+                if (own := guarded.args[-1]) is not None:
                     module.__dict__["state_dict"] = own
 
-    def asked(self, frame: Any, name: str) -> _Walk | None:
+    def begin_walk(self, frame: Any, name: str) -> _Walk | None:
         if _takes_parts(frame.f_globals):
             return None
         what = f"the state_dict of {name or 'the LightningModule'}"
@@ -265,14 +268,16 @@ class PartialStates:
                 " of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint saves all, and"
                 " trainer.strategy.gather_full_parameters() gives all."
             )
-        return self._gone_over.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
+        return self._known_walks.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
 
     def __reduce__(self) -> Any:
         return PartialStates, ({}, self._part, {})
 
 
-def _told_of(states: PartialStates, name: str, module: nn.Module, own: Any, *args: Any, **kwargs: Any) -> Any:
-    walk = states.asked(sys._getframe(1), name)
+def _warning_state_dict(
+    states: PartialStates, name: str, module: nn.Module, own: Any, *args: Any, **kwargs: Any
+) -> Any:
+    walk = states.begin_walk(sys._getframe(1), name)
     state = type(module).state_dict(module, *args, **kwargs) if own is None else own(*args, **kwargs)
     if walk is not None and isinstance(state, OrderedDict):
         walk.last_as(state)
@@ -280,16 +285,16 @@ def _told_of(states: PartialStates, name: str, module: nn.Module, own: Any, *arg
 
 
 def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
-    """Of code that looks another stage's parameter up by its path, where it is."""
+    """An explanation for code that looks up another stage's parameter by its name; ``None`` for other errors."""
     note = _missing(error, module)
-    # a bare name may be any dictionary's key
+    # a name without a dot may be any dictionary's key
     return (
         None if note is None or "." not in error.args[0] else StepError(f"There is no parameter {error} here. {note}")
     )
 
 
 def note_missing_parameter(exception: BaseException, module: nn.Module) -> None:
-    """The same, of a bare name too, where the exception goes on as it is."""
+    """Add the explanation to an exception that is raised unchanged; here also for a name without a dot."""
     note = _missing(exception, module)
     if note is not None and note not in getattr(exception, "__notes__", ()):
         exception.add_note(note)
@@ -308,7 +313,7 @@ def _missing(exception: BaseException, module: nn.Module) -> str | None:
 
 
 def _takes_parts(names: Mapping[str, Any]) -> bool:
-    """Whether the code that runs among these global names does."""
+    """Whether code with these globals is known to be right with this stage's parameters only."""
     module = str(names.get("__name__", ""))
     return any(module == known or module.startswith(f"{known}.") for known in _TAKE_PARTS)
 

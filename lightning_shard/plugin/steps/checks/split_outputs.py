@@ -1,11 +1,11 @@
-"""Steps that log or return a part of what they mean to, since a tensor-parallel plan splits it.
+"""Compares over tensor ranks what a step logs and returns: a tensor-parallel plan may have split it.
 
-Of attention's weights (``output_attentions``), or of keys and values, each tensor rank has those of its own heads. A
-loss that is computed from them differs between ranks, and is refused. But nothing fails where they are logged or
-returned: what is seen is one rank's. So in the first step of each kind both are compared over the tensor ranks. What is
-returned is refused. What is logged may be a time, or an amount of memory: it is told of.
+Each tensor rank has the attention weights (``output_attentions``), keys and values of its own heads only. A loss that
+is computed from them differs between ranks, and is refused elsewhere. But nothing fails where they are only logged or
+returned, and the user sees one rank's part. So both are compared in the first step of each kind. A difference in what
+is returned is refused. One in what is logged is warned of, since it may be a time, or an amount of memory.
 
-Not seen: what begins later, what a step keeps itself, and objects that it returns.
+Limits: differences that begin later, what a step keeps itself, and objects that it returns aren't detected.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.plugin.steps.checks.fingerprints import Outline, are_alike, outline
 
 _ROUNDING = {True: 1e-5, False: 0.02}
-"""By how much of its norm, or of 1, what is computed alike may differ, in 32 bits or more and in fewer. A number near 0
-may be a difference of others."""
+"""Allowed difference, relative to the norm or to 1 (whichever is larger), of values that are computed alike: in 32 bits
+or more, and in fewer. A number near 0 may be the difference of larger ones."""
 
 
 @dataclass
 class Shown:
-    """What a step shows.
+    """What a step shows to the user.
 
     Attributes:
         output: What it returned.
@@ -49,7 +49,7 @@ class Shown:
 
 
 class NotesLogs:
-    """In the place of a module's ``log``: notes what is logged under a name first."""
+    """Replaces a module's ``log``: records the first value logged under each name, then logs it."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
@@ -73,15 +73,17 @@ class NotesLogs:
 
 @contextmanager
 def comparing_what_is_shown(
-    module: pl.LightningModule, method: str, tensor_axis: DeviceMesh, *, tells: bool
+    module: pl.LightningModule, method: str, tensor_axis: DeviceMesh, *, warns: bool
 ) -> Iterator[Shown]:
-    """A step runs inside, and enters what it returned; then a collective call over the tensor axis.
+    """Compare what the step that runs inside logs and returns; at its end, a collective call over the tensor axis.
+
+    The caller stores the step's output in the yielded ``Shown``.
 
     Args:
-        tells: Whether this axis' first rank warns.
+        warns: Whether this axis' first rank warns.
 
     Raises:
-        PlanError: On every rank of the axis, where tensors that are returned differ.
+        PlanError: On every rank of the axis, if returned tensors differ.
     """
     shown, before, logs = Shown(), module.__dict__.get("log"), NotesLogs(module)
     module.__dict__["log"] = logs
@@ -100,7 +102,7 @@ def comparing_what_is_shown(
         name, ranks = returned
         named = f" ({name})" if name else ""
         raise PlanError(f"What {method} returns{named} isn't the same on the tensor ranks ({_shown(ranks)}): {_CAUSE}")
-    if logged is not None and tells and tensor_axis.get_local_rank() == 0:
+    if logged is not None and warns and tensor_axis.get_local_rank() == 0:
         name, ranks = logged
         warnings.warn(
             f"{method} logs {name!r}, which is {_shown(ranks)} on the tensor ranks. If it is no time or the like,"
@@ -118,7 +120,7 @@ _CAUSE = (
 
 
 def _returned(output: Any) -> dict[str, Outline]:
-    """Of each tensor or array, by path."""
+    """Outlines of all tensors and arrays, by path."""
     found: dict[str, Outline] = {}
     for path, leaf in tree.walk(output):
         is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"

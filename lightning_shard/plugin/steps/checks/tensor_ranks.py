@@ -1,9 +1,9 @@
-"""Tensor ranks compute alike what isn't split, and a plan that forgets a layer is refused, not silently wrong.
+"""Checks that tensor ranks compute equal values wherever nothing is split, so that an incomplete plan is refused.
 
-So do ranks that share sequences, around blocks.
+A parameter that the plan doesn't split has the same gradient on all tensor ranks, unless it is used on split features:
+then each rank has one summand of the gradient, and the ranks' copies of the parameter would diverge.
 
-A parameter that the plan leaves whole has the same gradient on all tensor ranks, unless it is used on features that are
-split: then each has a summand, and the ranks' parameters would part.
+Ranks that share sequences (context parallelism) compute equal values around blocks; their losses are compared too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from lightning_shard.parallel.tensor.check_handed_on import norm_and_sum
 from lightning_shard.sharding import local_tensor
 
 STEPS = frozenset({1, 2, 3, 4, 8, 16, 32, 64})
-"""Which steps, and optimizer steps, of a run are looked at: an adapter's gradients may be zero in the first, and a loss
-may begin to count later. Not for ever: what ranks compute alike may part by rounding where sums have no order."""
+"""The steps, and optimizer steps, of a run that are checked. An adapter's gradients may be zero in the first, and a
+loss may have an effect only later. Not all steps are: equal values may drift by rounding where sums have no fixed
+order."""
 _ROUNDING = 0.01
-"""Sums that ranks take in other orders differ by less, also in 16 bits."""
+"""Sums taken in different orders by ranks differ by less, also in 16 bits. Relative to the norm."""
 _NOISE = 1e-6
-"""A gradient that is zero but for rounding may be anything this small, relative to the largest one's norm."""
+"""A gradient that is zero but for rounding may be up to this large, relative to the largest gradient's norm."""
 _SAME = 1e-6
-"""Norms and sums of gradients of a rank's own part differ by more, of the norm; of what is computed alike, by less."""
+"""Relative to the norm, gradients of a rank's own part differ by more, and gradients of equal computations by less."""
 _LOSS_ROUNDING = {True: 1e-5, False: 1e-3}
-"""By how much losses that are computed alike may differ, of their size, in 32 bits or more and in fewer."""
+"""Relative difference allowed between losses that are computed alike: in 32 bits or more, and in fewer."""
 _STYLES = (
     'Give a module that runs on such features the style "replicated_with_grad_allreduce", and one that runs on whole'
     ' ones, and whose output meets them (a gate, or keys of a single head), "shared_output": these add gradients up.'
@@ -43,11 +44,11 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
     """Compare the gradients of parameters that aren't split over the tensor axis; a collective call over it.
 
     Args:
-        parameters: This stage's, with their names; those without a gradient count as zeros.
-        tensor_axis: Of one dimension, with its name.
+        parameters: This stage's, by name; a missing gradient counts as zeros.
+        tensor_axis: A mesh of that one named dimension.
 
     Raises:
-        PlanError: On every rank of the axis, where one differs.
+        PlanError: On every rank of the axis, if a gradient differs.
     """
     whole = {name: parameter for name, parameter in parameters if not _is_split(parameter, tensor_axis)}
     if not whole:
@@ -62,13 +63,13 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
 
 
 def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
-    """Compare gradients of what split modules hand on whole; a collective call over the tensor axis.
+    """Compare gradients of the unsplit outputs of split modules; a collective call over the tensor axis.
 
     Args:
         gradients: Norms and sums by module, ``[2]``; of the same modules on all ranks.
 
     Raises:
-        PlanError: On every rank of the axis, where one differs.
+        PlanError: On every rank of the axis, if one differs.
     """
     wrong = _apart(gradients, tensor_axis) if gradients else []
     if wrong:
@@ -81,14 +82,15 @@ def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> N
 
 
 def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
-    """Compare what modules hand on whose gradients are added up; a collective call over the tensor axis.
+    """Check modules whose outputs' gradients are summed over the ranks; a collective call over the tensor axis.
 
     Args:
-        seen: Norms and sums by module, of what it hands on, and of its gradients before they are added up, ``[2, 2]``;
+        seen: Norms and sums by module, of its output, and of the output's gradients before they are summed, ``[2, 2]``;
             of the same modules on all ranks.
 
     Raises:
-        PlanError: On every rank of the axis, where both are the same on all, as of what is computed alike.
+        PlanError: On every rank of the axis, if output and gradients are both equal on all ranks: then the ranks
+            computed the same, and the sum is too large.
     """
     if not seen:
         return
@@ -107,7 +109,7 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
 
 
 def _apart(values: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
-    """The names of those norms and sums that differ; a collective call over the axis."""
+    """The names whose norms and sums differ; a collective call over the axis."""
     everyone = _everyones(torch.stack(list(values.values())), axis)
     norms = everyone[..., 0].amax(0)
     apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
@@ -120,14 +122,14 @@ def _first_of(names: list[str]) -> str:
 
 
 def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> None:
-    """Compare what a training step returned; a collective call over the tensor axis.
+    """Compare the losses of a training step; a collective call over the tensor axis.
 
     Args:
-        output: A loss, a dict with one, or none.
-        in_32_bits: Whether nothing is computed in fewer.
+        output: What the step returned: a loss, a dict with one, or none.
+        in_32_bits: Whether nothing is computed in fewer bits.
 
     Raises:
-        PlanError: On every rank of the axis, where the losses differ.
+        PlanError: On every rank of the axis, if the losses differ.
     """
     losses = _everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
     if losses.amax() - losses.amin() > _LOSS_ROUNDING[in_32_bits] * losses.abs().amax():
@@ -141,10 +143,10 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
 
 
 def check_losses_of_sequences(output: Any, group: dist.ProcessGroup, device_type: str, *, in_32_bits: bool) -> None:
-    """The same on ranks that share each sequence, and compute alike all that isn't in blocks; a collective call.
+    """Compare losses over ranks that share each sequence, which compute equal values outside of blocks. Collective.
 
     Raises:
-        StepError: On all of them, where the losses differ.
+        StepError: On all of them, if the losses differ.
     """
     own = torch.tensor([_value(output)], dtype=torch.float64, device=device_type)
     losses = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -165,21 +167,21 @@ def _value(output: Any) -> float:
 
 
 _Mark = tuple[tuple[int, int], Tensor]
-"""Which tensor a buffer was, in which version; and what was in it."""
+"""A buffer's identity and version; its norm and sum."""
 
 
 class Buffers:
-    """Those that steps change, which tensor ranks have to change alike: one rank's are saved."""
+    """Buffers that steps change. Tensor ranks have to change them equally, since one rank's are saved."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = self._marks()
 
     def check(self, tensor_axis: DeviceMesh) -> None:
-        """A collective call over the tensor axis.
+        """Compare buffers that have changed; a collective call over the tensor axis.
 
         Raises:
-            PlanError: On every rank of the axis, where one differs that has changed.
+            PlanError: On every rank of the axis, if one of them differs.
         """
         before, now = self._before, self._marks()
         named = self._module.named_buffers()
@@ -200,7 +202,7 @@ class Buffers:
             )
 
     def _marks(self) -> dict[str, _Mark]:
-        """Of those that this stage has. No version says that values were changed through ``.data``."""
+        """Marks of this stage's buffers. Versions alone don't show changes made through ``.data``."""
         return {
             name: ((id(buffer), buffer._version), _changed(buffer))
             for name, buffer in self._module.named_buffers()
@@ -220,10 +222,10 @@ _ABOUT_SIZES = (
 
 @contextmanager
 def refusing_parts() -> Iterator[None]:
-    """The first step runs inside, on layers that a plan splits.
+    """Explain errors of the first step, which runs inside, on layers that a plan splits.
 
     Raises:
-        PlanError: Sizes don't fit there: most likely a layer was given a part of its features.
+        PlanError: The step fails on sizes: most likely a layer was given only a part of its features.
     """
     try:
         yield
@@ -241,7 +243,7 @@ def refusing_parts() -> Iterator[None]:
 
 
 def _everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
-    """``[ranks, *own.shape]``"""
+    """All-gather a tensor over the axis: ``[ranks, *own.shape]``."""
     own = own.to(axis.device_type)
     joined = own.new_empty(axis.size() * len(own), *own.shape[1:])
     dist.all_gather_into_tensor(joined, own, group=axis.get_group())
@@ -249,7 +251,7 @@ def _everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def _changed(buffer: Tensor) -> Tensor:
-    """Its norm and its sum."""
+    """A buffer's norm and sum."""
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     values = local_tensor(values).detach().double().cpu()
     return torch.stack([torch.linalg.vector_norm(values), values.sum()])

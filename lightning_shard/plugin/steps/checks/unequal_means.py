@@ -1,9 +1,9 @@
-"""Tells of losses that are means over another number of targets in each part of a batch.
+"""Warns of losses that are means over different numbers of targets in the parts of a batch.
 
-The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` makes it that; without it
-nothing fails, so the first steps look at what their losses were divided by.
+The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` corrects that. Without it
+nothing fails, so in the first steps the divisors of losses are compared.
 
-Not seen: padding that begins after these steps, and means of evaluation steps, which have no graph.
+Limits: padding that begins after these steps, and means in evaluation steps, which have no graph, aren't detected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from lightning_shard.plugin.steps.checks.loss_divisors import divisions
 
 _STEPS = 2
-"""So many are looked at: later ones wait for no device."""
+"""Number of steps that are checked: reading divisors waits for the device."""
 _DIVISORS = 4
-"""So many of a loss at most, in the order in which the graph has them."""
+"""Largest number of divisors of one loss that are compared, in the order of the graph."""
 
 
 class UnequalMeans:
-    """Of one LightningModule's training losses, in one run.
+    """Compares the divisors of one LightningModule's training losses, in one run.
 
     Args:
-        parts: Into how many microbatches a batch is cut.
+        parts: How many microbatches a batch is split into.
         group: The data ranks.
-        device: Where losses are.
-        is_weighted: Whether the user has said how much each part counts.
+        device: The device of losses.
+        is_weighted: Whether the user has set ``loss_weight``.
     """
 
     def __init__(self, parts: int, group: dist.ProcessGroup, device: torch.device, *, is_weighted: bool) -> None:
@@ -42,11 +42,11 @@ class UnequalMeans:
         self._seen: list[list[Tensor | float]] = []
 
     def note(self, loss: Any) -> None:
-        """A part's, before its backward frees the graph."""
+        """Read the divisors of a part's loss, before its backward frees the graph."""
         if self._left:
             self._seen.append([number for _, number in divisions(loss)] if isinstance(loss, Tensor) else [])
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Warn once, after a batch's parts; a collective call over the data ranks in the first steps."""
         if not self._left:
             return
@@ -60,7 +60,7 @@ class UnequalMeans:
                 return
 
     def _extremes(self) -> tuple[list[float], list[float]]:
-        """Of each divisor, over all parts; of those that some lack, of the others."""
+        """Minimum and maximum of each divisor over all parts that have it."""
         rows = [[float(each) for each in divisors[:_DIVISORS]] for divisors in self._seen]
         bounds = torch.full((2, _DIVISORS), -torch.inf, dtype=torch.float64)
         for row in rows:

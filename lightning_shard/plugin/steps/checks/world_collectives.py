@@ -1,7 +1,7 @@
-"""Collective calls over all ranks that a step makes itself, as in ``torch.distributed.all_reduce(count)``.
+"""Refuses collective calls over all ranks in a pipelined step, such as ``torch.distributed.all_reduce(count)``.
 
-With several pipeline stages a step's code after the network runs on the last stage only, and there once for each
-microbatch: the others would never make the call, and the last stage would wait for them.
+With several pipeline stages a step's code after the network runs on the last stage only, once for each microbatch. The
+other stages would never make the call, and the last stage would wait for them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _CALLS = (
     *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
 )
 _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
-"""Packages whose own calls name their group."""
+"""Packages whose own calls pass their group."""
 
 
 @contextmanager
 def refusing_world_calls() -> Iterator[None]:
-    """A pipelined step runs inside.
+    """Check the collective calls of the pipelined step that runs inside.
 
     Raises:
-        StepError: Its own code makes a collective call over the world.
+        StepError: The user's code makes one over the world.
     """
     own = {name: getattr(dist, name) for name in _CALLS}
     for name, call in own.items():

@@ -1,1 +1,1 @@
-"""What a step changes beside gradients: taken note of, put back, or brought to the other stages."""
+"""State that a step changes other than gradients: snapshots, restoring, and sending changes to other stages."""

@@ -1,11 +1,11 @@
-"""State that a step keeps on modules, and changes after calling the network: only the last stage gets there.
+"""Sends state that a step changes on modules after calling the network from the last stage to the earlier ones.
 
-At the end of a batch the last stage broadcasts what has changed since the network's first block was called: values, and
-what was added to lists, dicts and objects (``contents.py``). The other stages apply it, so the next batch, hooks and
-callbacks find on every stage what one process would. Within a batch an earlier stage can't have it: its next microbatch
-begins before the last stage is done with this one. So a step is refused where an earlier stage has read such an
-attribute within several microbatches, or one that can't be sent. Of tensors that are too large the other stages know
-only the shape.
+Only the last stage runs the code after the network. At the end of a batch it broadcasts what has changed since the
+network's first block was called: new values, and changes inside of lists, dicts and objects (``contents.py``). The
+other stages apply these, so that the next batch, hooks and callbacks find on every stage what one process would. Within
+a batch an earlier stage can't have them: its next microbatch begins before the last stage is done with this one. So a
+step is refused if a stage has read such an attribute in a batch of several microbatches, or has read one that can't be
+sent. Of tensors that are too large the other stages know only the shape.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from lightning_shard.plugin.steps.state.python_state import (
 )
 
 Name = tuple[str, str]
-"""A module's path and an attribute's."""
+"""A module's path and an attribute's name."""
 
 _ENTRIES = 64
-"""Of a container, that are looked at for being exchanged; beyond, its length is."""
+"""How many entries of a container are checked for replacement; beyond these, only its length is."""
 _NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS
-"""What every LightningModule has, and what stands in for methods while a step runs."""
+"""Attributes that every LightningModule has, and those that shadow methods while a step runs."""
 
 
 class _Elsewhere:
-    """In place of a value that isn't sent."""
+    """Stands for a value that isn't sent."""
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Of an object that isn't sent: simple attributes that the first microbatch set and the others didn't change.
+    """Simple attributes of an object that isn't sent itself: set by the first microbatch and not changed by others.
 
-    So a transformers model notes the kind of its problem in its config.
+    Example: a transformers model notes its problem type in its config.
     """
 
     values: dict[str, Any]
@@ -74,13 +74,13 @@ class _Fields:
 
 @dataclass(frozen=True)
 class _Look:
-    """What modules keep at one time.
+    """A snapshot of what modules keep.
 
     Attributes:
         held: Each module's attributes and buffers.
-        marks: Versions and lengths of what can change in place.
-        inside: Of the attributes that are followed, what is in them.
-        fields: Of those that are objects, their own attributes.
+        marks: Versions of tensors and lengths of containers, which show changes in place.
+        inside: The contents of followed attributes.
+        fields: The attributes of followed objects.
     """
 
     held: dict[str, dict[str, Any]]
@@ -90,18 +90,19 @@ class _Look:
 
 
 class KeptState:
-    """What modules around the blocks keep, over the microbatches of a batch.
+    """Tracks the state of modules around the blocks over the microbatches of a batch, on one stage.
 
-    While it is searched for what crosses, all of it is followed; then exchanged attributes, versions of tensors and
-    lengths of containers, and the insides only of what was seen to change inside. So a step costs some microseconds.
+    In a microbatch that searches for the values that cross between stages (``pipeline/dataflow/search.py``), all of it
+    is followed. Afterwards only replaced attributes, versions of tensors and lengths of containers are, and the
+    contents of what was seen to change inside. That takes microseconds.
 
     Args:
         root: Cut and sharded.
-        blocks: Names of all blocks, in the order in which they run.
-        parts: Names of what runs around them with parameters: a part's own state is where the part is.
+        blocks: Names of all blocks, in running order.
+        parts: Names of modules with parameters that run around the blocks; each keeps its state where it is held.
         is_last: Whether this is the last stage.
         elsewhere: The modules whose parameters other stages hold.
-        hollow: Names of parameters that are stood in for while a stage runs: by what it received, if it did.
+        hollow: Names of parameters for which other tensors are substituted while a stage runs: received ones, if any.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class KeptState:
         self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
         self._is_last = is_last
         self._in_step = self._searching = False
-        self._before: _Look | None = None  # of the step; on the last stage, of what follows the first block's call
-        self._begun: dict[Name, Outline] | None = None  # as the batch began, of what may change inside
-        self._told_of: set[Name] = set()
+        self._before: _Look | None = None  # at the start of the step; on the last stage, of the first block's call
+        self._begun: dict[Name, Outline] | None = None  # at the start of the batch, of containers and objects
+        self._warned_of: set[Name] = set()
         self._numbers: dict[Name, Any] | None = None
         self._marked: list[tuple[Name, Any]] = []
         self._followed: set[Name] = set()
@@ -139,16 +140,16 @@ class KeptState:
             first.register_forward_pre_hook(self._network_begins, prepend=True)
             last.register_forward_hook(self._network_ends)
             return
-        for path, module in self._modules.items():  # until the first batch shows which of them are changed late
+        for path, module in self._modules.items():  # until the first batch shows which are changed after the network
             _watch(module, {name for name, _ in _own(module)}, self._reader(path))
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
-        """The user's step runs inside, on one microbatch, as far as this stage runs it.
+        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes.
 
         Raises:
-            StepError: When all blocks have run, it has set a number on a block of another stage. Looked for while
-                searching only: there may be many modules.
+            StepError: After all blocks have run, it has set a number on a block of another stage. Checked only while
+                searching, since there may be many modules.
         """
         self._in_step, self._searching, self._numbers = True, searching, None
         if self._begun is None:
@@ -164,7 +165,7 @@ class KeptState:
         self._check_numbers()
 
     def remember(self) -> Callable[[], None]:
-        """Note what is known of the batch; returns what forgets what has been seen since."""
+        """Snapshot what is known of the batch; returns a function that restores it."""
         sets = (self._followed, self._changed, self._read, self._stale)
         before, set_once = [set(each) for each in sets], {key: set(names) for key, names in self._set_once.items()}
 
@@ -177,7 +178,7 @@ class KeptState:
         return forget
 
     def changes(self) -> dict[Name, Any]:
-        """On the last stage, at the end of a batch: what has changed, for the others."""
+        """On the last stage, at the end of a batch: what has changed, to be sent to the others."""
         values = {}
         for path, name in sorted(self._changed):
             value = attributes_and_buffers(self._modules[path]).get(name)
@@ -197,10 +198,10 @@ class KeptState:
             return _Elsewhere()
 
     def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
-        """On another stage, at the end of a batch: go on with the last stage's values.
+        """On another stage, at the end of a batch: take over the last stage's values.
 
         Raises:
-            StepError: This stage has read one that wasn't the one that a single process would have.
+            StepError: This stage has read one before, with another value than a single process would have.
         """
         changes = {key: value if self._can_set(key, value) else _Elsewhere() for key, value in changes.items()}
         own, read, begun = set(self._changed), set(self._read), self._begun or {}
@@ -235,8 +236,8 @@ class KeptState:
         return not isinstance(value, _Fields) or _is_plain_object(self._held(key))
 
     def _warn(self, key: Name) -> None:
-        if key not in self._told_of:
-            self._told_of.add(key)
+        if key not in self._warned_of:
+            self._warned_of.add(key)
             warnings.warn(
                 f"A step changes {_path(key)} after calling the network, to what can't be sent to other pipeline"
                 " stages: hooks and callbacks there find it as it was. Numbers, texts, tensors, and lists, dicts and"
@@ -309,7 +310,7 @@ class KeptState:
         )
 
     def _since(self, before: _Look) -> set[Name]:
-        """What has changed."""
+        """The names of what has changed."""
         exchanged = {
             (path, name)
             for path, held in before.held.items()
@@ -340,12 +341,12 @@ class KeptState:
 
 
 class KeptStates:
-    """Of all stages of one rank: the last stage's own, and one of those before it together.
+    """Tracks all stages of one rank: the last stage by itself, those before it together.
 
     Args:
         root: Cut and sharded.
         stages: This rank's.
-        apart: Their versions of the state.
+        apart: The stages' versions of the module's state.
     """
 
     def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
@@ -368,7 +369,7 @@ class KeptStates:
         return kept.step(searching=searching)
 
     def remember(self) -> Callable[[], None]:
-        """Note what is known of the batch; returns what forgets what has been seen since."""
+        """Snapshot what is known of the batch; returns a function that restores it."""
         forgets = [kept.remember() for kept in (self._of_early, self._of_last) if kept is not None]
 
         def forget() -> None:
@@ -378,16 +379,16 @@ class KeptStates:
         return forget
 
     def changes(self) -> dict[Name, Any]:
-        """Where the last stage is, at the end of a batch: what has changed, for the others."""
+        """On the last stage's rank, at the end of a batch: what has changed, to be sent to the others."""
         assert self._of_last is not None
         self._apart.show(self._stages[-1])
         return self._of_last.changes()
 
     def take(self, changes: Mapping[Name, Any], microbatches: int, device: torch.device) -> None:
-        """At the end of a batch, on every rank: go on with the last stage's values.
+        """On every rank, at the end of a batch: take over the last stage's values.
 
         Raises:
-            StepError: A stage before it has read one that wasn't the one that a single process would have.
+            StepError: An earlier stage here has read one before, with another value than a single process would have.
         """
         if self._of_early is not None:
             if self._of_last is None:
@@ -419,7 +420,7 @@ def _mark(value: Any) -> int:
 
 
 def _flat(value: Any, depth: int) -> Iterator[Any]:
-    """What tells whether a value was exchanged or changed: by identity, and versions and lengths by value."""
+    """Values that show a replacement or change: objects by identity, versions and lengths as integers."""
     yield value
     if isinstance(value, Tensor):
         yield value._version
@@ -441,7 +442,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _simple_fields(before: dict[str, Any] | None, inside: list[Any] | None, value: Any) -> set[str]:
-    """The attributes of an object that were set, where these are simple values, and all that changed in it."""
+    """The names of an object's attributes that were set to simple values, if nothing else in the object has changed."""
     if before is None or inside is None or before.keys() != attributes(value).keys():
         return set()
     now, flat = attributes(value), [*_flat(value, 2)]
@@ -515,11 +516,11 @@ def _path(key: Name) -> str:
     return ".".join(part for part in ("self", *key) if part)
 
 
-# -- who reads an attribute
+# -- detecting reads of attributes
 
 
 def _watch(module: nn.Module, watched: set[str], read: Callable[[str], None]) -> None:
-    """Be told when these attributes of one module are read, by a class of its own; of none, no more."""
+    """Call ``read`` when these attributes of a module are read, through a subclass of its own; none: stop watching."""
     kind: Any = type(module)
     plain = kind.__bases__[0] if "_watched" in vars(kind) else kind
     if watched == vars(kind).get("_watched", set()):

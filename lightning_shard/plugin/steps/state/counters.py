@@ -1,6 +1,6 @@
-"""What a pipelined step keeps beside gradients is of microbatches: warned of in the first steps.
+"""Warns, in the first steps, of state that a pipelined step updates once per microbatch instead of once per batch.
 
-Numbers and statistics on all stages are the last one's, but of so many steps as a batch has microbatches.
+Counters and statistics have the last stage's value on all stages, but each microbatch has updated them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lightning_shard.plugin.steps.state.python_state import children, reachable
 
 _NAMED = 4
 _LARGEST_LOOKED_AT = 2**24
-"""Elements of a tensor: statistics are small, what is larger is data."""
+"""Largest tensor that is examined, in elements: statistics are small, larger tensors are data."""
 
 
 @contextmanager
 def warning_of_numbers_kept(
     module: pl.LightningModule, method: str, microbatches: int, *, within: bool = False
 ) -> Iterator[None]:
-    """Warn on this rank of numbers that a pipelined step keeps: counters, running sums.
+    """Warn on this rank of numbers that a pipelined step changes: counters, running sums.
 
     Args:
-        within: Look at those on modules, in dicts and objects inside of the LightningModule, and in globals, instead of
-            at its attributes. A first step fills caches there, which grow no more in the next.
+        within: Examine numbers on submodules, in dicts and objects inside of the LightningModule, and in globals,
+            instead of its attributes. A first step fills caches there; later steps don't grow them.
     """
     before = _numbers(module, within)
     yield
-    # as text, by which NaN equals itself
+    # as text, where NaN equals itself
     changed = [name for name, value in _numbers(module, within).items() if repr(before.get(name, value)) != repr(value)]
     if changed:
         named = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else "")
@@ -60,11 +60,11 @@ def _numbers(module: pl.LightningModule, within: bool) -> dict[str, float]:
 
 @contextmanager
 def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator[None]:
-    """Warn on this rank of what a pipelined training step keeps in tensors: statistics, losses, hidden states.
+    """Warn on this rank of tensors that a pipelined training step changes: statistics, losses, hidden states.
 
-    Those are buffers, attributes, and what containers, objects and globals hold, outside of graphs. Of what is first
-    made in a step it can't be known whether a step changes it, as a cache isn't changed: so a second step is looked at
-    too. BatchNorm's are known, and a metric's say how microbatches add up.
+    Examined are buffers, attributes, and what containers, objects and globals hold, without a graph. Whether a step
+    changes a tensor that it created can't be known from that step (a cache, say, isn't changed), so a second step is
+    examined too. BatchNorm's statistics are known, and a metric's state says how microbatches add up: both are skipped.
     """
     before = _sums_of_tensors(module)
     yield
@@ -82,7 +82,7 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 
 @torch.no_grad()
 def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Sum and norm; no version says that values were changed through ``.data``."""
+    """Sum and norm of each tensor; version counters don't show changes made through ``.data``."""
     norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
     known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
     return {

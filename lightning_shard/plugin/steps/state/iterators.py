@@ -1,4 +1,4 @@
-"""Iterators that a module keeps, such as that over a second loader: the next run is given what the first has drawn."""
+"""Replays iterators that a module keeps, such as one over a second loader: a repeated run draws the same entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_shard.plugin.steps.state.python_state import is_object, reachable
 
 
 class Replayed(Iterator[Any]):
-    """In place of an iterator, while it may have to begin again where it stood."""
+    """Replaces an iterator that may have to be rewound to where it stood."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -35,16 +35,16 @@ class Replayed(Iterator[Any]):
         return bool(self._drawn)
 
     def rest(self) -> Iterator[Any]:
-        """The iterator itself, where all that was drawn from it was used."""
+        """The iterator to continue with: the original, preceded by entries that were drawn but not used."""
         return chain(self._drawn[self.place :], self._iterator) if self.place < len(self._drawn) else self._iterator
 
 
 class ReplayedIterators:
-    """Those that are attributes of a module's state, or entries of its lists and dicts."""
+    """Replaces all iterators that are attributes in a module's state, or entries of its lists and dicts."""
 
     def __init__(self, root: nn.Module) -> None:
         replayed: dict[int, Replayed] = {}
-        self._begin: dict[Replayed, int] = {}  # those of others' too, where they stand now
+        self._begin: dict[Replayed, int] = {}  # where each is rewound to; includes those replaced by another instance
         self._places: list[tuple[Any, Any, Replayed]] = []
         for _, holder in [*reachable(root)]:
             entries = _entries(holder)
@@ -64,7 +64,7 @@ class ReplayedIterators:
         return any(replayed.has_drawn for _, _, replayed in self._places)
 
     def end(self) -> None:
-        """Have the iterators themselves be in their places again, where code has put no other there."""
+        """Restore the original iterators to their places, where code hasn't replaced them."""
         rests: dict[int, Iterator[Any]] = {}
         for entries, key, replayed in self._places:
             is_there = key in entries if isinstance(entries, dict) else key < len(entries)
@@ -73,7 +73,7 @@ class ReplayedIterators:
 
 
 def _entries(holder: Any) -> Any:
-    """What an object holds, to be exchanged there: a dict or a sequence."""
+    """The dict or sequence in which an object holds its values, so that they can be replaced."""
     if isinstance(holder, (list, deque, dict)):
         return holder
     return getattr(holder, "__dict__", ()) if isinstance(holder, nn.Module) or is_object(holder) else ()

@@ -1,12 +1,13 @@
-"""What the stages of one rank change of a module's plain-Python state: each goes on from what its own last run left.
+"""Keeps a version of a module's plain-Python state for each of several stages on one rank.
 
-The user's code runs once for each stage and microbatch, on the same objects, and may count, collect and cache on them:
-with a version for each stage, each finds what it would on a rank of its own. Versions live within a batch. At its end
-the module is left as the last stage of the rank has it, which came farthest; but what a stage holds, as that has it.
+The user's code runs once for each stage and microbatch, on the same objects, and may count, collect and cache on them.
+With a version per stage, each stage's run continues from the state that the same stage's last run left, as it would on
+a rank of its own. Versions live within a batch. At its end the module keeps the version of the rank's last stage, whose
+runs got farthest; modules that another stage holds keep that stage's version.
 
-Of modules around the blocks, and of siblings' parts, all attributes are exchanged. What else a run changes, such as a
-list that hooks fill, or a global, is found while it is searched for what crosses, and followed from then on, by its
-place.
+For modules around the blocks, and in parts that a single stage holds, all attributes are swapped between runs. Other
+state that a run changes, such as a list that hooks fill, or a global, is detected in a batch that searches for the
+values that cross between stages (``pipeline/dataflow/search.py``). From then on it is followed, by its place.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from lightning_shard.plugin.steps.state.python_state import (
 from lightning_shard.plugin.steps.state.snapshot import Note, note_of, notes
 
 LARGEST_COPY_BYTES = 2**24
-"""Of a tensor that a module keeps, and that each stage has a copy of; a larger one may not be changed by a step."""
+"""Largest tensor on a module that is copied for each stage. A larger one may not be changed in place by a step."""
 
 _Place = tuple[str, str]
-"""A module's name and an attribute's; or a namespace's, and a name in it."""
+"""A module's name and an attribute's; or a namespace's name and a name in it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Attributes:
-    """A module's own attributes and buffers, as one stage has them; iterators are left where they are.
+    """One stage's version of a module's own attributes and buffers; iterators aren't swapped.
 
-    Where runs leave a module as it was, its versions are one object.
+    Stages whose runs leave a module unchanged share one object as its version.
 
     Attributes:
-        held: All entries of the module's ``__dict__``, to compare.
+        held: All entries of the module's ``__dict__``, for comparison.
     """
 
     module: nn.Module
@@ -62,14 +63,14 @@ class _Attributes:
         return cls(module, _exchanged(module), dict(module._buffers), dict(vars(module)))
 
     def copied(self) -> _Attributes:
-        """With tensors of its own."""
+        """A version with clones of its tensors."""
         own, buffers = ({k: _copied(v) for k, v in held.items()} for held in (self.own, self.buffers))
         if hold_same(own, self.own) and hold_same(buffers, self.buffers):
             return self
         return _Attributes(self.module, own, buffers, self.held | own)
 
     def is_current(self) -> bool:
-        """Whether the module is so now, as far as can be told at once."""
+        """Whether the module equals this version, as far as object identities tell."""
         is_same = hold_same(vars(self.module), self.held) and hold_same(self.module._buffers, self.buffers)
         return is_same and not slots(cast(Any, type(self.module)))
 
@@ -87,7 +88,7 @@ class _Attributes:
 
     @cached_property
     def large(self) -> dict[str, Tensor]:
-        """Tensors of which a stage has no copy."""
+        """Tensors that are too large to be cloned for each stage."""
         return {key: value for key, value in self._all if _is_large(value)}
 
     @property
@@ -97,7 +98,7 @@ class _Attributes:
 
 @dataclass
 class _Version:
-    """What one stage's last run left: of modules, and of what else is followed, by its id."""
+    """The state that one stage's last run left: of modules, and of other followed objects by id."""
 
     modules: list[_Attributes] = field(default_factory=list)
     objects: dict[int, Note] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class _Marks:
-    """How long modules' containers are, and the versions of large tensors; asked in each action of each microbatch."""
+    """Lengths of modules' containers and versions of large tensors. Compared in each action of each microbatch."""
 
     containers: list[dict[str, Any]]
     lengths: list[list[int]]
@@ -119,7 +120,7 @@ class _Marks:
         return cls(containers, [[*map(len, each.values())] for each in containers], large)
 
     def other_lengths(self) -> Iterator[tuple[int, str, Any]]:
-        """The module's place, and the attribute, of containers of another length now."""
+        """Module index, attribute and container, for containers whose length has changed."""
         for place, (each, lengths) in enumerate(zip(self.containers, self.lengths)):
             if [*map(len, each.values())] != lengths:
                 changed = (entry for entry, length in zip(each.items(), lengths) if len(entry[1]) != length)
@@ -127,7 +128,7 @@ class _Marks:
 
 
 class StatesApart:
-    """The versions of one rank's stages; nothing to do for a single one.
+    """The state versions of one rank's stages; does nothing for a single stage.
 
     Args:
         root: Cut and sharded.
@@ -141,7 +142,7 @@ class StatesApart:
         self._places: set[_Place] = set()
         self._base: dict[int, Note] = {}
         self._versions: dict[Stage, _Version] = {}
-        self._shown: list[_Attributes] | None = None  # what the modules are like, where that is known
+        self._shown: list[_Attributes] | None = None  # the version that the modules hold, where that is known
         if not self._several:
             return
         self._modules = dict(root.named_modules())
@@ -157,7 +158,7 @@ class StatesApart:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """A batch's microbatches run inside."""
+        """Keep versions while a batch's microbatches run inside."""
         self.begin()
         yield
         self._versions.clear()
@@ -166,14 +167,14 @@ class StatesApart:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call of the network runs inside, of a step that calls it several times and runs once."""
+        """Keep versions for one call of the network, in a step that runs once and calls the network several times."""
         with self._stages.hidden():
             self.begin()
             yield
             self.settle()
 
     def begin(self) -> None:
-        """Have all stages go on from the module as it is."""
+        """Begin every stage's version from the module's current state."""
         if not self._several:
             return
         self._base = dict(self._notes_of_places())
@@ -184,7 +185,7 @@ class StatesApart:
         self._shown = now
 
     def show(self, stage: Stage) -> None:
-        """Have the module be as a stage has it."""
+        """Swap a stage's version into the module."""
         if not self._several:
             return
         version = self._versions[stage]
@@ -199,7 +200,7 @@ class StatesApart:
                 version.objects.get(number, base).put_back()
 
     def settle(self) -> None:
-        """At the end of a batch: as the last stage has it, and what a stage holds, as that has it."""
+        """End a batch: keep the last stage's version, and for modules that another stage holds, that stage's."""
         if not self._several:
             return
         self.show(self._stages[-1])
@@ -210,20 +211,20 @@ class StatesApart:
         self._shown = None
 
     def changed(self) -> None:
-        """The module was changed where no stage ran."""
+        """Note that the module was changed outside of stages' runs."""
         self._shown = None
 
     def remember(self) -> Callable[[], None]:
-        """Have the module be as the last stage has it, and note all versions; returns what puts them back.
+        """Swap in the last stage's version and snapshot all versions; returns a function that restores them.
 
-        By then the module is to be as it is now.
+        The caller restores the module itself first, to its state as this call leaves it.
         """
         if not self._several:
             return lambda: None
         last = self._stages[-1]
         self.show(last)
         before = {stage: version.copied() for stage, version in self._versions.items()}
-        before[last] = self._versions[last]  # what puts the module back puts its tensors back
+        before[last] = self._versions[last]  # no clones: restoring the module restores these tensors
 
         def put_back() -> None:
             for stage, version in before.items():
@@ -234,7 +235,7 @@ class StatesApart:
 
     @contextmanager
     def _running(self, stage: Stage) -> Iterator[None]:
-        """A stage runs inside: what it finds is its own version, and what it leaves is its next."""
+        """Swap in the version of the stage that runs inside, and store what its run leaves as its next version."""
         self.show(stage)
         searching = stage.passage.active and stage.passage.searching
         before = [*notes(self._root)] if searching else []
@@ -252,7 +253,7 @@ class StatesApart:
         self._shown = modules
 
     def _follow(self, stage: Stage, changed: list[Note]) -> None:
-        """What a run has changed beside what its stage holds, and beside attributes that are exchanged anyway."""
+        """Follow what a run changed, except in modules that its stage holds and in swapped attributes."""
         exchanged = self._of_calls()
         for each in self._versions[stage].modules:
             tensors = (v for v in (*each.own.values(), *each.buffers.values()) if isinstance(v, Tensor))
@@ -269,7 +270,7 @@ class StatesApart:
         return [(number, base) for number, base in self._base.items() if number not in of_calls]
 
     def _of_calls(self) -> set[int]:
-        """What a call of the network is given: its stages' changes are put together, and not kept apart."""
+        """Ids of objects that a call of the network is given: its stages' changes are merged, not kept apart."""
         calls = self._stages[-1].calls
         return calls.noted() if calls is not None else set()
 
@@ -286,14 +287,14 @@ class StatesApart:
         return self._beside[name].held.get(key) if key else self._beside[name]
 
     def _place_of(self, path: str) -> _Place:
-        """The innermost module on a path, or a namespace, and the attribute by which it goes on."""
+        """The innermost module, or the namespace, on a path, and the name that follows it there."""
         parts = path.split(".") if path else []
         known = self._modules.keys() | self._beside.keys()
         most = max(n for n in range(len(parts) + 1) if ".".join(parts[:n]) in known)
         return ".".join(parts[:most]), "".join(parts[most : most + 1])
 
     def _marks(self, stage: Stage, *, searching: bool) -> _Marks:
-        """Of what a run may not change, since it isn't followed: large tensors, and what no run was seen to change."""
+        """Marks of what a run may not change, as it isn't followed: large tensors, containers not seen to change."""
         modules = self._versions[stage].modules
         large = [
             (path, key, tensor, tensor._version)
@@ -316,11 +317,11 @@ class StatesApart:
                 raise _not_followed(path, key, len(self._stages))
 
     def _keeps(self, stage: Stage, path: str) -> bool:
-        """Whether a stage has a module's own tensors, and others have copies."""
+        """Whether a stage uses a module's own tensors, while other stages have clones."""
         return stage is (self._holder[path] or self._stages[-1])
 
     def _held_by(self, path: str) -> Stage | None:
-        """The one stage of this rank that holds a block or part, and all modules in it."""
+        """The one stage of this rank that holds the block or part that contains a module."""
         for stage in self._stages:
             names = {
                 *(name for name, places in stage.places.items() if all(place in stage.owned for place in places)),
@@ -336,7 +337,7 @@ def _exchanged(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in held if key not in STAND_INS and not _is_iterator(type(value))}
 
 
-# asked of each attribute in each action: an abstract class takes its time to answer
+# cached by type, since it is asked for each attribute in each action, and checks against an abstract class are slow
 _is_iterator: Callable[[type], bool] = cache(lambda kind: issubclass(kind, Iterator))
 
 

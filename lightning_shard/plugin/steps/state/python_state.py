@@ -1,9 +1,10 @@
-"""The plain-Python state of a module: all that its code can change beside parameters.
+"""Walks the plain-Python state of a module: everything that its code can change other than parameters.
 
-From its modules' attributes on: nested containers, objects that hang off it (meters, queues, schedules), what hooks and
-other functions hold in closures, tensors, arrays and generators; and what its classes' code keeps beside objects, under
-global names and as attributes of classes and functions. Objects of torch, Lightning and the standard library
-aren't looked into: they are machinery, or lead to it (the Trainer, process groups, loggers' threads).
+The walk starts from the attributes of all submodules. It covers nested containers, objects of the user's classes
+(meters, queues, schedules), variables in closures of hooks and other functions, tensors, arrays and generators; and
+state outside of objects: globals, and attributes of classes and functions, that the code of the module's classes uses.
+Objects of torch, Lightning and the standard library aren't entered: they are machinery, or lead to it (the Trainer,
+process groups, loggers' threads).
 """
 
 from __future__ import annotations
@@ -28,36 +29,36 @@ from lightning_shard.namespaces import Namespace, is_machinery, namespaces
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
 STAND_INS = frozenset({"forward", "log", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"})
-"""Names of a module's attributes that stand in for methods."""
+"""Module attributes that may shadow a method of that name."""
 CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
 _OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _NOT_STATE = ("_parameters", "_modules")
-"""Of a module: sharding exchanges the former's entries in a forward; the latter's are looked at each for itself."""
+"""Excluded from a module's attributes: sharding replaces parameters in a forward; submodules are visited themselves."""
 
 
 def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each object that may change, once, with the first path to it; the same on every stage.
+    """Each object that may change, once, with the first path to it; the same order on every stage.
 
-    Modules, other objects, containers, cells of closures, tensors (parameters too), arrays and generators, namespaces.
+    Yields modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators, namespaces.
     """
     yield from _reached([*root.named_modules(), *((each.name, each) for each in beside(root))])
 
 
 def beside(root: nn.Module) -> tuple[Namespace, ...]:
-    """What the code of a module's classes keeps beside objects."""
+    """The namespaces that the code of a module's classes uses: globals, attributes of classes and functions."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
     return namespaces(*kinds)
 
 
 def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What can be reached from one attribute, and itself; modules, and what is below them, are left out."""
+    """An attribute's value and everything reachable from it, but for modules and what is below them."""
     return _reached([(path, value)], enters_modules=False)
 
 
 def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -> Iterator[tuple[str, Any]]:
-    seen: dict[int, Any] = {}  # with the objects, so that no id is taken twice
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     waiting: collections.deque[tuple[str, Any]] = collections.deque(begin)
     while waiting:
         path, value = waiting.popleft()
@@ -70,10 +71,10 @@ def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -
 
 
 def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
-    """The generators that a module draws from beside the global ones, by their paths.
+    """A module's own generators, by path: those that it draws from other than the global ones.
 
     Raises:
-        StepError: One draws from the operating system, so on each stage differently.
+        StepError: One draws from the operating system, so each stage would draw other numbers.
     """
     found = {path: value for path, value in reachable(root) if isinstance(value, OwnGenerator)}
     for path, value in found.items():
@@ -86,7 +87,7 @@ def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is an object of a class whose attributes are looked into; a module isn't."""
+    """Whether the walk enters the attributes of this object; ``False`` for modules, which are handled separately."""
     return _has_state(cast(Any, type(value)))
 
 
@@ -98,18 +99,18 @@ def _has_state(kind: Any) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """An object's, or a module's own."""
+    """The attributes of an object, or of a module itself, slots included."""
     named = {name: getattr(value, name) for name in slots(value.__class__) if hasattr(value, name)}
     return named | {key: v for key, v in getattr(value, "__dict__", {}).items() if key not in _NOT_STATE}
 
 
 def entries(container: Any, most: int | None = None) -> list[Any]:
-    """What a container holds, of a dict its values; the first ``most`` of them."""
+    """The first ``most`` values of a container; of a dict, its values."""
     return [*islice(dict.values(container) if isinstance(container, dict) else container, most)]
 
 
 def hold_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether they hold the same objects, in the same order."""
+    """Whether two dicts hold the same objects under the same keys, in the same order."""
     return [*one] == [*other] and all(map(is_, one.values(), other.values()))
 
 
@@ -120,7 +121,7 @@ def slots(kind: Any) -> list[str]:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is looked into from one of :func:`reachable`, and plain values, by their names there."""
+    """The objects that the walk enters from an object of :func:`reachable`, and plain values, by name."""
     if isinstance(value, nn.Module):
         yield from value._modules.items()
         yield from value._parameters.items()

@@ -1,7 +1,7 @@
-"""What running a network changes beside gradients, put back as it was, so that it can be run anew.
+"""Snapshots and restores what running a network changes other than gradients, so that it can be run again.
 
-Private: ``torch._C._autograd._unsafe_set_version_counter`` (torch 2.11 to 2.13), since a graph that holds a tensor
-tells by its version whether it is still what was saved.
+Private: ``torch._C._autograd._unsafe_set_version_counter`` (torch 2.11 to 2.13). A graph that saved a tensor detects by
+the tensor's version whether its value has changed since, so restoring the value must restore the version too.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.state.python_state import attributes, hold_same, is_object, reachable, slots
 
 LARGEST_COPY_BYTES = 2**28
-"""Of a tensor or array that a module keeps; a larger one may not be changed by a step that has to run again."""
+"""Largest tensor or array that is copied. A larger one may not be changed by a step that has to run again."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """One object as it is now.
+    """A snapshot of one object.
 
     Attributes:
         path: The first path to it.
         value: The object.
-        put_back: Has it be as it was.
-        has_changed: Whether it isn't.
+        put_back: Restores the object's state, in place.
+        has_changed: Whether its state differs from the snapshot.
     """
 
     path: str
@@ -49,13 +49,13 @@ class Note:
 
 
 class Memory:
-    """The plain-Python state of a module, noted, to be put back any number of times.
+    """A snapshot of the plain-Python state of a module, which can be restored any number of times.
 
-    Objects stay the ones they are, and what each of them holds is put back: attributes, containers' entries, values of
-    tensors and arrays. Parameters are left out, since a forward doesn't change them; that is checked.
+    Objects keep their identity; their contents are restored: attributes, containers' entries, values of tensors and
+    arrays. Parameters are left out, since a forward doesn't change them. That is checked.
 
     Args:
-        stages: How many stages of this rank run the step: of several, none may draw from an iterator.
+        stages: How many stages of this rank run the step. With several, the step may not draw from an iterator.
     """
 
     def __init__(self, root: nn.Module, stages: int = 1) -> None:
@@ -66,10 +66,10 @@ class Memory:
         self._parameters: Sums = {}
 
     def put_back(self) -> None:
-        """Undo what a run changed.
+        """Restore the state.
 
         Raises:
-            StepError: It changed something that can't be put back; all else is.
+            StepError: A run changed something that can't be restored. All else is restored first.
         """
         failed: list[StepError] = []
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -83,20 +83,21 @@ class Memory:
             raise failed[0]
 
     def changed(self) -> list[str]:
-        """Paths to what isn't as it was noted."""
+        """Paths of objects that differ from the snapshot."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return [note.path for note in self._notes if note.has_changed()]
 
     def forget(self) -> None:
-        """Nothing will be put back any more."""
+        """Discard the snapshot: nothing will be restored any more."""
         self._iterators.end()
         self._notes.clear()
 
     def check(self) -> None:
-        """See, after each run, whether parameters are as after the run before.
+        """Check, after each run, that parameters are equal to those after the run before.
 
         Raises:
-            StepError: One was changed in place: so it was twice. Or several stages have drawn from one iterator.
+            StepError: A parameter was changed in place, so repeated runs changed it repeatedly. Or several stages have
+                drawn from one iterator.
         """
         if self._stages > 1 and self._iterators.drawn_from():
             raise StepError(
@@ -116,14 +117,14 @@ class Memory:
 
 
 def notes(root: nn.Module) -> Iterator[Note]:
-    """Of all that can be put back."""
+    """Snapshots of all reachable objects that can be restored."""
     for path, value in reachable(root):
         if (note := note_of(path, value)) is not None:
             yield note
 
 
 def note_of(path: str, value: Any) -> Note | None:
-    """One object as it is now; ``None`` for what isn't followed."""
+    """A snapshot of one object; ``None`` for what isn't followed."""
     if isinstance(value, OwnGenerator):
         if isinstance(value, random.SystemRandom):
             return None
@@ -175,7 +176,7 @@ def _note_namespace(path: str, namespace: Namespace) -> Note:
 
 
 def _note_container(path: str, value: Any) -> Note | None:
-    """By the builtin's own methods: those of a class derived from it may do more."""
+    """Uses the builtin type's own methods: those of a derived class may have side effects."""
     kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
 
     def held() -> list[Any]:
@@ -184,7 +185,7 @@ def _note_container(path: str, value: Any) -> Note | None:
     before = held()
     entries = kind.values(value) if issubclass(kind, dict) else before
     if any(isinstance(entry, nn.Parameter) for entry in entries):
-        return None  # which are gathered and freed, and registered anew each time, as a recurrent layer's weights
+        return None  # parameters are gathered, freed and registered again each time, as a recurrent layer's weights
     fill = kind.update if issubclass(kind, (dict, set)) else kind.extend
 
     def put_back() -> None:
@@ -237,14 +238,14 @@ def _note_tensor(path: str, tensor: Tensor) -> Note:
         copy = tensor.detach().clone()
 
     def put_back() -> None:
-        tensor.__class__ = kind  # it may have become unknown
+        tensor.__class__ = kind  # it may have become Unknown
         if tensor.requires_grad and not needs_gradient:
             tensor.detach_()
         if tensor.shape != copy.shape:
             tensor.data = copy.clone()
-        elif tensor._version != version or not torch.equal(tensor, copy):  # `.data` doesn't count as a version
+        elif tensor._version != version or not torch.equal(tensor, copy):  # writes through `.data` bump no version
             tensor.copy_(copy)
-            # what a graph has saved of it is there again; else its backward would take it for changed
+            # the value that a graph saved is there again; with a new version, its backward would refuse it
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     def has_changed() -> bool:
