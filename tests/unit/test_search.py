@@ -20,6 +20,7 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.memory.peak import Held
+from lightning_shard.dryrun.search import search as searching
 from lightning_shard.dryrun.search import workshop
 from lightning_shard.dryrun.search.found import (
     CANT_BE_CUT,
@@ -33,7 +34,6 @@ from lightning_shard.dryrun.search.found import (
 )
 from lightning_shard.dryrun.search.scaled import ALIKE, between, is_like
 from lightning_shard.dryrun.search.search import search
-from lightning_shard.dryrun.search import search as searching
 from lightning_shard.dryrun.search.space import Space, layouts
 from lightning_shard.dryrun.search.workshop import Workshop
 from lightning_shard.dryrun.timing.devices import Device, device

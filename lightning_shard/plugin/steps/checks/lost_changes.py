@@ -49,9 +49,7 @@ def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
         StepError: A step changes a gathered parameter.
     """
     units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
-    if (
-        unsharded_of(root) is not None
-    ):  # there the change is kept, but made once per microbatch, and lost on other layouts
+    if unsharded_of(root) is not None:  # kept there, but made once per microbatch, and lost on other layouts
         units.add("")
     with ExitStack() as stack:
         for name in units:
