@@ -1,8 +1,9 @@
 """Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted functions.
 
 torch's function modes see the operations inside ``Function.forward``, where gradients are disabled, and not the
-function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their mark as
-unknown. So while a thread traces, such calls are patched to report to its watcher (:class:`Trace`) as one operation.
+function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
+mark as unknown. So while a thread traces, such calls are patched to report to its watcher (``trace.py``) as one
+operation.
 
 Private (torch 2.11 to 2.13): the functions that ``torch.func``'s transforms call.
 """
