@@ -154,7 +154,7 @@ def backward_but_products(
         received: The leaves received from the previous stage.
         checks: Run a whole backward instead, and compare the weight gradient of each product that could be deferred
             with torch's.
-        seen: Called with each product that can be deferred, once its ``dy`` is known.
+        seen: Called with each product that can be deferred, once its ``dy`` has been computed.
 
     Returns:
         The products that are left for the second part.

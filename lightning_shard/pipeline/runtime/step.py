@@ -306,7 +306,7 @@ class PipelinedStep:
         self._left.ends()
 
     def _is_settled(self, key: Hashable) -> bool:
-        """Whether it is known for good which values cross; the same on all stages."""
+        """Whether the values that cross are final for this signature; the same answer on all stages."""
         return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
 
     def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Hashable], kind: str) -> dict[int, Ran]:

@@ -97,7 +97,7 @@ class StandIn:
     def _check_recomputed_alone(self) -> None:
         """Check that each enclosing activation checkpoint calls just this block.
 
-        A recomputation in the backward runs the block itself, also for places that are stood in for here. So nothing
+        A recomputation in the backward runs the block itself, also for places where a stand-in replaces it. So nothing
         else may depend on its output.
 
         Raises:
