@@ -1,1 +1,1 @@
-"""A model to stages: pure planning, what crosses a cut, the stages themselves, and the runtime that drives them."""
+"""Pipeline parallelism: placement and schedules (pure), the dataflow between stages, the stages, and their runtime."""

@@ -1,7 +1,7 @@
-"""What the parts of a network cost: parameters, bytes, and floating-point operations of a forward.
+"""Counts the cost of each part of a network: parameters, bytes, and the floating-point operations of a forward.
 
-Nothing is computed: operations are counted on fake (or meta) tensors, and where the network can't be run without a real
-batch, estimated from the parameters.
+Nothing is computed. Operations are counted on fake (or meta) tensors. Where the network can't run on these, because it
+needs a real batch, they are estimated from the parameters.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Part = nn.Module | nn.Parameter
 
 @dataclass(frozen=True)
 class PartCost:
-    """One block, or one part before or after the blocks.
+    """The cost of one block, or of one part before or after the blocks.
 
-    ``flops`` are of a forward: of the run that was counted, or estimated per token (see :attr:`ModelCost.counted`);
-    a backward costs twice that, so shares are the same for a training step.
+    ``flops`` counts one forward: of the run that was counted, or an estimate per token (see
+    :attr:`ModelCost.counted`). A backward costs twice that, so each part's share of a training step is the same.
 
     Attributes:
-        later: The share of its operations that are products with weights whose gradients can come later than the rest
-            of a backward (``split_backward.py``); at the most, since only the backward's graph says it for sure.
-        runs_again: A backward begins with its forward (activation checkpointing).
+        later: The share of ``flops`` spent in matrix products whose weight gradients can be deferred to the second
+            part of a split backward (``split_backward.py``). An upper bound: only the autograd graph says for sure.
+        runs_again: Whether the backward recomputes the forward first (activation checkpointing).
     """
 
     name: str
@@ -51,7 +51,7 @@ class PartCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The costs of a network that can be cut between its blocks; ``everywhere`` is what each stage has whole."""
+    """The costs of a network that can be cut between its blocks; every stage holds a full copy of ``everywhere``."""
 
     blocks: tuple[PartCost, ...]
     before: tuple[PartCost, ...] = ()
@@ -61,15 +61,17 @@ class ModelCost:
     counted: bool = False
 
     def parts_at(self, place: int) -> tuple[PartCost, ...]:
-        """What runs just before the block of this place, or after all of them."""
+        """The parts that run just before the block at this place, or after all blocks."""
         ends = (self.before if place == 0 else ()) + (self.after if place == len(self.blocks) else ())
         return ends + tuple(part for own, part in self.between if own == place)
 
     def as_run(self, recomputed: Collection[int], *, keeps_products: bool = False, compiled: bool = False) -> ModelCost:
-        """The same with blocks that are recomputed, by their places, or compiled: no gradient comes later there.
+        """The costs with some blocks recomputed, or all blocks compiled: such blocks can't defer weight gradients.
 
         Args:
-            keeps_products: What is recomputed costs no matrix products.
+            recomputed: Places of the blocks that use activation checkpointing.
+            keeps_products: Recomputation runs no matrix products (selective checkpointing keeps their results).
+            compiled: Whether blocks are compiled.
         """
         blocks = (
             replace(
@@ -84,14 +86,14 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Run:
-    """What was seen in a run of the network.
+    """What was observed in one run of the network.
 
     Attributes:
-        flops: Each part's operations, in all of its calls.
-        calls: The names of the parts that were called, in order; not of those that another part calls, unless they
-            are in it.
-        products: Of these operations, those of products of two matrices, as with weights.
-        checkpointed: The names of the parts that were called in ``torch.utils.checkpoint``.
+        flops: Each part's operations, summed over all of its calls.
+        calls: The names of the parts that were called, in order. A part that is called by another part is left out,
+            unless it is a submodule of that part.
+        products: Each part's operations in products of two matrices (``mm``, ``addmm``), as with weights.
+        checkpointed: The names of the parts that were called inside ``torch.utils.checkpoint``.
     """
 
     flops: Mapping[str, int]
@@ -109,11 +111,12 @@ def measure(
     """The cost of each block and of each part around them.
 
     Args:
-        blocks: Names and modules in the order in which they run, as often as they do; on any device or on meta.
-        parts: By name, with the place of the block that each runs before; ``len(blocks)`` for what runs after all.
-        seen: What was counted. Without it, the operations are estimated as 2 per token and parameter; embeddings look
-            up and count nothing. What the run didn't call is estimated so too, for as many tokens as it had.
-        everywhere: What every stage holds and runs, by name.
+        blocks: Names and modules in running order, repeated as often as they run; on any device or on meta.
+        parts: By name, each with the place of the block that it runs before; ``len(blocks)`` if it runs after all.
+        seen: The counted run. Without it, operations are estimated as 2 per token and parameter; embeddings are
+            lookups and count nothing. Parts that the run didn't call are estimated likewise, for the run's number of
+            tokens.
+        everywhere: The parts that every stage holds and runs, by name.
     """
     blocks = list(blocks)
     times = Counter(name for name, _ in blocks)
@@ -167,12 +170,13 @@ def measure(
 
 
 def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module | None = None) -> Run | None:
-    """Count the operations of each part in one call of ``run``; ``None`` if it fails, and the reason is warned.
+    """Count the operations of each part in one call of ``run``; if that fails, warn of the reason and return ``None``.
 
     Args:
-        parts: Blocks, and parts around them.
-        run: Calls the network on inputs that it makes itself: what it makes are fake tensors too.
-        network: Whose first call counts, where it is called several times: a step calls it once.
+        parts: The blocks, and the parts around them.
+        run: Calls the network on inputs that it creates itself; they become fake tensors too.
+        network: If ``run`` calls this module several times, only the first call is recorded in :attr:`Run.calls`: a
+            step calls it once.
     """
     flops, products = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
     calls: list[str] = []
@@ -240,12 +244,12 @@ def _estimated_flops(part: Part) -> int:
 
 def _looked_up(part: nn.Module) -> set[int]:
     tables = (module for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    # not module.weight: a parametrization's is computed, and spectral_norm's changes each time
+    # Not module.weight: a parametrization computes it, and spectral_norm changes it with each access.
     return {id(parameter) for module in tables for parameter in module.parameters()}
 
 
 def _matrices(part: Part) -> list[nn.Parameter]:
-    """The parameters that products may multiply by."""
+    """The parameters that matrix products may multiply by: those of two dimensions, without embedding tables."""
     if isinstance(part, nn.Parameter):
         return []
     looked_up = _looked_up(part)
@@ -253,20 +257,20 @@ def _matrices(part: Part) -> list[nn.Parameter]:
 
 
 def _computed_of(part: Part) -> set[int]:
-    """The parameters of which weights are computed, which is more than a transpose or a cast."""
+    """The ids of the parameters that a parametrization computes weights from: more than a transpose or a cast."""
     modules = part.modules() if isinstance(part, nn.Module) else ()
     lists = (module for module in modules if isinstance(module, ParametrizationList))
     return {id(parameter) for module in lists for parameter in module.parameters()}
 
 
 def _can_wait(parameter: nn.Parameter) -> bool:
-    """As far as a parameter itself says it: it trains, and nobody asks for its gradient."""
+    """Whether a parameter's gradient can be deferred, judged by itself: it trains and has no gradient hooks."""
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return parameter.requires_grad and not hooks
 
 
 def _checkpoints_itself(part: Part) -> bool:
-    """transformers' own switch, of its layers and of modules that call layers."""
+    """Whether transformers' own ``gradient_checkpointing`` flag is set, on a layer or on a module that calls layers."""
     return isinstance(part, nn.Module) and any(
         getattr(m, "gradient_checkpointing", False) is True for m in part.modules()
     )
@@ -286,9 +290,10 @@ def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
 
 
 class GroupedMatmuls(TorchDispatchMode):
-    """A mixture of experts' matmul in any dtype: torch 2.13 knows its shape in bf16 alone, and logs an error.
+    """Gives the output shape of ``_grouped_mm`` (a mixture of experts' matmul) for any dtype.
 
-    Rows go each through one of several matrices; or, in a backward, groups of columns and rows make a matrix each.
+    torch 2.13 infers it for bf16 only, and logs an error for others. In a forward, each row is multiplied by one of
+    several matrices; in a backward, each group of columns and rows gives one matrix.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -303,5 +308,5 @@ class GroupedMatmuls(TorchDispatchMode):
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Each row of ``a`` goes through one of the matrices in ``b``."""
+    """Each row of ``a`` is multiplied by one of the matrices in ``b``."""
     return 2 * a.numel() * b[-1]

@@ -1,12 +1,15 @@
-"""Blocks to stages: contiguous, at least one on each, a part around them on the stage of the block that it runs before.
+"""Places blocks on pipeline stages.
 
-A pipeline goes at the pace of its slowest stage, so ``"auto"`` makes the costliest stage as cheap as it can be. With
-C(i, j) the cost of blocks i … j−1 and of the parts before them (on the last stage also after them), and B(s, j) the
-least possible cost of the costliest of s stages that hold the first j blocks::
+Each stage holds a contiguous range of at least one block. A part around the blocks is placed with the block that it
+runs before.
+
+A pipeline runs at the pace of its slowest stage, so ``"auto"`` minimises the cost of the costliest stage, exactly, by
+dynamic programming. C(i, j) is the cost of blocks i … j−1 and of the parts before them (on the last stage also of those
+after them); B(s, j) is the least possible cost of the costliest of s stages that hold the first j blocks::
 
     B(s, j) = min over i of max(B(s − 1, i), C(i, j))
 
-and of all placements that reach this, the one with the least sum of squared stage costs.
+Among the placements that reach this bottleneck, it takes the one with the least sum of squared stage costs.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ class StagePlacement:
     """One stage.
 
     Attributes:
-        cost: In the units that it was placed by.
-        parts: What it holds beside blocks.
-        names: Of its blocks.
-        ranks: Whose stage it is.
-        memory: Bytes that a plan says that each of their devices needs; ``None`` without a plan, or if it isn't known.
-        later: Of its cost, that of products whose weights' gradients can come later than the rest of a backward.
-        again: Of its cost, what a backward computes again.
+        blocks: The places of its blocks.
+        cost: In the unit that the placement used: operations, parameters, or numbers of blocks.
+        parts: The names of the parts that it holds beside blocks.
+        names: The names of its blocks.
+        ranks: The ranks that hold the stage.
+        memory: Bytes that each of these ranks' devices needs according to a plan; ``None`` if there is no plan, or the
+            plan doesn't know.
+        later: The portion of ``cost`` in matrix products whose weight gradients can be deferred (split backward).
+        again: The portion of ``cost`` that the backward recomputes.
     """
 
     blocks: range
@@ -53,7 +58,7 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every block's stage; ``str()`` is a table."""
+    """The stage of every block; ``str()`` gives a table."""
 
     stages: tuple[StagePlacement, ...]
 
@@ -69,7 +74,7 @@ class Placement:
         raise IndexError(f"block {block} is none of the {self.stages[-1].blocks.stop} that were placed.")
 
     def layers_of(self, rank: int) -> tuple[str, ...]:
-        """The names of what a rank's device has a part of: blocks, and parts around them.
+        """The names of the blocks and parts of which a rank holds at least a shard.
 
         Raises:
             IndexError: There is no such rank.
@@ -80,7 +85,7 @@ class Placement:
         return (*stage.names, *stage.parts)
 
     def ranks_of(self, layer: str) -> tuple[int, ...]:
-        """The ranks whose devices have a part of a layer, by the name of a block, of a part, or of what is in one.
+        """The ranks that hold at least a shard of a layer, by the name of a block, of a part, or of a submodule.
 
         Raises:
             KeyError: There is none of this name.
@@ -138,13 +143,13 @@ def place(
     """Place the blocks on ``stages`` stages.
 
     Args:
-        policy: ``"auto"``: the least cost of the costliest stage; ``"even"``: as many blocks on each, the earlier ones
-            taking one more where they don't divide; or each stage's number of blocks.
-        devices: A name for each stage, for the table.
-        ranks: Each stage's.
+        policy: ``"auto"`` minimises the cost of the costliest stage. ``"even"`` gives each stage equally many blocks,
+            and earlier stages one more if they don't divide evenly. Or the number of blocks of each stage.
+        devices: A device name for each stage, shown in the table.
+        ranks: The ranks of each stage.
 
     Raises:
-        PlacementError: More stages than blocks, or numbers that don't fit them.
+        PlacementError: There are more stages than blocks, or the counts don't match stages and blocks.
     """
     blocks = len(cost.blocks)
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
@@ -188,10 +193,10 @@ def place(
 
 
 def check_policy(policy: Any) -> None:
-    """Check what can be known of a policy without blocks.
+    """Validate a policy as far as possible before the blocks are known.
 
     Raises:
-        PlacementError: It is neither a name nor numbers of blocks.
+        PlacementError: It is neither a known name nor a sequence of block counts.
     """
     if isinstance(policy, str) and policy in ("auto", "even"):
         return
@@ -222,7 +227,7 @@ def _checked_counts(policy: Policy, blocks: int, stages: int) -> list[int]:
 
 
 def _weights(cost: ModelCost) -> Callable[[Sequence[PartCost]], int]:
-    """Operations where there are any, else parameters, else numbers of blocks."""
+    """The cost function: operations if any are known, else parameters, else numbers of blocks."""
     if any(block.flops for block in cost.blocks):
         return lambda parts: sum(part.flops for part in parts)
     if any(block.parameters for block in cost.blocks):
@@ -232,12 +237,10 @@ def _weights(cost: ModelCost) -> Callable[[Sequence[PartCost]], int]:
 
 
 def _least_bottleneck(blocks: Sequence[int], stages: int, around: Sequence[int]) -> list[int]:
-    """The stages' bounds in the blocks, ``stages + 1`` of them.
-
-    Exact in O(stages × blocks²).
+    """The boundaries of the stages in the blocks, ``stages + 1`` of them. Exact, in O(stages × blocks²).
 
     Args:
-        around: The cost of what runs before each block, and of what runs after all.
+        around: The cost of the parts before each block, and of those after all blocks.
     """
     sums = [0, *accumulate(block + before for block, before in zip(blocks, around))]
 
@@ -259,7 +262,7 @@ def _best(
     cost: Callable[[int, int, int], float],
     combine: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """The least combined cost of all contiguous placements, and the bounds that reach it."""
+    """The least combined cost over all contiguous placements, and the boundaries that reach it."""
     best: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]
     for stage in range(stages):
         row = {}
@@ -282,7 +285,7 @@ def _best(
 def table(
     header: list[str], rows: list[list[str]], to_the_right: Sequence[str] = ("parameters", "bytes", "cost")
 ) -> str:
-    """Columns of text; those without an entry are left out."""
+    """A text table; columns without any entry are left out."""
     used = [index for index in range(len(header)) if any(row[index] for row in rows)]
     lines = [[row[index] for index in used] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -303,7 +306,7 @@ def range_text(blocks: range) -> str:
 
 
 def short(text: str, width: int) -> str:
-    """At most so many characters."""
+    """The text, truncated to ``width`` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
@@ -327,7 +330,7 @@ def seconds_text(seconds: float) -> str:
 
 def _scaled(number: float, step: int, units: list[str]) -> str:
     for unit in units[:-1]:
-        # 999.95 would be rounded to four digits
+        # 999.95 would round to 1000.0, one digit more
         if number < step - 0.05:
             return f"{number:.1f}{unit}" if unit != units[0] else f"{number:.0f}{unit}"
         number /= step

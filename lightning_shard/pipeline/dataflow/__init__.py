@@ -1,1 +1,1 @@
-"""What crosses a cut: unknown values, the trace that names them, the search that finds what a stage misses."""
+"""Finds which values cross a cut: unknown values (taint), the trace that names them, the search for missing ones."""

@@ -1,7 +1,7 @@
-"""Tensors that share memory, as a view and what it is a view of: on another stage each has its own.
+"""Detects in-place changes of tensors that alias each other (share memory) and cross a cut, and refuses them.
 
-A change in place of one is a change of the other in one process, and wouldn't be where they were sent. Looked for while
-it is searched for what crosses; the code of later microbatches is the same.
+In one process, an in-place change of a tensor also changes its views. On a receiving stage, each tensor has its own
+memory, so it wouldn't. The check runs only during the search for what crosses: later microbatches run the same code.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import memory_of
 
 _STAYS_ITSELF = ("operation", "block", "changed")
-"""Kinds of names: the user's code holds one object by them, on each stage, and changes it there too."""
+"""Kinds of names whose values are one object in the user's code, on every stage, which changes it there too."""
 
 
 class SharedMemory:
-    """What a stage sends of a microbatch and has received, by the names of values (``crossing.Key``).
+    """Tracks the tensors that a stage sends and has received for a microbatch, by name (``crossing.Key``).
 
     Args:
-        apart: Names of what was received and shares memory with something else where it was computed.
+        apart: Names of received values that shared memory with another value where they were computed.
     """
 
     def __init__(self, apart: Collection[Any]) -> None:
@@ -33,26 +33,27 @@ class SharedMemory:
         self._received: list[tuple[Any, Tensor, int]] = []
 
     def sends(self, key: Any, tensor: Tensor) -> None:
-        """A copy of it, as it is now."""
+        """A copy of the tensor, as it is now, will be sent."""
         if not tensor.is_inference():
             self._sent.append((key, tensor, tensor._version))
 
     def receives(self, key: Any, tensor: Tensor) -> None:
-        """It is in the hands of the user's code now."""
+        """The user's code holds this received tensor from now on."""
         if key in self._apart and not tensor.is_inference():
             self._received.append((key, tensor, tensor._version))
 
     def is_written(self, tensor: Tensor) -> None:
-        """By an operation that other stages do too: on what they received, which then has a name of its own.
+        """An operation that other stages run too has changed a tensor in place; the result has a name of its own.
 
-        Where it isn't all that was sent of its memory, theirs is another.
+        They run it on the received tensor, so it is the same there, unless other values that share its memory were
+        sent: there these have memory of their own.
         """
         shares = [each for each in self._sent if memory_of(each[1]) == memory_of(tensor)]
         if all(sent is tensor and key[0] in _STAYS_ITSELF for key, sent, _ in shares):
             self._sent = [each for each in self._sent if each[1] is not tensor]
 
     def apart(self) -> frozenset[Any]:
-        """The names of what is sent and shares its memory with another that is."""
+        """The names of sent values that share memory with another sent value, here or on an earlier stage."""
         by_memory: dict[int, dict[Hashable, list[Any]]] = defaultdict(lambda: defaultdict(list))
         for key, tensor, _ in self._sent:
             by_memory[memory_of(tensor)][id(tensor) if key[0] in _STAYS_ITSELF else key].append(key)
@@ -61,15 +62,15 @@ class SharedMemory:
         return frozenset(found | {key for key, _, _ in self._sent if key in self._apart})
 
     def check(self, sent: Mapping[Any, Tensor], blocks: Sequence[str]) -> None:
-        """The stage's part of the microbatch has run.
+        """Check the stage's part of the microbatch, after it has run.
 
         Args:
-            sent: What was sent, by its names.
-            blocks: Names of all blocks.
+            sent: The copies that were sent, by name.
+            blocks: The names of all blocks.
 
         Raises:
-            StepError: What was sent has been changed through other tensors that share its memory, or what was received
-                and shared memory where it was computed was changed here.
+            StepError: A sent value was changed later through a tensor that shares its memory; or a received value was
+                changed here that shared memory where it was computed.
         """
         late = [key for key, tensor, version in self._sent if tensor._version != version and _differ(tensor, sent[key])]
         late += [key for key, tensor, version in self._received if tensor._version != version]
@@ -84,7 +85,7 @@ class SharedMemory:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Waits for the device."""
+    """Whether two tensors differ, NaN aside. Synchronises with the device."""
     with torch.no_grad():
         return not torch.equal(one.nan_to_num(), other.nan_to_num())
 

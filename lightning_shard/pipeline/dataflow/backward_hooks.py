@@ -1,9 +1,10 @@
-"""Hooks that modules have for their backward (``register_full_backward_hook``, ``…_pre_hook``), of all modules too.
+"""Refuses modules' backward hooks (``register_full_backward_hook``, ``…_pre_hook``) where they would act wrongly.
 
-torch has them see what leaves a module after all of its forward hooks, and what is sent to another stage was taken by
-one of these. So a backward hook would never act on the stage that runs a module, and on the next one, where the module
-is stood in for, it would be given ``None`` in place of the gradient of what goes in. A pre-hook acts wherever the
-module's output is used: once if that is on one stage, and else on a part of the gradient on each.
+Hooks of a single module and global hooks of all modules are checked. torch attaches them to a module's output after all
+of its forward hooks have run, and the value sent to another stage is taken in a forward hook. So a backward hook would
+never run on the stage that runs the module; on the next stage, where a stand-in replaces the module, it would receive
+``None`` as the gradient of the module's input. A backward pre-hook runs on each stage that uses the module's output:
+correctly if that is one stage, otherwise with a part of the gradient on each.
 
 Private in torch 2.13: a module's ``_backward_hooks`` and ``_backward_pre_hooks``, and those of all modules.
 """
@@ -19,7 +20,7 @@ from lightning_shard.errors import StepError
 
 
 def refuse_hooks(name: str, module: nn.Module) -> None:
-    """What this module returns, or what is in it, is sent to another stage, or was received.
+    """Refuse backward hooks of a module whose output, or the output of a submodule, is sent or was received.
 
     Raises:
         StepError: It has a backward hook.
@@ -34,9 +35,9 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
 
 
 def refuse_hooks_around(name: str, module: nn.Module, args: Any) -> None:
-    """A module around blocks is called with this; it may go on on another stage.
+    """Refuse backward hooks of a module that contains blocks, called with ``args``: its blocks may span stages.
 
-    One that is given nothing with gradients has its hook called where its last block runs, as in one process.
+    If no argument requires gradients, the hook is called where the module's last block runs, as in one process.
 
     Raises:
         StepError: It has a backward hook.
@@ -46,7 +47,7 @@ def refuse_hooks_around(name: str, module: nn.Module, args: Any) -> None:
 
 
 def refuse_pre_hooks(name: str, module: nn.Module) -> None:
-    """What this module returns is used on several stages.
+    """Refuse backward pre-hooks of a module whose output is used on several stages.
 
     Raises:
         StepError: It has a backward pre-hook.

@@ -1,4 +1,7 @@
-"""Which calls of ``torch.utils.checkpoint`` run: what is called in them is called again by a backward."""
+"""Finds the enclosing calls of ``torch.utils.checkpoint`` on the Python stack: a backward reruns what they call.
+
+Reads the parameter ``function`` from the frame of ``checkpoint`` (torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def checkpoints() -> Iterator[FrameType]:
-    """The calls of ``torch.utils.checkpoint`` that the caller runs in."""
+    """The frames of ``torch.utils.checkpoint`` that enclose the caller, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CHECKPOINT:
@@ -24,7 +27,7 @@ def checkpoints() -> Iterator[FrameType]:
 
 
 def function_of(call: FrameType) -> Any:
-    """What a checkpoint calls; of a module's method the module."""
+    """The function that a checkpoint calls; for a method, the object it is bound to (a module)."""
     function = call.f_locals["function"]
     while isinstance(function, partial):
         function = function.func

@@ -1,15 +1,16 @@
-"""What crosses the cut between two stages: everything that earlier stages made and this one needs.
+"""The dataflow across the cut between two stages: which values of earlier stages a stage needs, and their names.
 
-Every stage runs the user's code on the same microbatch, so a value has the same name on all of them: which operation
-outside of the blocks, counted from the step's beginning, gave it (:class:`Trace`), or which block. The hidden state
-always crosses: what the last block of the stage before returned. What else does is found in the first microbatch of a
-signature. A stage runs its part; if something that it needs is unknown here, it asks the stage before for it, by name,
-and runs its part again with what it was sent. A stage that is asked for what it doesn't know asks in turn. So
-conditioning, masks and position biases made of parameters, skips, residuals around blocks, an encoder's states and what
-is collected from blocks cross too, through the stages between, and their gradients come back.
+Every stage runs the user's code on the same microbatch. So a value has the same name on all stages: the block that
+returned it, or the number of the operation outside of the blocks, counted from the step's beginning (:class:`Trace`).
+The hidden state, the output of the previous stage's last block, always crosses. The other values that cross are found
+in the first microbatch of a signature. A stage runs its part; if it needs a value that is unknown there, it requests
+the value by name from the previous stage, and reruns its part with the received value. A stage that doesn't know a
+requested value requests it from its own predecessor. So conditioning, masks and position biases computed from
+parameters, skips, residuals around blocks, encoder states and states collected from blocks cross too, through the
+stages between, and their gradients come back.
 
-Later microbatches are sent all of it at once. In place of what an operation gives here, the sent value is put, so the
-user's code goes on with it as if it had been computed here.
+Later microbatches are sent with all of these values at once. A received value replaces the result of the operation of
+the same name, so the user's code continues as if the value had been computed locally.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark
 
 Key = tuple[Any, ...]
-"""A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or of a block's call
-(:class:`BlockCall`) ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, attribute,
+"""A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
+(:class:`BlockCall`): ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, attribute,
 leaf)``, ``("changed", block, argument)``."""
 
 LARGEST_PARAMETER = 2**24
-"""Elements of a parameter that may be sent with each microbatch, to a stage that uses it beside its holder."""
+"""The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
 
 
 class Counted(NamedTuple):
-    """How many operations were counted, and a checksum of their names: the same on both sides of a cut."""
+    """The number of operations counted, and a checksum of their names; both sides of a cut must agree on it."""
 
     number: int = 0
     names: int = 0
@@ -54,12 +55,12 @@ _NOTHING_YET = Counted()
 
 
 class StageEnd(BaseException):
-    """Leaves the user's step where this stage's part of it ends; not an ``Exception``, so that no step catches it."""
+    """Exits the user's step where this stage's part ends; not an ``Exception``, so that no handler there catches it."""
 
 
 @dataclass(frozen=True)
 class Slot(tree.Leaf):
-    """Where a tensor stands in what crosses, and what it is; of a block's output also which argument it is, if any."""
+    """Describes a tensor in a message, without its values; ``argument``: the index of the block's argument it is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -73,7 +74,7 @@ class Slot(tree.Leaf):
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """How an unknown tensor came about: its name, and the unknown ones that it was computed from."""
+    """The provenance of an unknown tensor: its name, and the unknown values that it was computed from."""
 
     key: Key
     parents: tuple[Value, ...] = ()
@@ -82,16 +83,18 @@ class Value:
 
 @dataclass(frozen=True)
 class BlockCall(tree.Leaf):
-    """What a block did where it is, for the stages where it is stood in for; with slots for tensors.
+    """The effects of a block's call on its own stage, for the stages where a stand-in replaces it.
+
+    Tensors are replaced by slots.
 
     Attributes:
-        output: What it returned.
-        inside: What the forward hooks of modules inside it saw: a module's name, and arguments and output.
-        kept: The attributes that modules inside it have set: a module's name, the attribute's, and its value; ``None``
-            for what holds no tensor.
-        changed: Which of the leaves among its arguments it has written to.
-        handed_on: Which lists, dicts and dataclasses among its arguments it returned: their place in what it returned,
-            ``None`` if they are all of it, and in the arguments.
+        output: The return value.
+        inside: What the forward hooks of submodules saw: a submodule's name, and its arguments and output.
+        kept: Attributes that submodules set: the submodule's name, the attribute's name, and the value; ``None`` for a
+            value without tensors.
+        changed: Indices of the leaves among its arguments that it wrote to.
+        handed_on: Lists, dicts and dataclasses among its arguments that it returned: the index in the returned tuple
+            (``None`` if the container is the whole output), and the index among the arguments' containers.
     """
 
     output: Any
@@ -103,15 +106,15 @@ class BlockCall(tree.Leaf):
 
 @dataclass(frozen=True)
 class Delivery(tree.Leaf):
-    """What one stage sends the next of each microbatch of a signature.
+    """What one stage sends to the next for each microbatch of a signature.
 
     Attributes:
-        slots: What each value is.
-        blocks: What each block so far did.
-        unavailable: What was asked for and is computed from parameters that a later stage holds.
-        counted: The operations until the next stage's first block was called.
-        traced: Whether operations' results cross here or further up.
-        apart: What shares memory with another value where it was computed.
+        slots: A slot for each value, by name.
+        blocks: The calls of all blocks so far, by the block's place.
+        unavailable: Requested values that are computed from parameters of a later stage.
+        counted: The operations before the next stage's first block.
+        traced: Whether results of operations cross this cut or an earlier one.
+        apart: Values that shared memory with another one where they were computed.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
@@ -124,11 +127,14 @@ class Delivery(tree.Leaf):
 
 @dataclass(frozen=True)
 class Request(tree.Leaf):
-    """The answer to a delivery: what is missing yet, and the sentence that refuses it; or that nothing is.
+    """The answer to a delivery: the names of values that are still missing, or that none is.
 
     Attributes:
-        again: The step calls the network once more: it is to be run call by call (``network_calls.py``).
-        traced: Whether operations' results cross further down.
+        done: Whether nothing is missing.
+        sentence: The error message, in case the values can't be had.
+        again: Whether the step called the network a second time, so that it must run call by call
+            (``network_calls.py``).
+        traced: Whether results of operations cross a later cut.
     """
 
     done: bool
@@ -140,13 +146,17 @@ class Request(tree.Leaf):
 
 @dataclass
 class Crossing:
-    """What crosses into this stage and out of it, for microbatches of one signature.
+    """The values that cross into this stage and out of it, for microbatches of one signature.
 
     Attributes:
-        needed_later: Which of the values sent that need gradients have got one; known from the first backward on.
-        told_needed: Whether the stage before was told so.
-        is_settled: Whether it holds for all later microbatches of the signature.
-        has_checked_products: Whether a backward has shown that it can be run in two parts.
+        incoming: What the previous stage sends.
+        asked: Values that the next stage requested.
+        unavailable: Those of them that are computed from parameters of a later stage.
+        outgoing: What is sent to the next stage; ``None`` on the last one.
+        needed_later: Of the sent values that require gradients, which received one; known from the first backward on.
+        told_needed: Whether the previous stage was sent these flags.
+        is_settled: Whether this holds for all later microbatches of the signature.
+        has_checked_products: Whether a whole backward has verified that the products can be deferred.
     """
 
     incoming: Delivery
@@ -159,27 +169,36 @@ class Crossing:
     has_checked_products: bool = False
 
     def is_traced(self) -> bool:
-        """Whether operations must be counted; the hidden state crosses without that."""
+        """Whether operations must be counted. Blocks' outputs cross without that."""
         return any(key[0] == "operation" for key in chain(self.incoming.slots, self.asked))
 
 
 @dataclass
 class Passage:
-    """One microbatch's way through this stage: what came in, how far the step got, what goes out.
+    """One microbatch's forward on this stage: received values, progress, and values to send.
 
     Attributes:
-        searching: Whether it is being found out what crosses.
-        blocks: What each block has done, of earlier stages as announced.
-        wanted: Names of what goes out, beside the hidden state.
-        known: By the name of every value outside of the blocks, ``None``, or what it would be computed from if it isn't
-            known here. While searching only.
-        missing: What this stage needs and doesn't know.
         hollow: The parameters that other stages hold, by name.
-        filler: What unknown values are.
-        asks_for_origins: Whether what is missing is to be computed here, from what blocks and parameters gave. So it is
-            with state: an earlier stage adds to its own, which is another.
-        in_place_of: What the user's code holds of values that were received and need gradients.
-        memory: While searching, what of it shares memory.
+        searching: Whether this run searches for the values that cross.
+        received: Values from the previous stage.
+        blocks: The blocks' calls by place; those of earlier stages as these announced them.
+        unavailable: Values that an earlier stage can't compute, since they need parameters of a later one.
+        wanted: Names of the values to send, beside the hidden state.
+        sent: Values to send.
+        known: While searching: by name, ``None`` for each value that is known here, else its provenance.
+        missing: What this stage needs and doesn't know.
+        counted: Operations outside of the blocks so far.
+        entered_at: The same, when the first block of this stage was called.
+        finished: Whether the stage's last block has returned.
+        calls: Calls of the network.
+        active: Whether the microbatch's forward runs.
+        differentiates: Whether gradients were enabled when it began.
+        filler: The value of unknown tensors' elements.
+        asks_for_origins: Whether to request the outputs of blocks, and of operations on parameters, from which a
+            missing value derives, and to compute it here. Used for state, such as a metric's: an earlier stage
+            accumulates its own, which differs.
+        in_place_of: The tensors that the user's code holds in place of received values that require gradients.
+        memory: While searching, tracks which values share memory.
     """
 
     stage: int
@@ -205,7 +224,7 @@ class Passage:
     _kept: dict[int, dict[tuple[str, str], None]] | None = None
 
     def kept_by(self, number: int) -> list[tuple[str, str]]:
-        """The modules within a part, and their attributes, that cross as kept by its call, an operation's number."""
+        """Attributes that cross as set by the call of a part with this operation number: submodule and attribute."""
         if self._kept is None:
             self._kept = defaultdict(dict)
             for key in chain(self.wanted, self.received):
@@ -218,24 +237,26 @@ class Passage:
         return self.entered_at is not None
 
     def wants(self, kind: str, block: int) -> bool:
-        """Whether what a block does beside returning something goes out."""
+        """Whether effects of this kind (``"inside"``, ``"kept"``, ``"changed"``) of a block must be recorded."""
         return self.searching or self.is_asked_for(kind, block)
 
     def is_asked_for(self, kind: str, block: int) -> bool:
-        """Whether a later stage has asked for some of that."""
+        """Whether a later stage requested a value of this kind of a block."""
         return bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted)
 
     def forget_hooks(self) -> None:
-        """Of received values' gradients: the stage before has run the same code until now, and has them too."""
+        """Remove tensor hooks from received values: the previous stage ran the same code so far, so it has them."""
         for tensor in self.in_place_of:
             for number in _hooks_of_code(tensor):
                 del tensor._backward_hooks[number]  # type: ignore[union-attr]
 
     def check_hooks(self) -> None:
-        """Once this stage's blocks have begun, no other one has a hook that is set, and it would see a part only.
+        """Refuse tensor hooks on received values that were registered after this stage's first block was called.
+
+        No other stage has such a hook, and it would see only a part of the gradient.
 
         Raises:
-            StepError: There is one, on a value that was received.
+            StepError: There is one.
         """
         if self.entered and any(map(_hooks_of_code, self.in_place_of)):
             raise StepError(
@@ -253,21 +274,21 @@ class Passage:
             )
 
     def produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...] = (), *, written: bool = False) -> Tensor:
-        """A value of this name was computed: what the user's code goes on with.
+        """Register a computed value; return what the user's code continues with: the received value, if any.
 
         Args:
-            written: Whether it is a tensor that was there before, and was changed.
+            written: Whether an existing tensor was changed in place.
         """
         if torch.is_grad_enabled() == self.differentiates:
             return self._produced(key, tensor, parents, written)
-        with torch.set_grad_enabled(self.differentiates):  # also where the code around it has no gradients
+        with torch.set_grad_enabled(self.differentiates):  # also in the user's torch.no_grad()
             return self._produced(key, tensor, parents, written)
 
     def _produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...], written: bool) -> Tensor:
         if written and self.memory is not None:
             self.memory.is_written(tensor)
         if key in self.received:
-            sent = self.received[key].clone()  # code may change it in place: what was received gathers a gradient
+            sent = self.received[key].clone()  # code may change it in place; the received leaf gathers a gradient
             if not written:
                 tensor = sent
             elif isinstance(tensor, Unknown):
@@ -287,13 +308,13 @@ class Passage:
         return tensor
 
     def send(self, key: Key, tensor: Tensor) -> None:
-        """It is to go out as it is now: code may change it in place."""
+        """Copy a value for sending, since the user's code may change it in place later."""
         self.sent[key] = tensor.clone()
         if self.memory is not None:
             self.memory.sends(key, tensor)
 
     def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
-        """In place of a value that isn't known here; of its own memory, since models may write into it."""
+        """An unknown tensor for this slot. It has its own memory, since models may write into it."""
         has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
         data = torch.full(slot.shape, self.filler if has_nan else 0, dtype=slot.dtype, device=device)
         tensor: Any = mark(data, Origin(text, self.on_missing))
@@ -301,7 +322,7 @@ class Passage:
         return tensor
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
-        """What is needed here is unknown: ask the stage before for it, or refuse the step."""
+        """Handle unknown values that are needed here: request them from the previous stage, or refuse the step."""
         if not self.active:
             raise StepError(sentence)
         if not self.searching:
@@ -316,13 +337,13 @@ class Passage:
         raise StageEnd
 
     def ask(self, key: Key, sentence: str) -> list[Key] | None:
-        """What to ask the stage before for, so that this stage can hand on a value.
+        """The values that this stage must request from the previous one to be able to send a requested value.
 
         Returns:
-            ``None`` where the value is computed from parameters that a later stage holds: it may be computed there.
+            Their names. ``None`` if the value is computed from parameters of a later stage, which may compute it.
 
         Raises:
-            StepError: No stage can have it.
+            StepError: No stage can compute it.
         """
         if key[0] == "parameter":
             return [key] if key[1] in self.hollow and key not in self.received else []
@@ -341,11 +362,11 @@ class Passage:
     def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
         value = value_of(unknown)
         if value is None:
-            raise StepError(sentence)  # computed where nothing is recorded, as in a hook of a block
+            raise StepError(sentence)  # computed where nothing is traced, as in a hook of a block
         return self._sources_of(value, sentence)
 
     def _sources_of(self, value: Value, sentence: str) -> list[Key]:
-        """The nearest values that the stage before has come to: it ran all code until this stage's first block."""
+        """The nearest ancestors that the previous stage computed: it ran all code up to this stage's first block."""
         if self.stage == 0:
             raise StepError(sentence + _why_late(value))
         keys: list[Key] = []
@@ -378,27 +399,27 @@ class Passage:
 
 
 def _hooks_of_code(tensor: Tensor) -> list[int]:
-    """A tensor's hooks, by their numbers, but for those that sharding sets on what it sees."""
+    """The ids of a tensor's hooks, without those that sharding (``torch.distributed``) registers."""
     hooks = tensor._backward_hooks or {}
     return [n for n, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
 
 
 def _not_yet(values: Iterable[Value], seen: set[int]) -> list[Value]:
-    """Those that weren't seen, each once: what a value is computed from may meet again."""
+    """The values that weren't visited yet, without duplicates: the graph of values is no tree."""
     new = {id(value): value for value in values if id(value) not in seen}
     seen.update(new)
     return list(new.values())
 
 
 def value_of(unknown: Unknown) -> Value | None:
-    """``None`` where it wasn't recorded."""
+    """An unknown tensor's provenance; ``None`` if it wasn't recorded."""
     if isinstance(unknown, Hollow):
         return Value(("parameter", unknown.fqn), hollow=unknown)
     return unknown.value
 
 
 def _why_late(value: Value) -> str:
-    """Why no earlier stage has it: it's computed from a parameter that a later one holds."""
+    """The sentence that names the parameters of a later stage that a value is computed from, if there are any."""
     names = sorted({root.hollow.fqn for root in _roots(value) if root.hollow is not None})
     if not names:
         return ""
@@ -419,10 +440,10 @@ def _roots(value: Value) -> Iterator[Value]:
 
 @contextmanager
 def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
-    """Inside a step: parameters that are asked for are sent, and received ones stand in for hollow ones.
+    """Context of a step: requested parameters are sent, and received parameters replace hollow ones.
 
     Raises:
-        StepError: Ranks of this stage hold one in parts, as one of a block that isn't gathered before its call.
+        StepError: A requested parameter is sharded over ranks of this stage, as one of a block is before its call.
     """
     for key in passage.wanted:
         if key[0] == "parameter" and key not in passage.received:
@@ -444,7 +465,7 @@ def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
 
 @contextmanager
 def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> Iterator[None]:
-    """Inside, received parameters stand in for hollow ones."""
+    """Context in which received parameters replace hollow ones."""
     placed: list[tuple[nn.Module, str, Any]] = []
     for key, tensor in received.items():
         if key[0] == "parameter":
@@ -460,12 +481,12 @@ def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> Iter
 
 
 def keep(module: nn.Module, key: str, value: Any) -> None:
-    """Set an attribute, or a buffer, of a module whose code has set it on another stage."""
+    """Set an attribute or buffer that the module's code set on another stage."""
     (module._buffers if key in module._buffers else module.__dict__)[key] = value
 
 
 def unknown_states(modules: Iterable[nn.Module]) -> list[Unknown]:
-    """What modules keep beside parameters, as metrics do, and isn't known here."""
+    """The unknown tensors among modules' attributes (without parameters), such as states of metrics."""
     kept = chain.from_iterable(vars(module).values() for module in modules)
     return [
         leaf for value in kept for leaf in leaves(value) if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)

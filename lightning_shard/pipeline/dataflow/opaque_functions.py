@@ -1,8 +1,9 @@
-"""Functions met as a whole: a model's own autograd functions, ``torch.func``'s transforms, scripted functions.
+"""Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted functions.
 
-torch's function modes see the operations inside of ``Function.forward``, where gradients are off, and not the function
-itself. Inside of a transform, such as ``vmap``, or of a scripted function tensors lose their class, and with it that
-they aren't known. So while a thread traces, such calls are told as one operation.
+torch's function modes see the operations inside ``Function.forward``, where gradients are disabled, and not the
+function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
+mark as unknown. So while a thread traces, such calls are patched to report to its watcher (``trace.py``) as one
+operation.
 
 Private (torch 2.11 to 2.13): the functions that ``torch.func``'s transforms call.
 """
@@ -68,12 +69,12 @@ _WHOLE: list[tuple[Any, str, Any, Any]] = [
         ]
     ),
 ]
-"""Who holds a function, its name, the function, and the one that tells of it."""
+"""Each patched function: its holder, its name, the original, and the replacement that reports to the watcher."""
 
 
 @contextmanager
 def told_to(watcher: Watcher) -> Iterator[None]:
-    """Inside, on this thread, each such call is told to ``watcher``, which may change its result."""
+    """Context in which each such call on this thread is reported to ``watcher``, which may replace its result."""
     with _lock:
         _told_now.append(watcher)
         for holder, name, _, telling in _WHOLE:
@@ -91,7 +92,7 @@ def told_to(watcher: Watcher) -> Iterator[None]:
 
 
 def is_inside() -> bool:
-    """Whether the caller runs within an autograd function, however it was called: what it computes has no gradient."""
+    """Whether the caller runs inside an autograd function, whose operations record no gradients."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _apply.__func__.__code__:

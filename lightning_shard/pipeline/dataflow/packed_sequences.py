@@ -1,10 +1,11 @@
-"""A question that transformers asks of values, answered where there are none.
+"""Overrides transformers' check for packed sequences, for runs on fake or meta tensors, which have no values.
 
-Without a mask, its models look at their positions for whether a row holds several sequences one after the other
-(*packed*): attention then needs a mask, and else it needs none. On fake tensors they take rows to be packed, which
-makes a mask that no real step makes; on meta they fail. Positions that a model makes itself count up.
+Without a mask, transformers' models inspect the values of their position ids for whether a row holds several sequences
+one after the other (*packed*): then attention needs a mask, otherwise it needs none. On fake tensors, they take rows to
+be packed, and create a mask that no real step creates; on meta tensors, the check fails. Positions that a model creates
+itself count upwards, so they aren't packed.
 
-Private in transformers 5.0 to 5.23 and used here: ``masking_utils.find_packed_sequence_indices``.
+Private in transformers 5.0 to 5.23, and used here: ``masking_utils.find_packed_sequence_indices``.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _NAME = "find_packed_sequence_indices"
 
 @dataclass
 class Asked:
-    """Whether the question came."""
+    """Records whether a model ran the check on positions of its own."""
 
     is_asked: bool = False
 
 
 @contextmanager
 def nothing_packed(batch: Any = None) -> Iterator[Asked]:
-    """Inside, rows of positions hold one sequence each, but for positions that are in ``batch``."""
+    """Context in which each row of positions counts as one sequence; positions in ``batch`` are checked as usual."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     plain = getattr(masks, _NAME, None)
     asked = Asked()

@@ -1,9 +1,9 @@
-"""Find out what crosses the cuts: the first microbatch of a signature, run until no stage misses anything.
+"""Finds which values cross the cuts, by running a signature's first microbatch until no stage misses a value.
 
-In each round it goes through all stages, one after the other. A stage that misses a value asks the one before, which
-asks in turn for what it doesn't know; the stages behind it are told that nothing comes. Then all state is put back as
-it was, and the next round begins. Nobody asks for a name twice, so this ends. No other microbatch is on its way
-meanwhile: of two stages on one rank, the first would wait for an answer that the second must give.
+In each round, the microbatch goes through all stages in order. A stage that misses a value requests it from the
+previous stage, which in turn requests what it doesn't know; the stages after it are told that nothing is sent this
+round. Then all state is restored, and the next round begins. No stage requests a name twice, so this terminates. No
+other microbatch is in flight meanwhile: with two stages on one rank, the first would wait for an answer of the second.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from lightning_shard.pipeline.dataflow.crossing import Crossing, Delivery, Key, 
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
 
-#: Calls the user's step on microbatch ``i``, as far as a stage runs it; returns its result, on the last stage.
+#: Calls the user's step on microbatch ``i``, up to the end of the stage's part; returns its result, on the last stage.
 RunStep = Callable[[Stage, int], Any]
 
 
 class CallsAgain(Exception):
-    """A step calls the network several times; known on all stages."""
+    """A step calls the network several times; raised on all stages."""
 
 
 class Memory(Protocol):
-    """What a step may change beside gradients, as it was."""
+    """A snapshot of what a step may change beside gradients."""
 
     def put_back(self) -> None: ...
 
     def check(self) -> None:
-        """After each run: see that it changed nothing that can't be put back."""
+        """After each run: raise if it changed something that can't be restored."""
 
     def changed(self) -> list[str]:
-        """Paths to what isn't as it was."""
+        """Paths of what differs from the snapshot."""
 
     def forget(self) -> None:
-        """Nothing will be put back any more."""
+        """Release the snapshot: it won't be restored any more."""
 
 
 @dataclass(frozen=True)
 class MemoryBeside:
-    """A memory, and what puts back something that it doesn't know of."""
+    """A snapshot, together with a function that restores something outside of it."""
 
     memory: Memory
     put_rest_back: Callable[[], None]
@@ -77,14 +77,14 @@ class Ran:
 
 @dataclass
 class Search:
-    """One stage's part in it.
+    """One stage's part of the search.
 
     Attributes:
-        asked: What the next stage has asked for.
-        unavailable: What of it is computed from parameters that a later stage holds.
-        passage: Of the last round; ``None`` if nothing came.
-        result: What the step returned then.
-        crossing: What is known so far.
+        asked: Values that the next stage requested, in all rounds.
+        unavailable: Those of them that are computed from parameters of a later stage.
+        passage: The last round's run; ``None`` if the previous stage sent nothing.
+        result: The step's return value in that run.
+        crossing: What was found so far.
     """
 
     stage: Stage
@@ -97,12 +97,12 @@ class Search:
 
     @property
     def ran(self) -> Ran:
-        """The last round, in which something came."""
+        """The run of the last round."""
         assert self.passage is not None
         return Ran(self.stage, self.crossing, self.passage, self.result)
 
     def run(self, run: RunStep, i: int) -> None:
-        """Run this stage's part with what comes, and send the next stage what it gets."""
+        """Receive from the previous stage, run this stage's part, and send to the next stage."""
         stage, channel = self.stage, self.channel
         self.passage, sends = None, False
         incoming = Delivery() if stage.is_first else channel.hear()
@@ -125,7 +125,7 @@ class Search:
         channel.send(self.passage.sent, self.crossing.outgoing.slots)
 
     def answer(self) -> Request:
-        """Hear the next stage's answer, and answer the stage before: what is missing, or that nothing is."""
+        """Receive the next stage's request, and send one to the previous stage: what is missing, or that nothing is."""
         if self.passage is None:
             return Request(done=False)
         request = self.passage.missing or self._of_next(self.passage)
@@ -136,7 +136,7 @@ class Search:
         return request
 
     def _of_next(self, passage: Passage) -> Request:
-        """Whether what was sent is all that the next stage needs, and if not, what this stage needs for it."""
+        """Receive the next stage's request; return what this stage needs from the previous one to fulfil it."""
         crossing = self.crossing
         if self.stage.is_last:
             return Request(done=True, traced=crossing.is_traced())
@@ -160,14 +160,14 @@ class Search:
 
 
 def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memory) -> None:
-    """Run one microbatch through all stages, until none misses anything.
+    """Run one microbatch through all stages, round by round, until no stage misses a value.
 
     Args:
-        searches: Of this rank's stages, in their order.
-        memory: What its runs change.
+        searches: The searches of this rank's stages, in order.
+        memory: The snapshot that is restored before each further round.
 
     Raises:
-        CallsAgain: The step calls the network several times; all is put back, and the memory forgotten.
+        CallsAgain: The step calls the network several times. The snapshot has been restored and released.
     """
     while True:
         for search in searches:
@@ -188,7 +188,7 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
 
 
 def run_anew(ran: Ran, run: RunStep, i: int) -> Ran:
-    """Run a stage's part of a microbatch once more, on what came for it."""
+    """Rerun a stage's part of a microbatch, on the values received for it."""
     stage, crossing = ran.stage, ran.crossing
     received = {
         key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in ran.passage.received.items()
@@ -201,13 +201,14 @@ def run_anew(ran: Ran, run: RunStep, i: int) -> Ran:
 
 
 def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Memory) -> None:
-    """Where NaN came up on a stage: whether it is the network's own, or came from a hollow parameter.
+    """Check whether NaN that a stage sends is the network's own, or leaked from a hollow parameter.
 
-    Unknown values are followed through torch's functions; this finds one that went another way, such as through a
-    scripted function. Then NaN goes where unknown values are 0 instead. Once per signature.
+    Unknown values are tracked through torch's functions. One that bypasses them, such as through a scripted function,
+    loses its class but is still NaN. So the stage's part is rerun with 0 in place of unknown values: NaN that then
+    disappears has leaked. Runs once per signature.
 
     Raises:
-        StepError: It came from a hollow parameter.
+        StepError: NaN leaked from a hollow parameter.
     """
     found = [_added_nan(search) for search in searches]
     if not any(found):
@@ -228,7 +229,7 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
 
 
 def _added_nan(search: Search) -> list[Tensor]:
-    """Where there is NaN in what a stage hands on, and none came."""
+    """Masks of NaN in what a stage sends and returns, if any; empty if the stage received NaN, or is the first."""
     assert search.passage is not None
     if search.stage.is_first or _nan_of(search.passage.received):
         return []
@@ -236,12 +237,13 @@ def _added_nan(search: Search) -> list[Tensor]:
 
 
 def _nan_of(values: Any) -> list[Tensor]:
-    """Where there is NaN, if anywhere; waits for the device."""
+    """Masks of NaN in tensors; empty if there is none. Synchronises with the device."""
     masks = [tensor.detach().isnan() for tensor in tree.tensors(values) if tensor.is_floating_point()]
     return masks if any(bool(mask.any()) for mask in masks) else []
 
 
 def check_ran(stage: Stage, passage: Passage) -> None:
+    """Check that the step ran this stage's last block, and changed no memory that sent values share."""
     if not passage.finished:
         raise StepError(
             "The step returned without calling the network, or the network skipped its blocks; with several"
@@ -253,7 +255,7 @@ def check_ran(stage: Stage, passage: Passage) -> None:
 
 
 def check_order(passage: Passage, crossing: Crossing) -> None:
-    """Values are told by the number of their operation: both sides of a cut must have counted the same."""
+    """Check that both sides of a cut counted the same operations, since values are named by operation number."""
     if not crossing.is_traced():
         return
     entered = crossing.incoming.counted

@@ -1,4 +1,9 @@
-"""What blocks change beside what they return, by writing to arguments and setting attributes; what can be sent."""
+"""Detects side effects of a block's call (arguments written to, attributes set); refuses those that can't be sent.
+
+A block's state before the call is noted, and compared after it. Tensor arguments written to in place, and attributes
+and buffers that were set, can be sent to other stages. Changes of lists, of objects of other classes and of globals
+can't.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +25,25 @@ from lightning_shard.pipeline.dataflow.crossing import Slot
 _GIVEN = "a list, dict or dataclass that it is given"
 _LISTS = (list, dict, set, deque)
 _SIMPLE = (Tensor, bool, int, float, str, tuple)
-"""What code of a user's keeps under names of its own; libraries keep other things under such."""
+"""Types of values that a user's code keeps in attributes with a leading underscore; libraries keep others there."""
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
-"""Attributes of every module, such as its hooks, and what stands in for its method."""
+"""Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
 _RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
 
 
 @dataclass(frozen=True)
 class Before:
-    """What a block could change, as it was before its call.
+    """A snapshot of what a block could change, taken before its call.
 
     Attributes:
-        lists: Lists, dicts, sets and dataclasses that it could add to: where they are, themselves, and what was in
-            them.
-        objects: Objects of other classes that it is given, and the tensors among their attributes.
-        beside: What its code keeps under global names, and as attributes of classes and functions; ``None`` where that
-            isn't looked at.
+        arguments: The leaves of its arguments, with the versions of tensors.
+        lists: Lists, dicts, sets, deques and dataclasses that it could add to: a description, the container, and its
+            entries.
+        objects: Arguments of other classes, each with the tensors among its attributes.
+        attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
+            tensors.
+        beside: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if that
+            isn't compared.
     """
 
     block: nn.Module
@@ -49,7 +57,7 @@ class Before:
     def of(cls, block: nn.Module, arguments: Any, *, looks_beside: bool = False) -> Before:
         """
         Args:
-            looks_beside: Whether what its code keeps beside objects is looked at, which takes longer.
+            looks_beside: Whether to include globals and attributes of classes and functions, which takes longer.
         """
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
@@ -66,12 +74,12 @@ class Before:
         return cls(block, noted, [*given, *own], objects, attributes, None if beside is None else dict(beside))
 
     def slot(self, leaf: Any) -> Any:
-        """An output's; it may be an argument, handed on."""
+        """The slot of a tensor in the output, with its argument's index if it is an argument."""
         place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
         return replace(Slot.of(leaf), argument=place) if isinstance(leaf, Tensor) else leaf
 
     def handed_on(self, output: Any) -> tuple[tuple[int | None, int], ...]:
-        """Which containers that it was given a block returns: their place in a tuple, if it's one, and in these."""
+        """The argument containers that a block returns: index in a returned tuple (else ``None``), and in ``lists``."""
         places = {id(each): place for place, (what, each, _) in enumerate(self.lists) if what == _GIVEN}
         if id(output) in places:
             return ((None, places[id(output)]),)
@@ -79,16 +87,16 @@ class Before:
         return tuple((number, places[id(each)]) for number, each in enumerate(returned) if id(each) in places)
 
     def changed(self, name: str, output: Any) -> list[tuple[int, Tensor]]:
-        """The tensors among the arguments that were written to, by their place.
+        """The tensors among the arguments that were written to in place, with their indices.
 
         Args:
-            name: The block's.
-            output: What it returned: containers that it was given may be changed and returned.
+            name: The block's name.
+            output: What it returned. A container among the arguments may be changed if it is also returned.
 
         Raises:
-            StepError: Another container among them has other entries, an object other tensors, or a list of the
-                block's own, or what its code keeps beside objects, new ones with gradients: what else it keeps there,
-                such as masks made once, is its matter.
+            StepError: The block changed the entries of an argument's container that it doesn't return; it set tensors
+                of an object; or it added values that require gradients to a list of its own or to a global. Other
+                values in lists and globals, such as masks that are created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
@@ -114,7 +122,7 @@ class Before:
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
 
     def kept(self) -> list[tuple[str, str, Any]]:
-        """The attributes and buffers that modules of the block have set, or written to."""
+        """The attributes and buffers that submodules set or wrote to: submodule path, name, and value."""
         return [
             (path, key, value)
             for path, module, before in self.attributes
@@ -124,10 +132,10 @@ class Before:
 
 
 def check_sendable(name: str, output: Any) -> None:
-    """Of what a block returns, tensors are sent, and what is the same for each microbatch.
+    """Check that a block's output can be sent: dense tensors, and values that are equal for each microbatch.
 
     Raises:
-        StepError: It returns objects that hold tensors, an iterator, or tensors that aren't dense.
+        StepError: It holds objects with tensors, an iterator, or tensors that aren't dense.
     """
     for _, leaf in tree.walk(output):
         if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
@@ -150,7 +158,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
 
 
 def _beside(block: nn.Module) -> list[tuple[str, Any]]:
-    """What its code keeps beside objects, and what objects there hold, by names."""
+    """Globals and attributes of classes and functions that the block's code uses, and attributes of objects there."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
     found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
     objects = {name: value for name, value in found.items() if _is_opaque(value) and not is_machinery(value)}
@@ -158,9 +166,9 @@ def _beside(block: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _entries(container: Any) -> list[Any]:
-    """What is in it; sharding exchanges parameters, also in lists of them.
+    """A container's entries, without parameters: sharding replaces these, also in lists.
 
-    Of a dict by the builtin's own methods: those of transformers' mappings of all models import each.
+    For a dict, the builtin's own methods are called: those of transformers' mappings of all models import each model.
     """
     if dataclasses.is_dataclass(container):
         return [value for _, value in tree.children(container)]
@@ -177,10 +185,10 @@ def _version(value: Any) -> int:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether it is an object that isn't looked into, neither a tensor nor any nesting of these."""
+    """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
     return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
-    """An opaque object's attributes that are tensors."""
+    """The tensors among an opaque object's attributes."""
     return [each for each in vars(value).values() if isinstance(each, Tensor)]

@@ -1,11 +1,12 @@
-"""State that a microbatch leaves, and the next one reads.
+"""Detects results that depend on state carried over from the previous microbatch, and refuses such steps.
 
-In one process a step is called once for a batch, and goes on from what the batch before left: counters, averages, the
-states of recurrent layers. Here it is called for each microbatch, and on an earlier stage it ends where the stage does.
-So the state isn't that of one process; where what is computed depends on it, neither is the result.
+In one process, a step runs once per batch, and continues from the state that the previous batch left: counters,
+averages, states of recurrent layers. In a pipeline, it runs once per microbatch, and on an earlier stage only up to the
+stage's last block. So carried state differs from one process's, and so does a result that depends on it.
 
-That is seen by running a microbatch twice: from what the one before has left, and from what that one began with. It is
-asked once for each kind of step, in whatever way state is kept.
+The check runs a microbatch twice: once from the state that the previous microbatch left, and once from the state that
+the previous microbatch began with. The results must be equal. It runs once per kind of step, and doesn't depend on how
+the state is kept.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ from lightning_shard.pipeline.dataflow.crossing import Counted
 from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, run_anew
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Of a tensor's largest value, on the CPU: what the first run has cached may be rounded once more."""
+"""Relative to a tensor's largest value, on the CPU: what the first run cached may have been rounded once more."""
 _TOLERANCE_IN_HALF = 1e-2
 _TOLERANCE_ON_DEVICES = 1e-3
-"""At least, where sums are taken in no fixed order."""
+"""A lower bound on devices other than the CPU, where sums have no fixed order."""
 _NAMED = 4
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A microbatch that ran, and the state that this rank's first stage began it with.
+    """A microbatch that ran, and the state with which this rank's first stage began it.
 
     Attributes:
-        counted: The operations of each stage.
+        i: Its number.
+        memory: A snapshot of that state.
+        counted: The operations that each stage counted, by stage.
     """
 
     i: int
@@ -43,10 +46,10 @@ class _Begun:
 
 
 class LeftState:
-    """Of the kinds of steps, those of which it is known that they read no state that microbatches leave.
+    """Runs the check, once for each kind of step.
 
     Args:
-        remember: Notes what a step may change beside gradients.
+        remember: Takes a snapshot of what a step may change beside gradients.
     """
 
     def __init__(self, remember: Callable[[], Memory]) -> None:
@@ -56,10 +59,11 @@ class LeftState:
         self._checked = 0  # stages of this rank, in this batch
 
     def begins(self, kind: str, keys: Sequence[Hashable], i: int) -> None:
-        """Microbatch ``i`` is about to run on a stage; it is known what crosses.
+        """Microbatch ``i`` is about to run on a stage; what crosses is already known.
 
         Args:
-            keys: All microbatches' signatures.
+            kind: The kind of step.
+            keys: The signatures of all microbatches.
         """
         if self._begun is None and self._asks(kind, keys, i):
             self._begun = _Begun(i, self._remember())
@@ -67,10 +71,10 @@ class LeftState:
     def searched(
         self, kind: str, keys: Sequence[Hashable], i: int, memory: Memory, ran: Sequence[Ran], run: RunStep
     ) -> None:
-        """Microbatch ``i`` has run on all of this rank's stages, to find out what crosses.
+        """Microbatch ``i`` has run on all of this rank's stages, in a search for what crosses.
 
         Args:
-            memory: The state that it began with; forgotten here, or later.
+            memory: A snapshot of the state that it began with; released here, or later.
         """
         if self._begun is None or i != self._begun.i + 1 or not all(map(self._is_comparable, ran)):
             self.ends()
@@ -82,10 +86,10 @@ class LeftState:
             self.ran(kind, keys, i, each, len(ran), run)
 
     def ran(self, kind: str, keys: Sequence[Hashable], i: int, ran: Ran, stages: int, run: RunStep) -> None:
-        """Microbatch ``i`` has, on one of this rank's stages.
+        """Microbatch ``i`` has run on one of this rank's ``stages``; compare it with a second run, if it is due.
 
         Raises:
-            StepError: It would have gone another way from the state of the microbatch before.
+            StepError: The results differ if it begins with the state that the previous microbatch began with.
         """
         if self._begun is None:
             return
@@ -106,15 +110,15 @@ class LeftState:
             self.ends()
 
     def ends(self) -> None:
-        """The batch does."""
+        """The batch ends: release the snapshot."""
         if self._begun is not None:
             self._begun.memory.forget()
         self._begun, self._checked = None, 0
 
     def _is_comparable(self, ran: Ran) -> bool:
-        """Whether values have the names that they had for the microbatch before, where these are numbers.
+        """Whether numbered values have the same names as in the previous microbatch.
 
-        A first microbatch may run more operations, to fill caches.
+        They may not: a first microbatch may run more operations, to fill caches.
         """
         assert self._begun is not None
         return not ran.crossing.is_traced() or self._begun.counted.get(ran.stage.index) == ran.passage.counted
@@ -141,7 +145,7 @@ def _same(one: Ran, other: Ran) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Waits for the device."""
+    """Whether two tensors are equal up to rounding. Synchronises with the device."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if torch.equal(one, other) or not one.numel():

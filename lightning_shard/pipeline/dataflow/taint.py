@@ -1,11 +1,13 @@
-"""Values that aren't known on this stage: parameters that another stage holds, and whatever is computed from them.
+"""Taint tracking: marks values that aren't known on this stage, because another stage's parameters determine them.
 
-On a stage, the user's code runs around blocks that are elsewhere, and most of what it computes there is thrown away. So
-such a value may be computed, in any dtype and through any operation: it is :class:`Unknown`, and says from what. Where
-it would count, it is missing: as an input of a block that is here, in a loss, a log or a result, and where Python asks
-for it as a number. What is missing is had from the stage before (``crossing.py``), or refused.
+The user's code runs on every stage, also around blocks of other stages, and most of what it computes there is
+discarded. So computing with unknown values is allowed, through any operation and in any dtype: the result is an
+:class:`Unknown` tensor, which records its origin. An unknown value is missing where it would count: as an input of a
+block on this stage, in a loss, a log or a result, and where Python needs it as a number. A missing value is requested
+from the previous stage (``crossing.py``), or the step is refused.
 
-A tensor is told apart by its class, at no cost to known ones: no value is looked at, and no device waited for.
+Unknown tensors are recognised by their class. So known tensors have no overhead: no values are read, and the device is
+not synchronised.
 """
 
 from __future__ import annotations
@@ -28,28 +30,29 @@ _AS_NUMBERS = {
     *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
     *("storage", "__dlpack__", "__reduce_ex__"),
 }
-"""What gives Python a tensor's values."""
+"""Functions that give Python a tensor's values."""
 _AS_TEXT = {"__repr__", "__format__"}
 _SHAPED_BY_VALUES = {
     *("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere"),
     *("histc", "nonzero_static", "_pack_padded_sequence", "_pad_packed_sequence"),
     *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm"),
 }
-"""What gives tensors whose sizes depend on values."""
+"""Functions whose output size depends on values."""
 _SIZED_BY_NUMBERS = {
     *("narrow", "view", "reshape", "unflatten", "expand", "repeat", "tile", "split", "tensor_split", "chunk"),
     *("topk", "pad", "unfold", "diagonal", "diag_embed", "one_hot", "interpolate"),
     *("new_zeros", "new_ones", "new_empty", "new_full"),
 }
-"""What gives tensors whose sizes depend on further arguments, which may be tensors of one integer."""
+"""Functions whose output size depends on arguments after the first, which may be tensors of one integer."""
 _TO_INTEGERS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "floor_divide", "round", "bucketize"}
-"""What makes integers of floating-point numbers."""
+"""Functions that may convert floating-point numbers to integers."""
 _WITHOUT_VALUES = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full", "new_tensor"),
 }
 _LIKE_OTHERS = {"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as_"}
-"""Of the first argument the former take shape, dtype and device only; the latter of all but the first."""
+"""Functions that use only shape, dtype and device: ``_WITHOUT_VALUES`` of the first argument, ``_LIKE_OTHERS`` of all
+but the first."""
 
 REMEDY = (
     "With several pipeline stages, a stage has what its blocks hand on and what earlier stages compute: use"
@@ -59,11 +62,11 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Origin:
-    """Why values are unknown.
+    """Why a value is unknown.
 
     Attributes:
-        text: As the object of a sentence: "what is computed from …".
-        on_missing: Raises for values that are needed here; is given them, and the sentence that refuses them.
+        text: A noun phrase for messages: "what is computed from …".
+        on_missing: Called with unknown values that are needed here, and the error message; always raises.
     """
 
     text: str
@@ -71,7 +74,7 @@ class Origin:
 
     @property
     def at_end(self) -> str:
-        """The text where nothing follows."""
+        """The text without its comma, for the end of a clause."""
         return self.text.rstrip(",")
 
 
@@ -83,9 +86,9 @@ _met = _Met()
 
 
 class Unknown(torch.Tensor):
-    """A tensor whose values aren't known here.
+    """A tensor whose values aren't known on this stage.
 
-    ``value`` says how it was computed, where that is recorded (``crossing.py``).
+    ``value`` is its provenance (``crossing.Value``), or ``None`` if it isn't recorded.
     """
 
     origin: Origin
@@ -104,7 +107,7 @@ class Unknown(torch.Tensor):
         if unknown is not None and name in _AS_TEXT:
             return _as_text(unknown)
         if args and isinstance(args[0], Unknown) and writes(name) and has_no_memory(args[0]):
-            return args[0]  # a module that another stage holds is initialised, or changed by the user's code
+            return args[0]  # the user's code initialises or changes another stage's parameter: ignored
         if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
             _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.at_end}. {REMEDY}")
         try:
@@ -116,14 +119,14 @@ class Unknown(torch.Tensor):
             _miss([unknown], f"{name} can't be computed of {unknown.origin.at_end} ({error}). {REMEDY}")
         if unknown is None:
             return result
-        known = {id(leaf) for leaf in leaves((args, kwargs))}  # what is handed back as it came stays so
+        known = {id(leaf) for leaf in leaves((args, kwargs))}  # arguments that are returned keep their state
         for written in [*args[: writes(name)], *leaves(kwargs.get("out", ()))]:
             if isinstance(written, Tensor):
                 _mark_written(written, unknown.origin)
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
                 if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
-                    leaf.zero_()  # NaN as an index would be out of range: on CUDA that ends the process
+                    leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
                 mark(leaf, unknown.origin)
         return result
 
@@ -132,9 +135,9 @@ class Unknown(torch.Tensor):
 
 
 class Hollow(Unknown):
-    """A parameter that another stage holds: its shape and dtype over one NaN.
+    """A placeholder for a parameter that another stage holds: shape and dtype, expanded from a single NaN.
 
-    Its gradient is None; but to code that is ``given_gradients``, where it trains, one that isn't known here.
+    Its ``grad`` is ``None``. Only code selected by :meth:`given_gradients` sees an unknown gradient, if it trains.
     """
 
     fqn: str
@@ -153,16 +156,16 @@ class Hollow(Unknown):
 
     @grad.setter
     def grad(self, _: Tensor | None) -> None:
-        """Whoever holds it has set it there."""
+        """Ignored: the stage that holds the parameter sets its gradient."""
 
     @grad.deleter
     def grad(self) -> None:
-        """As setting it."""
+        """Ignored, as setting it is."""
 
     @staticmethod
     @contextmanager
     def given_gradients(gives: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]:
-        """Inside, gradients aren't None to code among whose global names ``gives`` is true."""
+        """Context in which ``grad`` isn't ``None`` for code for whose global names ``gives`` returns true."""
         before, Hollow._gives = Hollow._gives, gives
         try:
             yield
@@ -184,7 +187,7 @@ class Hollow(Unknown):
 
     @torch.no_grad()
     def fill(self, value: float) -> None:
-        """Have its one element be this."""
+        """Set its single element."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.is_floating_point() or self.is_complex():
                 self.as_strided((1,), (1,), 0).fill_(value)
@@ -196,29 +199,29 @@ def _nan_like(tensor: Tensor, device: torch.device) -> Hollow:
 
 
 def mark(tensor: Tensor, origin: Origin) -> Tensor:
-    """Have a new tensor be unknown from now on; it is returned.
+    """Mark a new tensor as unknown, in place, and return it.
 
     Raises:
-        StepError: It is of another class, such as a DTensor, and what is computed from it couldn't be followed.
+        StepError: It is of another class, such as a DTensor, so results computed from it couldn't be tracked.
     """
     if isinstance(tensor, Unknown):
         return tensor
     if type(tensor) is not Tensor:
         raise StepError(f"A {type(tensor).__name__} is made of {origin.text} on a stage that doesn't know it. {REMEDY}")
-    tensor.__class__ = Unknown  # as torch's own lazy parameters change theirs
+    tensor.__class__ = Unknown  # torch's lazy parameters change their class likewise
     tensor.origin = origin  # type: ignore[attr-defined]
     return tensor
 
 
 def fill(tensor: Tensor, values: Tensor) -> None:
-    """Have a tensor that was written to, and may be unknown, be known from now on, with these values."""
+    """Make a possibly unknown tensor known, in place, with these values."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.__class__ = Tensor  # type: ignore[assignment]
         tensor.copy_(values)
 
 
 def _mark_written(tensor: Tensor, origin: Origin) -> None:
-    """A tensor that was changed in place, and what it is a part of."""
+    """Mark a tensor that was changed in place, and the base that it is a view of."""
     mark(tensor, origin)
     base = base_of(tensor)
     if base is not None:
@@ -226,14 +229,14 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
 
 
 def _taken(name: str, args: Any, kwargs: Any) -> Any:
-    """The arguments of a torch function whose values matter."""
+    """The arguments of a torch function whose values (not only shapes) matter."""
     if name in _WITHOUT_VALUES:
         return args[1:], kwargs
     return args[:1] if name in _LIKE_OTHERS else (args, kwargs)
 
 
 def _as_text(unknown: Unknown) -> str:
-    """A text in place of a value to show; the value itself is asked for where it can be had."""
+    """A placeholder text for an unknown value that can't be had; requests the value if it can."""
     try:
         _miss([unknown], f"The step shows {unknown.origin.text} as a text. {REMEDY}")
     except StepError:
@@ -241,10 +244,10 @@ def _as_text(unknown: Unknown) -> str:
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What one of torch's functions gives, also of what isn't known.
+    """Call one of torch's functions; detects unknown tensors that it reads as numbers.
 
-    Most take numbers from tensors where numbers are due (``torch.zeros(n)``, ``full(…, x)``, ``clamp(…, 0, x)``), and
-    ask no class of tensors about that: then the values are missing.
+    Most functions accept tensors where numbers are expected (``torch.zeros(n)``, ``full(…, x)``, ``clamp(…, 0, x)``),
+    and read them without calling ``__torch_function__``: then the values are missing.
     """
     name = getattr(func, "__name__", "")
     unknown = first_unknown(_taken(name, args, kwargs))
@@ -254,7 +257,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = func(*args, **kwargs)
     except StepError:
-        raise  # it says so by itself
+        raise  # already a message of ours
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
     given = {id(leaf) for leaf in leaves((args, kwargs))}
@@ -270,13 +273,13 @@ def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:
         return first_unknown((args[1:], kwargs)) is not None
     if first_unknown(kwargs.get("dim")) is not None:
         return True
-    if name == "repeat_interleave":  # of a number of times or a tensor of them; that may be all it's given
+    if name == "repeat_interleave":  # the repeats, a number or a tensor, may be the only argument
         return isinstance(kwargs["repeats"] if "repeats" in kwargs else args[:2][-1], Unknown)
     return name in _SHAPED_BY_VALUES
 
 
 def _selects(name: str, args: Sequence[Any]) -> bool:
-    """Whether a function takes those elements where an unknown mask is true."""
+    """Whether a function selects the elements where an unknown mask is true."""
     if name == "where" and len(args) == 1:
         return True
     if name not in ("__getitem__", "index"):
@@ -286,7 +289,7 @@ def _selects(name: str, args: Sequence[Any]) -> bool:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether it is a hollow parameter or an alias of one."""
+    """Whether it is a hollow parameter or an alias of one: a stride of 0."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size()))
 
@@ -297,16 +300,16 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tensors that share their memory have in common."""
+    """The address of a tensor's storage: equal for tensors that share memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage().data_ptr()
 
 
 def refuse(value: Any, where: str) -> None:
-    """Raise where a value, of any nesting, holds unknown ones.
+    """Raise if a nested value holds unknown tensors: they are missing.
 
     Args:
-        where: What takes it, as the beginning of the sentence.
+        where: The consumer of the value, as the beginning of the error message.
     """
     if any(isinstance(leaf, Unknown) for leaf in tree.leaves(value)):
         unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
@@ -323,7 +326,7 @@ def _miss(values: Sequence[Unknown], sentence: str) -> NoReturn:
 
 @contextmanager
 def met_inside(given: Any) -> Iterator[list[Unknown]]:
-    """Yields, filled as it goes, the unknown values of what is given and of what torch's functions get inside."""
+    """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
     outer, _met.found = _met.found, all_unknown(given)
     try:
         yield _met.found
@@ -334,7 +337,7 @@ def met_inside(given: Any) -> Iterator[list[Unknown]]:
 
 
 def mark_all(value: Any, origin: Origin) -> None:
-    """Have all tensors of a nesting be unknown from now on."""
+    """Mark all tensors of a nested value as unknown."""
     for leaf in tree.tensors(value):
         mark(leaf, origin)
 
@@ -348,7 +351,7 @@ def first_unknown(value: Any) -> Unknown | None:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The arguments of a torch function: tensors are at most in lists, tuples and dicts of these."""
+    """The leaves of a torch function's arguments, where tensors are nested in lists, tuples and dicts at most."""
     if not isinstance(value, (dict, list, tuple)) or isinstance(value, torch.Size):
         return [value]
     found: list[Any] = []
@@ -361,7 +364,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def writes(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
+    """Whether a function of this name changes its first argument in place."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_") and not name.endswith("__")

@@ -1,4 +1,4 @@
-"""What the user's code does around the blocks, operation by operation, where results of operations cross a cut."""
+"""Traces the user's code around the blocks, operation by operation, where results of operations cross a cut."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class Trace(TorchFunctionMode):
-    """Counts the operations of the user's code outside of the blocks, and puts what was received in their place.
+    """Counts the operations of the user's code outside of the blocks, and substitutes received values for results.
 
-    Every function of torch that gives or changes a tensor counts, in the order of the calls, and as a whole every call
-    of a part around the blocks and of an autograd function: the same on each stage.
+    Each call of a torch function that returns or changes a tensor counts as one operation. So does each call of a part
+    around the blocks, and of an opaque function (``opaque_functions.py``), as a whole. The numbering is the same on all
+    stages.
     """
 
     def __init__(self, passage: Passage) -> None:
@@ -69,14 +70,14 @@ class Trace(TorchFunctionMode):
         return result
 
     def see_written(self, value: Any) -> None:
-        """Have known tensors be unknown whose memory was written to, by another view, with what isn't known."""
+        """Mark known tensors as unknown if an unknown value was written to their memory through another view."""
         for leaf in leaves(value) if self._written else ():
             if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
                 unknown: Any = mark(leaf, source.origin)
                 unknown.value = source.value
 
     def begins(self, args: Any) -> None:
-        """A part around the blocks, or an autograd function, is called: it counts as one operation of ``args``."""
+        """A part around the blocks, or an opaque function, begins: it counts as one operation on ``args``."""
         if not self._suspended:
             self.see_written(args)
             self._parents = self._unknown_in(args)
@@ -91,16 +92,19 @@ class Trace(TorchFunctionMode):
         kept: Sequence[tuple[str, str]] | None = None,
         unknown: Sequence[Unknown] = (),
     ) -> Any:
-        """What it returned; gives what the user's code goes on with.
+        """The part or function has returned; returns what the user's code continues with.
 
         Args:
-            unknown: Of what isn't known it was computed, where that can't be told from the result's class.
-            part: The part, if it's one.
-            kept: Its modules' names, and attributes that they have set; not said where it isn't being found out.
+            name: The operation's name.
+            result: What it returned.
+            part: The part; ``None`` for an opaque function (``opaque_functions.py``).
+            kept: Attributes that the part's submodules set: the submodule's name and the attribute's. ``None`` outside
+                of a search: then those that were found to cross.
+            unknown: Unknown values that the result is computed from, if its class doesn't show that it is unknown.
         """
         if unknown:
             mark_all(result, unknown[0].origin)
-        if self._suspended == 1:  # not resumed yet: copies made here aren't the network's
+        if self._suspended == 1:  # still suspended: copies made here are no operations of the network
             number = self._passage.counted.number
             result = self._counted(name, result, [], (*self._parents, *self._unknown_in(unknown)))
             if part is not None:
@@ -110,7 +114,7 @@ class Trace(TorchFunctionMode):
         return result
 
     def _counted_kept(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
-        """What a part keeps as an attribute has a name as what it returns has."""
+        """Register the tensors of an attribute that a part set, under names like those of its results."""
         number, path, key, name = named
         held = (module._buffers if key in module._buffers else vars(module)).get(key)
         places = count()
@@ -149,7 +153,7 @@ class Trace(TorchFunctionMode):
         return tree.map_leaves(lambda leaf: new.get(id(leaf), leaf), result)
 
     def suspend(self) -> None:
-        """A block begins: what it computes inside isn't counted."""
+        """Stop counting: a block, part or function begins, whose inner operations don't count."""
         self._suspended += 1
         if self._suspended == 1 and _get_current_function_mode() is self:
             self.__exit__(None, None, None)

@@ -1,1 +1,1 @@
-"""A step over microbatches: actions in the schedule's order, messages to the neighbours, results joined."""
+"""Runs a step over microbatches: executes the schedule, communicates with neighbouring stages, and merges results."""

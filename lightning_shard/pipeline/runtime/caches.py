@@ -1,11 +1,11 @@
-"""What a call of the network leaves in the objects that it is given, such as a cache of keys and values.
+"""Synchronises argument objects that a call of the network changes, such as a cache of keys and values, over stages.
 
-Each stage changes what belongs to its own blocks. So that the next call finds objects that are alike on all stages, the
-changes of each are told to the others: numbers and small integer tensors as they are, other tensors by their shapes,
-as values that aren't known there (``taint.py``). No memory is spent on these.
+Each stage changes the entries of its own blocks. So that the next call finds equal objects on all stages, each stage's
+changes are sent to the others: numbers and small integer tensors by value; other tensors by shape, as unknown values
+(``taint.py``), which take no memory.
 
-Of several stages on one rank each runs on the objects as they were before the call, but for large tensors that another
-one has written to: these aren't known to it either. When all have run, the changes of each are put together.
+Several stages of one rank share the objects. Each runs on the objects as they were before the call, except that large
+tensors that another one wrote to in place are unknown to it too. When all have run, their changes are merged.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lightning_shard.pipeline.dataflow.crossing import Slot
 from lightning_shard.pipeline.dataflow.taint import Unknown, fill
 
 Path = tuple[Any, ...]
-"""Attributes, keys and places on the way to an object, from the arguments of the network's call or of a block's."""
+"""The attributes, keys and indices that lead to an object from the arguments of the network's or a block's call."""
 
 SMALL = 1024
-"""Elements of an integer tensor that is sent as it is: lengths and positions, which masks are made of."""
+"""The most elements of an integer tensor that is sent by value: lengths and positions, of which masks are computed."""
 
 WITHOUT_CACHE = "Generate without a cache (use_cache=False), or use pipeline_parallel_size=1."
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value may hold others that change: a list, a dict, or what has attributes."""
+    """Whether a value is a mutable container: a list, a dict, or an object with attributes."""
     if isinstance(value, (list, dict)):
         return True
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, torch.Size)) and not callable(value)
 
 
 def objects(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
-    """Every object that can be reached, once, with the first path to it."""
+    """Yield every reachable object once, with the first path to it."""
     seen = set() if seen is None else seen
     if is_object(value):
         if id(value) in seen:
@@ -59,17 +59,17 @@ def _entries(value: Any) -> dict[Any, Any]:
 
 
 Place = Callable[[Any], Tensor]
-"""Gives a tensor for one that was sent, or for a slot."""
+"""Gives the local tensor for a sent tensor, or an unknown one for a slot."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a stage's run of a call left in an object.
+    """The changes that a stage's run of a call made to an object.
 
     Attributes:
-        told: Its changes, as they are told to other stages.
-        entries: The same, as they are.
-        values: Of its small tensors that were written to.
+        told: The changed entries, in the form sent to other stages.
+        entries: The changed entries themselves.
+        values: Copies of changed small tensors.
     """
 
     told: dict[Any, Any]
@@ -82,14 +82,15 @@ class Left:
 
 @dataclass
 class Noted:
-    """An object as it was before the call.
+    """A snapshot of an object, taken before the call.
 
     Attributes:
-        entries: What it held.
-        given: What the run under way has found there.
-        versions: Of the tensors among them.
-        values: Of the small ones.
-        writers: The stages that have written to large ones.
+        value: The object.
+        entries: Its entries.
+        given: The entries with which the current run began.
+        versions: The versions of tensors among ``entries``.
+        values: Copies of small tensors among ``entries``.
+        writers: The stages that wrote in place to large tensors, by key.
     """
 
     value: Any
@@ -107,10 +108,10 @@ class Noted:
         return cls(value, entries, entries, {key: each._version for key, each in tensors.items()}, small)
 
     def put_back(self, name: str, stage: int, place: Place) -> None:
-        """Have it be as it was, so that a stage can run its part of the call.
+        """Restore the object, so that a stage can run its part of the call.
 
         Raises:
-            StepError: It has run it before, and written to a large tensor.
+            StepError: The stage ran it before, and wrote to a large tensor, of which there is no copy.
         """
         for key, value in self.values.items():
             if self._is_written(key):
@@ -126,7 +127,7 @@ class Noted:
             _entries(self.value).update(self.given)
 
     def left(self, stage: int) -> Left:
-        """What this stage's run has changed."""
+        """The changes that this stage's run made."""
         now = _entries(self.value)
         if gone := self.given.keys() - now.keys():
             raise StepError(
@@ -149,19 +150,21 @@ class Noted:
         return bool(self.entries[key]._version != self.versions[key])
 
     def _is_as_before(self, key: Any) -> bool:
-        """Of a small tensor: views have one version together, and another one may have been written to."""
+        """Whether a small tensor is unchanged: views share a version, so the write may have been to another view."""
         now = self.entries[key]
         return key in self.values and not isinstance(now, Unknown) and torch.equal(self.values[key], now)
 
 
 def add(value: Any, left: Left, own: Left) -> None:
-    """Have an object hold what an earlier stage of this rank left in it, beside what the last one has.
+    """Merge the changes of an earlier stage of this rank into an object, which holds those of the rank's last stage.
 
     Args:
-        own: What the last one left; is given what is added.
+        value: The object.
+        left: The earlier stage's changes.
+        own: The last stage's changes; the added ones are entered here too.
 
     Raises:
-        StepError: Both have changed the same, to something else.
+        StepError: Both stages changed an entry, to different values.
     """
     for key, entry in left.entries.items():
         if key in own.told and not _is_left_by_one(key, left, own):
@@ -175,7 +178,7 @@ def add(value: Any, left: Left, own: Left) -> None:
 
 
 def _is_left_by_one(key: Any, left: Left, own: Left) -> bool:
-    """Whether what two stages of one rank have left can be the same."""
+    """Whether an entry that two stages of one rank changed can have the same value in both."""
     if not _alike(left.told[key], own.told[key]):
         return False
     one, other = left.value(key), own.value(key)
@@ -191,13 +194,16 @@ def _has_slots(told: Any) -> bool:
 
 
 def apply(value: Any, changes: Mapping[Any, Any], own: Mapping[Any, Any], place: Place) -> None:
-    """Have an object be changed as it was on another rank.
+    """Apply another rank's changes to an object.
 
     Args:
-        own: What was changed here; the other rank may have changed it too, to the same.
+        value: The object.
+        changes: The changed entries, as sent.
+        own: Entries that this rank changed; the other rank may have changed them to the same values.
+        place: Gives local tensors.
 
     Raises:
-        StepError: It was changed to something else.
+        StepError: Both ranks changed an entry, to different values.
     """
     for key, told in changes.items():
         if key in own:

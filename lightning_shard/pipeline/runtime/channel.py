@@ -1,11 +1,12 @@
-"""Values forward, gradients backward: what passes between neighbouring stages, on two ranks or on one.
+"""Point-to-point communication between neighbouring stages, on different ranks or on one: values and gradients.
 
-What a microbatch of a signature brings is agreed once (``crossing.py``): then both sides know the shapes, and only
-tensors travel. The sender checks what it sends against them, since the receiver could only hang.
+The tensors that a microbatch of a signature sends are agreed once (``crossing.py``). After that both sides know their
+shapes, and only tensors are sent. The sender checks them against the agreement, since on a mismatch the receiver would
+hang.
 
-Forward and backward travel on process groups of their own, and each way in another one where values go both ways: on
-NCCL, operations of one group run in the order of their calls, and two ranks that send to each other at once would each
-wait for the other's receive. What stages say to each other travels from host to host, on a group of its own.
+Values and gradients use separate process groups, and each direction its own group if values go both ways. On NCCL,
+operations of one group run in call order, so two ranks that send to each other on one group would each wait for the
+other's receive. Control messages go from host to host, on another group.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_shard.pipeline.dataflow.crossing import Delivery, Key, Request, S
 
 
 def signature(microbatch: Any, kind: str) -> Hashable:
-    """What decides what crosses, and its shapes: the kind of step and the shapes of the microbatch's tensors."""
+    """The kind of step, and shapes and dtypes of the microbatch's tensors: these determine which values cross."""
     return kind, tuple((tuple(t.shape), t.dtype) for t in tree.tensors(microbatch))
 
 
 @dataclass(frozen=True)
 class Ways:
-    """Process groups of the ranks of a pipeline, the last one first: to later ranks, and to earlier ones."""
+    """Process groups of a pipeline's ranks, last rank first: for sends to later ranks, and to earlier ranks."""
 
     later: dist.ProcessGroup
     earlier: dist.ProcessGroup
@@ -39,16 +40,16 @@ class Ways:
 
 @dataclass
 class Channel:
-    """One stage's ends of its pipeline.
+    """One stage's endpoints of the links to its neighbours.
 
     Attributes:
-        values: Of values, which go from stage to stage.
-        gradients: Of gradients, which go back.
-        control: The same ranks' hosts, for what stages say.
-        stage: The stage.
-        rank_of: Each stage's rank.
-        device: Where tensors are received.
-        handed: What stages of this rank hand to each other, by what it is, and from which stage.
+        values: The groups for values, which go to the next stage.
+        gradients: The groups for gradients, which go to the previous stage.
+        control: A group of the same ranks, for control messages between hosts.
+        stage: The stage's index.
+        rank_of: The pipeline rank of each stage.
+        device: The device on which tensors are received.
+        handed: Queues between stages of this rank, which share this dict: by kind of message, and sending stage.
     """
 
     values: Ways
@@ -61,37 +62,37 @@ class Channel:
     _sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     _left: int = 0
 
-    # While it is found out what crosses
+    # In the search for the values that cross
 
     def announce(self, delivery: Delivery | None) -> None:
-        """Tell the next stage what it will be sent; ``None``: nothing, since something is missing before."""
+        """Tell the next stage what it will be sent. ``None``: nothing, since an earlier stage misses a value."""
         self._say(delivery, self.stage + 1)
 
     def hear(self) -> Delivery | None:
-        """What the stage before announces."""
+        """Receive the previous stage's announcement."""
         return self._listen(self.stage - 1)
 
     def request(self, request: Request) -> None:
-        """Answer the stage before."""
+        """Answer the previous stage's delivery."""
         self._say(request, self.stage - 1)
 
     def requested(self) -> Request:
-        """The next stage's answer."""
+        """Receive the next stage's answer."""
         return self._listen(self.stage + 1)
 
-    # Of a step that goes call by call
+    # In a step that runs call by call
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, that of the last stage's at the end; a collective call over the pipeline."""
+        """All-gather of objects over the pipeline; the value of the last stage's rank comes last."""
         values: list[Any] = [None] * len({*self.rank_of})
         dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
     def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
-        """The last stage's tensors, on every rank; a collective call over the pipeline.
+        """Broadcast the last stage's tensors to all ranks; a collective over the pipeline.
 
         Args:
-            values: Where the last stage is the tensors, on other ranks their slots.
+            values: The tensors on the rank of the last stage; their slots on other ranks.
         """
         shared = []
         for value in values:
@@ -103,13 +104,13 @@ class Channel:
             shared.append(tensor)
         return shared
 
-    # Of each microbatch
+    # In each microbatch
 
     def send(self, values: Mapping[Key, Tensor], slots: Mapping[Key, Slot]) -> None:
         """Send the values of these slots to the next stage.
 
         Raises:
-            StepError: They differ from what was agreed for microbatches of the same shapes.
+            StepError: They differ from the agreed slots for microbatches of this signature.
         """
         own = {key: Slot.of(values[key]) for key in slots if key in values}
         if own != slots:
@@ -124,11 +125,11 @@ class Channel:
             self._send(values[key].detach(), "value", self.values, self.stage + 1)
 
     def receive(self, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
-        """What the stage before sends, as leaves that gather gradients where the sender's values need them."""
+        """Receive values from the previous stage, as leaves that require gradients if the sent values do."""
         return self.expect(slots)()
 
     def expect(self, slots: Mapping[Key, Slot]) -> Callable[[], dict[Key, Tensor]]:
-        """Post the receives, in the order in which they are sent; what is returned waits for them."""
+        """Post the receives of values, in send order; returns a function that waits for them."""
         arrive = self._expect(slots.values(), "value", self.values, self.stage - 1)
 
         def take() -> dict[Key, Tensor]:
@@ -137,32 +138,32 @@ class Channel:
         return take
 
     def send_gradients(self, received: Iterable[Tensor]) -> None:
-        """Send the gradients of received values to the previous stage; zeros for what has none."""
+        """Send the gradients of received values to the previous stage; zeros for a value without one."""
         for tensor in received:
             gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             self._send(gradient, "gradient", self.gradients, self.stage - 1)
 
     def expect_gradients(self, sent: Iterable[Slot]) -> Callable[[], list[Tensor]]:
-        """Post the receives of the gradients of sent values, from the next stage."""
+        """Post the receives of sent values' gradients from the next stage; returns a function that waits for them."""
         return self._expect(sent, "gradient", self.gradients, self.stage + 1)
 
     def send_needed(self, needed: Sequence[bool]) -> None:
-        """Tell the previous stage, once for a signature, which of the values that need gradients have got one."""
+        """Tell the previous stage which values that require gradients received one; once per signature."""
         flags = torch.tensor(needed, dtype=torch.uint8, device=self.device)
         self._send(flags, "gradient", self.gradients, self.stage - 1)
 
     def receive_needed(self, count: int) -> list[bool]:
-        """What the next stage tells of ``count`` values."""
+        """Receive these flags for ``count`` values from the next stage."""
         [flags] = self.expect_gradients([Slot((count,), torch.uint8, False)])()
         return [bool(flag) for flag in flags.tolist()]
 
     @property
     def sent(self) -> int:
-        """How many tensors have been sent to other ranks so far."""
+        """The number of tensors sent to other ranks so far, completed or not."""
         return self._left + len(self._sending)
 
     def flush(self, until: int | None = None) -> None:
-        """Wait until everything that was sent has left, or so many of all tensors ever :attr:`sent`."""
+        """Wait until all sends have completed, or the first ``until`` of all tensors ever :attr:`sent`."""
         while self._sending and (until is None or self._left < until):
             self._sending[0][0].wait()
             self._forget_first()
@@ -175,12 +176,12 @@ class Channel:
         if self.rank_of[to] == self.rank_of[self.stage]:
             self.handed[what, self.stage].append(tensor)
             return
-        while self._sending and self._sending[0][0].is_completed():  # gloo's is when it was waited for
+        while self._sending and self._sending[0][0].is_completed():  # on gloo, only after a wait
             self._forget_first()
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self._way(ways, self.stage, to), group_dst=self._peer(to))
         assert work is not None
-        self._sending.append((work, tensor))  # the tensor must live until it has left
+        self._sending.append((work, tensor))  # the tensor must live until the send has completed
 
     def _expect(self, slots: Iterable[Slot], what: str, ways: Ways, source: int) -> Callable[[], list[Tensor]]:
         slots = [*slots]
@@ -202,7 +203,7 @@ class Channel:
         return ways.later if self.rank_of[to] > self.rank_of[source] else ways.earlier
 
     def _peer(self, stage: int) -> int:
-        """A stage's rank in the groups."""
+        """The rank of a stage in the process groups, which list the pipeline's last rank first."""
         return max(self.rank_of) - self.rank_of[stage]
 
     def _say(self, message: Any, to: int) -> None:

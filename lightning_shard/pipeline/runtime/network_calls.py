@@ -1,12 +1,12 @@
-"""A step of an evaluation that calls the network several times, as generating text does.
+"""Evaluation steps that call the network several times, such as text generation.
 
-Between two calls the user's code makes the input of the next from the output of the last, and which code that is may
-depend on values. So no stage leaves such a step early: all run the whole of it. Each call of the network goes through
-the stages as a microbatch does (``step.py``), what crosses is found anew for each, and then the last stage's output is
-sent to all. What a call leaves in a cache is told to all too (``caches.py``).
+Between two calls, the user's code computes the next call's input from the last call's output, with control flow that
+may depend on values. So no stage exits such a step early: all ranks run the whole step. Each call of the network goes
+through the stages like a microbatch (``step.py``), with a new search for the values that cross. Then the last stage's
+output is broadcast to all ranks, and changes of caches are exchanged (``caches.py``).
 
-Before each call, and at the end of the step, the ranks say to each other where they are: one that has no part in a call
-because its code went another way is found there, and nobody waits for it.
+Before each call, and at the end of the step, the ranks compare where they are by an all-gather. So a rank whose code
+took another path is detected there, and no rank hangs waiting for it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refus
 from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, Path, add, apply, objects
 
 LARGEST_COMPARED = 2**20
-"""Elements of integer arguments, such as tokens, that are compared over the stages before each call."""
+"""The most elements of an integer argument, such as tokens, whose values ranks compare before each call."""
 
 
 class Meeting(Protocol):
-    """All ranks of a pipeline, at one place of the step."""
+    """Collectives over all ranks of a pipeline."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order: of the last stage's rank at the end."""
+        """All-gather of objects, in rank order; the last stage's rank comes last."""
 
     def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
-        """The last stage's tensors; the other ranks give their slots."""
+        """Broadcast the last stage's tensors; the other ranks pass slots."""
 
 
 @dataclass(frozen=True)
 class _Place(tree.Leaf):
-    """An object among the arguments, where the network returns it."""
+    """Stands for an argument object that the network returns, in the description of its output."""
 
     path: Path
 
@@ -53,13 +53,14 @@ class Calls:
     """The calls of the network within one step, on one rank.
 
     Args:
-        rank: Its number in the pipeline.
-        is_last: Whether the last stage is here.
-        entrances: The modules around all blocks: the outermost one that a step calls makes the call.
-        meeting: Where the ranks meet.
-        run: Runs a function through the stages, each time :meth:`of` one of this rank's, until nothing is missing.
-        note_generators: Notes where generators stand; returns what puts them back there.
-        after_call: Told after each call how many there were.
+        rank: This rank's number in the pipeline.
+        is_last: Whether this rank holds the last stage.
+        entrances: The modules that contain all blocks. The outermost one that a step calls makes the call.
+        device: The device on which tensors are received.
+        meeting: Collectives over the pipeline.
+        run: Runs a function on each stage of this rank, inside :meth:`of`, until no stage misses a value.
+        note_generators: Notes the states of the random generators; returns a function that restores them.
+        after_call: Called after each call with the number of calls so far.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class Calls:
         self._inside = False
         self._ended: str | None = None
         self._put_arguments_back: Callable[[], None] = lambda: None
-        self._given: dict[Path, Noted] = {}  # to the network
-        self._noted: dict[Path, Noted] = {}  # by the stage that runs, or ran last: to its blocks too
+        self._given: dict[Path, Noted] = {}  # arguments of the network
+        self._noted: dict[Path, Noted] = {}  # also of the blocks of the current, or last, stage
         self._left: dict[int, dict[Path, Left]] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The user's step runs inside."""
+        """Context of the user's step: entrances' forwards are replaced, to intercept calls of the network."""
         with ExitStack() as stack:
             for module in self._entrances:
                 own = module.__dict__.get("forward")
@@ -100,25 +101,29 @@ class Calls:
             yield
 
     def end(self) -> None:
-        """The step has returned, or its part on this rank has."""
+        """The step has returned, or ended early on this rank (:meth:`on_missing`).
+
+        Raises:
+            StepError: Another rank calls the network again.
+        """
         said = self._meeting.gather(("returns", self._ended))
         if any(what != "returns" for what, _ in said):
             self._refuse_parting(said)
 
     def on_missing(self, sentence: str) -> NoReturn:
-        """A value is needed between two calls, and isn't known here: this rank's part of the step ends."""
+        """A value that is unknown here is needed between two calls: end this rank's part of the step."""
         if self._is_last:
             raise StepError(sentence)
         self._ended = sentence
         raise StageEnd
 
     def met(self, block: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A block is called, with arguments that may hold objects that no argument of the network did."""
+        """A block is called: note objects in its arguments that weren't in the network's arguments."""
         self._note(("block", block), args, kwargs, self._noted)
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """A stage runs its part of a call inside, on what the call was given."""
+        """Context in which a stage runs its part of a call, with generators and arguments as they were at the call."""
         for path, noted in self._noted.items():
             noted.put_back(f"{type(noted.value).__name__} ({'.'.join(map(str, path))})", stage, self._placed)
         self._noted = dict(self._given)
@@ -127,7 +132,7 @@ class Calls:
         self._left[stage] = {path: noted.left(stage) for path, noted in self._noted.items()}
 
     def noted(self) -> set[int]:
-        """The ids of the objects that a call was given so far, and of the tensors in them."""
+        """The ids of the argument objects noted so far in this call, and of the tensors in them."""
         tensors = (each for n in self._noted.values() for each in n.entries.values() if isinstance(each, Tensor))
         return {id(each) for each in chain(tensors, (n.value for n in self._noted.values()))}
 
@@ -169,7 +174,7 @@ class Calls:
                 into[path] = Noted.of(value)
 
     def _share(self, output: Any) -> Any:
-        """What the network returned, and what it left in objects, on all ranks."""
+        """Broadcast the network's output, and all-gather changes of argument objects and apply them."""
         changes = self._put_together()
         described = None
         if self._is_last:
@@ -187,7 +192,7 @@ class Calls:
         return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Slot) else self._found(leaf), described)
 
     def _put_together(self) -> dict[Path, dict[Any, Any]]:
-        """Have the objects of the rank's last stage hold what all of them left; returns it as it is told to others."""
+        """Merge the changes of all stages of this rank into the objects; returns them in the form sent to others."""
         *siblings, last = (self._left[stage] for stage in sorted(self._left))
         for each in siblings:
             for path, left in each.items():
@@ -196,10 +201,10 @@ class Calls:
         return {path: left.told for path, left in last.items() if left.told}
 
     def _of_all(self, path: Path) -> Noted:
-        """An object, as the last stage of this rank has met it.
+        """The object at a path, as this rank's last stage noted it.
 
         Raises:
-            StepError: It hasn't.
+            StepError: That stage has no object at this path.
         """
         if path not in self._noted:
             raise StepError(
@@ -245,7 +250,7 @@ def _put_forward(module: nn.Module, own: Any) -> None:
 
 
 def _kind(leaf: Any) -> Any:
-    """What must be alike on all ranks: of tensors the shape, and of integers the values too."""
+    """What must be equal on all ranks: a tensor's shape and dtype, for integers also a checksum of its values."""
     if isinstance(leaf, Tensor):
         is_exact = not leaf.is_floating_point() and not leaf.is_complex() and leaf.numel() <= LARGEST_COMPARED
         return tuple(leaf.shape), str(leaf.dtype), crc32(leaf.cpu().contiguous().numpy().tobytes()) if is_exact else 0

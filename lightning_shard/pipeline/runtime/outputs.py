@@ -1,13 +1,15 @@
-"""What a step returned for each microbatch, as what it would have returned for the batch: the inverse of the split.
+"""Merges what a step returned for each microbatch into what it would have returned for the batch.
 
-- Tensors and arrays with a row per sample, flat ones with as many elements for each, and ones of differing lengths, as
-  of what was found, are joined along their first dimension, in order.
-- Floats, and tensors of floats without dimensions, are means over the batch: averaged.
-- Lists have an entry per sample, or differ in length, as of what was found: joined. One that holds a part of each kind,
-  such as ``[logits, features]``, is merged part by part, as tuples, dicts and dataclasses always are.
-- What is equal for all, and counts nothing, is kept.
+The merge is the inverse of the split into microbatches:
 
-Anything else can't be known, such as a vector with an element per class: it is refused by its key.
+- Tensors and arrays are concatenated along their first dimension, in order, if they have a row per sample, are flat
+  with equally many elements per sample, or differ in length, such as detections.
+- Floats, and floating-point tensors without dimensions, are means over the batch: they are averaged.
+- Lists are concatenated if they have an entry per sample, or differ in length. A list of different results, such as
+  ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
+- Values that are equal for all microbatches, and that can't be counts, are kept.
+
+Anything else is ambiguous, such as a vector with an element per class: it is refused by its key.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ _KEPT = (str, bytes, bool, np.bool_, torch.dtype, torch.device, type(None))
 
 
 def merge(parts: Sequence[Any], size: int) -> Any:
-    """One result of those of the microbatches.
+    """Merge the results of the microbatches into one.
 
     Args:
-        size: How many samples a microbatch holds.
+        parts: The step's return value for each microbatch, in order.
+        size: The number of samples in a microbatch.
 
     Raises:
-        StepError: A value that can't be merged; names its key.
+        StepError: A value can't be merged; names its key.
     """
     return parts[0] if len(parts) == 1 else _merge(parts, size, ())
 
@@ -48,7 +51,7 @@ def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
     if isinstance(first, list) and _has_entries(parts, size, path):
         return type(first)(chain.from_iterable(parts))
     if type(first) is tuple and all(len(part) == size and _holds_texts(part) for part in parts):
-        return tuple(chain.from_iterable(parts))  # a column, as the split takes it for one
+        return tuple(chain.from_iterable(parts))  # one text per sample: the split treats it as a column too
     if tree.is_node(first):
         keys = [[key for key, _ in tree.children(part)] for part in parts]
         if any(own != keys[0] for own in keys):
@@ -99,9 +102,10 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
 
 
 def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool:
-    """Whether lists hold entries to be joined, and not a part of the result in each place.
+    """Whether lists hold entries to be concatenated, rather than a different result at each index.
 
-    A list of parts has tensors only, each of the whole batch or without dimensions, and one length.
+    A list of different results has the same length for all microbatches and holds only tensors, each with a row per
+    sample or without dimensions.
     """
     lengths = {len(part) for part in parts}
     tensors = [entry for part in parts for entry in part]
@@ -146,5 +150,5 @@ def _refuse(path: tree.Path, what: str, remedy: str) -> NoReturn:
 
 
 def with_losses(results: Sequence[Any], losses: Sequence[Tensor]) -> list[Any]:
-    """Results of training steps with other losses."""
+    """The results of training steps, with their losses replaced."""
     return [{**r, "loss": loss} if isinstance(r, Mapping) else loss for r, loss in zip(results, losses)]

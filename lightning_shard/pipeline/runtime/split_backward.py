@@ -1,17 +1,17 @@
-"""A backward in two parts: first all gradients but those of matrix products' weights, then these.
+"""Splits a backward in two parts (zero bubble, arXiv:2401.10241): weight gradients of matrix products come second.
 
-Of ``y = x w`` the gradient of ``x`` is what earlier blocks, and so earlier stages, wait for; that of ``w``, the product
-``xᵀ dy``, nobody waits for. So the first part runs the graph as a whole backward does, but for these products and what
-leads from them to their weights (a transpose, a cast, a slice): each keeps ``x`` and ``dy``, and all else is freed. The
-second part computes the products and runs the rest of the graph.
+For ``y = x w``, earlier stages wait for the gradient of ``x``, but no stage waits for that of ``w``, the product
+``xᵀ dy``. So the first part runs the graph like a whole backward, except for these products and the nodes between them
+and their weights (a transpose, a cast, a slice). For each product it keeps ``x`` and ``dy``; everything else is freed.
+The second part computes the products and runs the remaining nodes.
 
-Every node of the graph runs once, in one of the parts, with all of its gradient: so do hooks, also a user's own, and
-functions that change what they saved. A weight that is also used in another way, that has hooks, that is computed by
-more than a few operations or of several tensors, or whose ``x`` isn't kept but computed again (activation
-checkpointing), gets its gradient in the first part.
+Every node of the graph runs exactly once, in one of the parts, with its complete gradient. So hooks, including a user's
+own, run once, and so do functions that modify their saved tensors. The gradient of a weight comes in the first part if
+the weight is also used in another way, has hooks, is computed by more than a few operations or from several tensors, or
+if ``x`` isn't kept but recomputed (activation checkpointing).
 
-Relies on what torch documents of a graph's nodes, ``next_functions``, ``_saved_*`` and ``_raw_saved_*``, and on their
-names, as of torch 2.13: where a torch names them otherwise, nothing waits.
+Relies on documented attributes of torch's graph nodes, ``next_functions``, ``_saved_*`` and ``_raw_saved_*``, and on
+node names, as of torch 2.13. If a torch version names nodes otherwise, no gradient is deferred.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ from lightning_shard.sharding import local_tensor
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _FACTORS = {"AddmmBackward0": (1, 2, "mat1"), "MmBackward0": (0, 1, "self")}
-"""By a product's name: its edges to ``x`` and to ``w``, and under which name it has saved ``x``."""
+"""By node name: the indices of the edges to ``x`` and to ``w``, and the name under which the node saves ``x``."""
 _LONGEST_WAY = 8
-"""Nodes from a product to its weight."""
+"""The most nodes between a product and its weight, the weight's ``AccumulateGrad`` included."""
 _OFF = 0.05
-"""Of the largest element of a gradient, how far that which is computed here may be from torch's: of no hook."""
+"""The tolerance when a weight gradient is compared with torch's, relative to the largest element: only a hook that
+changes the gradient exceeds it."""
 
 
 @dataclass(eq=False)
 class Product:
-    """One whose weight's gradient comes later.
+    """A matrix product whose weight gradient is deferred.
 
     Attributes:
-        place: Of its node's edges that to the weight.
-        x: What was multiplied by the weight, (rows, in).
-        edge: Where the gradient of the weight as it was multiplied, (in, out), goes on to.
-        way: The nodes from there to the leaf.
-        is_transposed: Whether the factor was the transpose of what is stored.
-        gradient: ``dy``, (rows, out); ``None`` where there is none.
+        place: The index of the node's edge to the weight.
+        x: The tensor multiplied by the weight, (rows, in).
+        edge: The edge that receives the gradient of the multiplied factor, (in, out).
+        way: The nodes from this edge to the leaf (the parameter's ``AccumulateGrad``).
+        is_transposed: Whether the factor was the transpose of the stored weight.
+        gradient: ``dy``, (rows, out); ``None`` if there is none.
+        was_seen: Whether the first part has reached the node.
     """
 
     place: int
@@ -74,10 +76,10 @@ class Product:
             self._versions = self._versions[0], self.gradient._version
 
     def keep(self, taken: set[int]) -> None:
-        """Once the first part is over.
+        """Secure ``dy`` after the first part: copy it if its memory may change before the second.
 
         Args:
-            taken: The memory of leaves' gradients, which later microbatches add to in place.
+            taken: Addresses of parameters' gradients, to which later microbatches add in place.
         """
         assert self.gradient is not None
         self.check_unchanged()
@@ -85,7 +87,7 @@ class Product:
             self.see([self.gradient.clone()])
 
     def of_weight(self) -> Tensor:
-        """The gradient, laid out in memory as the weight is."""
+        """The weight's gradient, with the memory layout of the weight."""
         assert self.gradient is not None
         if self.is_transposed:
             return self.gradient.t().mm(self.x).t()
@@ -103,7 +105,7 @@ class Product:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which products of a graph can wait, and which leaves get their gradients in the first part."""
+    """The products of a graph that can be deferred, and the leaves that get their gradients in the first part."""
 
     products: dict[Node, Product]
     leaves: list[Node]
@@ -112,7 +114,7 @@ class _Plan:
     def of(cls, roots: Iterable[Node], received: Iterable[Node]) -> _Plan:
         products: dict[Node, Product] = {}
         at_once: set[Node] = set()
-        leaves: list[Node] = []  # in an order that is the same on all ranks
+        leaves: list[Node] = []  # in the same order on all ranks
 
         def run_at_once(nodes: Iterable[Node]) -> None:
             waiting = [*nodes]
@@ -144,17 +146,21 @@ def backward_but_products(
     checks: bool,
     seen: Callable[[Product], None] | None = None,
 ) -> list[Product]:
-    """The first part of a backward, which gives received tensors their gradients; returns what is left for the second.
+    """Run the first part of a backward, which gives received tensors their gradients.
 
     Args:
-        outputs: Where it begins.
-        gradients: Theirs; ``None`` for a loss.
-        received: Leaves that wait for their gradients.
-        checks: Run the whole backward, and see that each product that could wait gets the gradient that torch computes.
-        seen: Told of each product that can wait when its own gradient is there.
+        outputs: The tensors to differentiate.
+        gradients: Their gradients; ``None`` for a loss.
+        received: The leaves received from the previous stage.
+        checks: Run a whole backward instead, and compare the weight gradient of each product that could be deferred
+            with torch's.
+        seen: Called with each product that can be deferred, once its ``dy`` has been computed.
+
+    Returns:
+        The products that are left for the second part.
 
     Raises:
-        StepError: One doesn't.
+        StepError: A weight gradient differs from torch's (with ``checks``).
     """
     plan = _Plan.of(_nodes_of(outputs), _nodes_of(received))
     handles = [node.register_prehook(product.see) for node, product in plan.products.items()]
@@ -180,10 +186,10 @@ def backward_but_products(
 
 @torch.no_grad()
 def backward_of_products(products: Iterable[Product]) -> None:
-    """The second part: gradients of the weights; each weight is done with before the next begins.
+    """Run the second part: compute the weight gradients, one weight after the other.
 
     Raises:
-        StepError: A factor was changed meanwhile.
+        StepError: ``x`` or ``dy`` was changed in place since the first part.
     """
     of_leaves: dict[Node, list[Product]] = {}
     for product in products:
@@ -199,7 +205,7 @@ def _nodes_of(tensors: Iterable[Tensor]) -> list[Node]:
 
 
 def _product(node: Node, name: str) -> Product | None:
-    """What a node of such a name computes, if the gradient of its weight can wait."""
+    """The product that this node computes, or ``None`` if its weight's gradient can't be deferred."""
     place_of_x, place, saved = _FACTORS[name]
     (next_of_x, _), (following, number) = node.next_functions[place_of_x], node.next_functions[place]
     if next_of_x is None or following is None or getattr(node, "_saved_alpha", 1) != 1:
@@ -214,7 +220,7 @@ def _product(node: Node, name: str) -> Product | None:
 
 
 def _way(node: Node) -> tuple[Node, ...] | None:
-    """The nodes to the leaf, where each leads to the next one alone, and nobody asks for the leaf's gradient."""
+    """The nodes up to the leaf; ``None`` if they branch, are too many, or the leaf has gradient hooks."""
     way = [node]
     while way[-1].name() != _LEAF:
         following = [n for n, _ in way[-1].next_functions if n is not None]
@@ -239,7 +245,7 @@ def _memory_of_gradients(leaves: Iterable[Node]) -> Iterator[int]:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Equal for tensors that share their memory; ``None`` where a tensor doesn't tell."""
+    """An id of a tensor's storage, equal for tensors that share memory; ``None`` if it can't be determined."""
     local = local_tensor(tensor)
     if isinstance(local, FakeTensor):
         return local.untyped_storage()._cdata

@@ -1,4 +1,8 @@
-"""Run a user's step over microbatches through the stages of a pipeline."""
+"""Runs a user's step over microbatches: one rank's forwards and backwards, in the order of the schedule.
+
+The first microbatch of each signature searches for the values that cross between stages (``search.py``). After that,
+each action receives, computes and sends, and the receives of the next action are posted one action ahead.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.stages.stage import Stage
 
-#: Waits for what was posted to be received.
+#: Waits for posted receives, and returns what was received.
 Arriving = Callable[[], Any]
 
 
@@ -49,7 +53,7 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class _Owed:
-    """What is left of a microbatch's backward on one stage, after its first part; of what was received, parameters."""
+    """The pending second part of a microbatch's backward on one stage; ``received`` holds parameters only."""
 
     received: Mapping[Key, Tensor]
     products: Sequence[Product]
@@ -57,7 +61,7 @@ class _Owed:
 
 @dataclass
 class _Ends:
-    """A stage of this rank, its ends of the pipeline, and what is known to cross there, by signature."""
+    """A stage of this rank, its channel to the neighbours, and the values that cross its cuts, by signature."""
 
     stage: Stage
     channel: Channel
@@ -65,12 +69,12 @@ class _Ends:
 
 
 class PipelinedStep:
-    """One rank's part of every step.
+    """Runs one rank's part of every step.
 
     Args:
-        stages: This rank's stages of the model that was cut, in their order.
-        channels: Each one's ends of the pipeline.
-        remember: Notes what a step may change beside gradients.
+        stages: This rank's stages of the cut model, in order.
+        channels: Each stage's channel to its neighbours.
+        remember: Takes a snapshot of what a step may change beside gradients.
     """
 
     def __init__(self, stages: Iterable[Stage], channels: Iterable[Channel], remember: Callable[[], Memory]) -> None:
@@ -92,20 +96,20 @@ class PipelinedStep:
         before_backward: Callable[[Stage, int, bool], None],
         after_backward: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Forwards and backwards in the schedule's order.
+        """Run forwards and backwards in the schedule's order.
 
         Args:
-            run: Calls the step on a microbatch by number, for a stage.
-            microbatches: What they hold; the same on every stage.
-            actions: This rank's order.
-            loss_of: The loss of a microbatch in what the step returned, scaled to be summed over microbatches; on the
-                last stage only.
-            before_backward: Told before each backward, or its first part, which stage's and microbatch's it is, and
-                whether it's the last one here.
-            after_backward: Told when one is over, with its second part.
+            run: Calls the step for a stage, on the microbatch of this number.
+            microbatches: The microbatches, the same on every stage.
+            actions: This rank's row of the schedule.
+            loss_of: Gives a microbatch's loss from its number and the step's return value, scaled so that microbatches'
+                losses add up. Called on the last stage only.
+            before_backward: Called before each backward, or its first part, with the stage, the microbatch's number,
+                and whether it is this rank's last one.
+            after_backward: Called after each whole backward, or its second part.
 
         Returns:
-            What the step returned for each microbatch, where the last stage is; else an empty list.
+            The step's return value for each microbatch, on the rank of the last stage; else an empty list.
         """
         in_flight: dict[tuple[int, int], _InFlight] = {}
         owed: dict[tuple[int, int], _Owed] = {}
@@ -138,7 +142,7 @@ class PipelinedStep:
                     if action.kind == "I":
                         parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
                         owed[action.stage, i] = _Owed(parameters, products)
-                    del microbatch, products  # with its graph, and what its second part will have used
+                    del microbatch, products  # frees the graph; products must be freed by their second part
                 if action.kind != "I":
                     after_backward()
         self.watch.ends()
@@ -146,21 +150,24 @@ class PipelinedStep:
         return [results[i] for i in sorted(results)]
 
     def knows(self, microbatches: Sequence[Any], kind: str) -> bool:
-        """Whether it is known what crosses, so that a stage may run its part without an answer from the next one."""
+        """Whether it is known which values cross, so that a stage needs no answer from the next one to run its part."""
         return all(self._is_settled(signature(microbatch, kind)) for microbatch in microbatches)
 
     def evaluate(
         self, run: RunStep, microbatches: Sequence[Any], actions: Sequence[Action], kind: str, *, waits: bool = True
     ) -> list[Any] | None:
-        """Forwards only: microbatches stream through the stages.
+        """Run forwards only: microbatches stream through the stages.
 
         Args:
-            actions: This rank's order; backwards are left out.
-            waits: Until all that was sent has left.
+            run: Calls the step for a stage, on the microbatch of this number.
+            microbatches: The microbatches, the same on every stage.
+            actions: This rank's row of the schedule; backwards are left out.
+            kind: The kind of step.
+            waits: Whether to wait until all sends have completed.
 
         Returns:
-            What the step returned for each microbatch, where the last stage is; else an empty list. ``None`` on all
-            where it calls the network several times: then nothing was done, and the batch is to go
+            The step's return value for each microbatch, on the rank of the last stage; else an empty list. ``None`` on
+            all ranks if the step calls the network several times: then the run had no effect, and the batch must run
             :meth:`call_by_call`.
         """
         first = signature(microbatches[0], kind)
@@ -181,11 +188,11 @@ class PipelinedStep:
 
     @property
     def sent(self) -> list[int]:
-        """How many tensors each stage of this rank has sent so far."""
+        """The number of tensors that each stage of this rank has sent so far."""
         return [end.channel.sent for end in self._ends.values()]
 
     def flush(self, until: Sequence[int] | None = None) -> None:
-        """Wait until all that was sent has left; or what was :attr:`sent` at a time, which is kept until then."""
+        """Wait until sends have completed: all of them, or those counted by an earlier value of :attr:`sent`."""
         numbers: Sequence[int | None] = [None] * len(self._ends) if until is None else until
         for end, number in zip(self._ends.values(), numbers):
             end.channel.flush(number)
@@ -197,16 +204,16 @@ class PipelinedStep:
         note_generators: Callable[[], Callable[[], None]],
         after_call: Callable[[int], None],
     ) -> Any:
-        """A step that calls the network several times, on its whole batch.
+        """Run a step that calls the network several times, on its whole batch.
 
         Args:
             run: Calls the step, for the last stage of this rank.
-            in_call: Each call of the network runs inside, of all stages of this rank in turn.
-            note_generators: Notes where generators stand; returns what puts them back there.
-            after_call: Told after each call of the network how many there were.
+            in_call: Context of each call of the network, in which all stages of this rank run in turn.
+            note_generators: Notes the states of the random generators; returns a function that restores them.
+            after_call: Called after each call of the network with the number of calls so far.
 
         Returns:
-            What the step returned; where the last stage is.
+            The step's return value; meaningful on the rank of the last stage.
         """
         *siblings, end = self._ends.values()
         last, rank = end.stage, end.channel.rank_of[end.stage.index]
@@ -224,7 +231,7 @@ class PipelinedStep:
         return result
 
     def _through_stages(self, in_call: Callable[[], AbstractContextManager[None]], call: Callable[[], Any]) -> Any:
-        """One call of the network, and what it returned (where the last stage is)."""
+        """Run one call of the network; returns its output on the rank of the last stage."""
 
         def run(stage: Stage, _: int) -> Any:
             assert stage.calls is not None
@@ -256,14 +263,15 @@ class PipelinedStep:
         arriving: dict[Action, Arriving],
         crossing_of: Callable[[Action], Crossing | None],
     ) -> Iterator[tuple[Action, Ran | None]]:
-        """Each action of this rank, forwards when they have run; those first by which it is found out what crosses.
+        """Yield this rank's actions in order; forwards after running them, backwards for the caller to run.
 
-        The first microbatches of a signature go through all stages before any other is on its way, each after those
-        before it: on every rank alike. After that, receives are posted one action ahead.
+        As long as the signature of a remaining microbatch isn't settled, microbatches go through all stages one at a
+        time, in the same order on every rank. The schedule's order begins after that, with receives posted one action
+        ahead.
 
         Args:
-            arriving: Is given what was posted; forwards take theirs.
-            crossing_of: What crosses of the microbatch of an action, where that is under way.
+            arriving: Filled with posted receives, by action; forwards take theirs out.
+            crossing_of: The crossing of an action's microbatch, if that is in flight.
         """
         keys = [signature(microbatch, kind) for microbatch in microbatches]
         found: set[Action] = set()
@@ -285,7 +293,7 @@ class PipelinedStep:
                 end = self._ends[each.stage]
                 crossing = crossing_of(each) or end.crossings[keys[each.microbatch]]
                 if each not in arriving and not _expect(each, end, crossing, arriving):
-                    break  # what comes next on this link is said first
+                    break  # first, flags tell which gradients follow on this link
             if action.kind == "F":
                 i, end = action.microbatch, self._ends[action.stage]
                 self._left.begins(kind, keys, i)
@@ -298,7 +306,7 @@ class PipelinedStep:
         self._left.ends()
 
     def _is_settled(self, key: Hashable) -> bool:
-        """Of all stages alike."""
+        """Whether the values that cross are final for this signature; the same answer on all stages."""
         return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
 
     def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Hashable], kind: str) -> dict[int, Ran]:
@@ -308,8 +316,8 @@ class PipelinedStep:
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing
-            # A first microbatch may run more operations than others, to fill caches: where they are counted, the second
-            # one's are. All stages know alike whether any of them counts.
+            # A first microbatch may run more operations than others, to fill caches. So if operations are counted, the
+            # second microbatch is searched too. Whether any stage counts them is known to all stages.
             crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
             end.crossings[keys[i]] = crossing
             ran[end.stage.index] = search.ran
@@ -317,7 +325,7 @@ class PipelinedStep:
         return ran
 
     def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> Ran:
-        """One microbatch's forward on one stage, where it is known what crosses."""
+        """Run one microbatch's forward on one stage, with known crossing values."""
         stage, channel, crossing = end.stage, end.channel, end.crossings[key]
         if arriving is None and not stage.is_first:
             arriving = channel.expect(crossing.incoming.slots)
@@ -329,14 +337,14 @@ class PipelinedStep:
         check_order(passage, crossing)
         if crossing.outgoing is not None:
             channel.send(passage.sent, crossing.outgoing.slots)
-            # gradients come back in the order in which values were agreed to be sent
+            # gradients come back in the order of the agreed slots
             passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
         return Ran(stage, crossing, passage, result)
 
     def _backward(
         self, end: _Ends, microbatch: _InFlight, arriving: Arriving | None, *, splits: bool
     ) -> Sequence[Product]:
-        """A whole one, or its first part: then what is left for the second."""
+        """Run a whole backward; or its first part, and return the products that are left for the second."""
         products: Sequence[Product] = ()
         with end.stage.backward(microbatch.received):
             if microbatch.loss is not None:
@@ -364,9 +372,10 @@ class PipelinedStep:
     def _needed(
         self, channel: Channel, microbatch: _InFlight, arriving: Arriving | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What was sent, and the gradients that came back.
+        """The sent values that have gradients, and these gradients, received from the next stage.
 
-        What has no gradient on the later stages has none here: parameters that only it needs keep ``None``.
+        A sent value without a gradient on the later stages gets none here: parameters that only it depends on keep
+        ``None``.
         """
         crossing = microbatch.crossing
         outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
@@ -379,7 +388,7 @@ class PipelinedStep:
         needed = [
             (output, gradient)
             for output, gradient, is_needed in zip(outputs, gradients, crossing.needed_later or ())
-            # what had none in the first microbatch may have one now
+            # without a gradient in the first microbatch, it may have one now
             if is_needed or bool(gradient.any())
         ]
         self.has_skipped_backward |= not needed
@@ -387,7 +396,7 @@ class PipelinedStep:
 
 
 def _expect(action: Action, end: _Ends, crossing: Crossing, arriving: dict[Action, Arriving]) -> bool:
-    """Post what an action receives; whether it is known yet what that is."""
+    """Post an action's receives; returns whether it is known yet what it receives."""
     if action.kind == "W":
         return True  # nothing
     if action.kind == "F":
@@ -414,13 +423,13 @@ def _send_gradients(channel: Channel, microbatch: _InFlight) -> None:
         crossing.told_needed = True
     for tensor in received:
         if tensor.grad is not None:
-            # of ``x + weight[None]`` autograd gives both one memory, and a later backward adds to the weight's in place
+            # for x + weight[None], autograd lets both gradients alias, and a later backward adds to weight's in place
             tensor.grad = tensor.grad.clone()
     channel.send_gradients(received)
 
 
 def _named(action: str) -> AbstractContextManager[Any]:
-    """For profilers; where there is none, torch would take as long as for a small block."""
+    """Names an action for profilers, if one is active: ``record_function`` takes as long as a small block."""
     return record_function(action) if torch.autograd._profiler_enabled() else nullcontext()
 
 

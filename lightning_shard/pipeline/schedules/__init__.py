@@ -1,1 +1,1 @@
-"""In which order stages compute: pure, but for the recorder of a real step's timeline."""
+"""Pipeline schedules: orders of actions, simulated and chosen. Pure, except the recorder of a real step's timeline."""

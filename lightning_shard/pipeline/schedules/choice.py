@@ -1,20 +1,21 @@
-"""Which of several schedules to run: the fastest by simulation, where that is worth what else it takes.
+"""Chooses a schedule (``schedule="auto"``): the fastest in simulation, if its gain outweighs its other costs.
 
-Pure. Each schedule is simulated on its own stages, by the operations that were counted: with F those of a stage's
-forward and L those of its products whose weights' gradients can come later, a backward's second part costs L, and its
-first part all else, 2F − L and what is computed again.
+Pure. Each schedule is simulated on its own placement, from counted operations. With F the operations of a stage's
+forward, and L those of its products whose weight gradients can be deferred, the second part of a split backward costs
+L, and the first part the rest: 2F − L, plus what is recomputed.
 
-What a simulation doesn't see is allowed for: a schedule's *price* is its step times 1 and these allowances together,
-and the least price is chosen. They are judgement, not measurement, and on the side of the simpler schedule:
+Allowances cover what the simulation doesn't model. A schedule's *price* is its step's duration × (1 + the sum of its
+allowances), and the lowest price wins. The allowances are judgement, not measurement, and favour simpler schedules:
 
-* several stages on each rank, 5 %: twice the sends or more, the user's code once for each stage, evaluations that don't
-  stream;
-* backwards in two parts, 5 %: Python for each node of the graph, and what isn't counted (norms, activations) is in the
-  first part; with data ranks 3 % more, since no gradient is reduced beside a backward;
-* 1 % for each 10 % that it keeps more of activations than 1F1B does.
+* 5 % for several stages per rank: at least twice the sends, the user's code runs once for each stage, and evaluations
+  don't stream;
+* 5 % for split backwards: Python runs for each node of the graph, and operations that aren't counted (norms,
+  activations) are in the first part. 3 % more with data ranks, since no gradient is reduced during a backward;
+* 1 % for each 10 % of activations that it keeps beyond 1F1B's.
 
-Whatever its step, none is chosen whose fullest rank keeps more than half as much again as 1F1B's, or has over a quarter
-more of parameters. What is kept of a stage counts as its operations do, until its weights' gradients are computed.
+Two limits hold whatever the duration: the fullest rank keeps at most 1.5 times the activations of 1F1B's fullest rank,
+and at most 1.25 times its parameters. A stage's activations are weighed by its operations, and are kept until its
+weight gradients are computed.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ MOST_KEPT, MOST_WEIGHTS = 1.5, 1.25
 
 @dataclass(frozen=True)
 class Compared:
-    """A schedule that was compared with others.
+    """A schedule, compared with the first candidate: 1F1B, unless the placement fixes several stages per rank.
 
     Attributes:
-        timeline: Simulated.
-        kept: What its fullest rank keeps of the microbatches in flight.
+        timeline: Its simulation.
+        kept: Activations that its fullest rank keeps for microbatches in flight, in operations of their forwards.
         weights: Bytes of its fullest rank's parameters.
-        duration_of, kept_of, weights_of: As parts of the first one's: 1F1B's, but where counts say several stages.
-        price: Its duration with what it takes beside, in the first one's durations.
+        duration_of, kept_of, weights_of: Duration, ``kept`` and ``weights`` relative to the first candidate's.
+        price: ``duration_of`` with the allowances.
     """
 
     timeline: Timeline
@@ -64,7 +65,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and among what."""
+    """The chosen schedule, and the candidates."""
 
     schedule: Schedule
     among: tuple[Compared, ...]
@@ -78,10 +79,10 @@ class Choice:
 
 
 def best(placed: Sequence[tuple[Schedule, Sequence[StagePlacement]]], *, has_data_ranks: bool = False) -> Choice:
-    """The one of least price; of equals the one that keeps less, and of these the first.
+    """The schedule of lowest price that fits; ties go to the one that keeps less, then to the earlier one.
 
     Args:
-        placed: Schedules with their stages, the simplest first.
+        placed: Candidates with the placement of their stages, the simplest first.
         has_data_ranks: Whether gradients are reduced over several ranks.
     """
     can_split = any(stage.later for _, stages in placed for stage in stages)
@@ -126,7 +127,7 @@ def _against(first: Compared, each: Compared, has_data_ranks: bool) -> Compared:
 
 
 def _part(one: float, other: float) -> float:
-    """Rounded, as sums of like shares differ in their last digits."""
+    """The ratio, rounded: sums of equal terms in another order differ in their last digits."""
     return round(one / other, 9) if other else 1.0
 
 

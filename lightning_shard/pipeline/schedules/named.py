@@ -1,9 +1,9 @@
-"""The schedules that have names.
+"""The named schedules: GPipe, 1F1B, interleaved, zero-bubble and V-shaped ones.
 
-With *P* ranks, *v* stages on each, *n* microbatches, and F, I, W the time of a stage's forward and of the two parts of
-its backward, B = I + W; ranks *r* count from 0. A bubble is the time in which a rank is idle, and in flight are the
-forwards that a rank keeps activations of. With v stages on a rank each has 1/v of the blocks, so these are as much
-smaller::
+*P* is the number of ranks, *v* that of stages per rank, *n* that of microbatches; ranks *r* count from 0. F, I and W
+are the times of a stage's forward and of the two parts of its backward, B = I + W. The bubble is a rank's idle time. In
+flight are the forwards whose activations a rank keeps. With v stages per rank, a stage has 1/v of the blocks, and its
+activations are that much smaller::
 
     name                    stages of r      in flight                      bubble
     GPipe                   r                n                              (P − 1)(F + B)
@@ -15,8 +15,8 @@ smaller::
     ZBVZeroBubble           V of two         2P                             (P − 1)F, if F = I = W
     DualPipeV               V of two         2P + 1                         (P − 1)F, if F = I = W
 
-where g is the size of the largest round: the n microbatches go through the stages in rounds of P or a few more. In a V
-the last rank holds the first stage and the last one, the rank before it the second and the last but one, and so on.
+where g is the size of the largest round: microbatches pass through the stages in rounds of P or slightly more. In a V,
+the last rank holds the first and the last stage, the rank before it the second and the second-to-last, and so on.
 
 Sources: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) arXiv:2006.09503, eager arXiv:2211.05322, interleaved
 arXiv:2104.04473; zero bubble and its V arXiv:2401.10241; DualPipe arXiv:2412.19437, and as a V in
@@ -35,7 +35,7 @@ from lightning_shard.pipeline.schedules.schedule import Action, Kind, Row, Sched
 
 
 class _Making:
-    """A rank's order while it is made: each action takes its stage's next microbatch."""
+    """Builds the order of one rank: each action takes its stage's next microbatch."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
@@ -49,16 +49,16 @@ class _Making:
         self._take(stage, "B")
 
     def inputs(self, stage: int) -> None:
-        """The first part of a backward; the second is owed."""
+        """Append the first part of a backward; the second part is pending."""
         self._take(stage, "I")
         self._owed.append(self._actions[-1]._replace(kind="W"))
 
     def weights(self) -> None:
-        """The second part of a backward, the one that is owed for longest."""
+        """Append the second part of the backward that has been pending longest."""
         self._actions.append(self._owed.pop(0))
 
     def parts(self, stage: int) -> None:
-        """A backward in its two parts: the stage before needn't wait for the second."""
+        """Append both parts of a backward: the previous stage needn't wait for the second."""
         self.inputs(stage)
         self._actions.append(self._owed.pop())
 
@@ -84,12 +84,13 @@ def _gpipe(ranks: int, stages: int, microbatches: int) -> list[Row]:
 
 
 def _in_rounds(ranks: int, stages: int, microbatches: int, *, ahead: int, splits: bool = False) -> list[Row]:
-    """After some forwards, a forward and a backward in turn; in each round through all of a rank's stages.
+    """Warm-up forwards, then alternately one forward and one backward; each round visits all of a rank's stages.
 
     Args:
-        ahead: How many forwards more than the next rank a rank begins with: one is enough, a second one makes up for
-            stages that differ and for the time that transfers take.
-        splits: Backwards are in two parts; rank r is r weights late, which it computes at the end instead of waiting.
+        ahead: How many more warm-up forwards a rank runs than the next rank. One is enough; a second one hides transfer
+            times and differences between stages.
+        splits: Backwards are in two parts. Rank r defers the second part by r backwards, and so computes r of them at
+            the end, where it would otherwise be idle.
     """
     count = max(1, microbatches // ranks)
     rounds = [microbatches // count + (i < microbatches % count) for i in range(count)]
@@ -118,7 +119,7 @@ def _in_rounds(ranks: int, stages: int, microbatches: int, *, ahead: int, splits
 
 def _zero_bubble_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
     def row(down: int) -> Row:
-        """Of the rank that is ``down`` stages from the V's top."""
+        """The order of the rank whose first stage is number ``down``: stages count downwards from the V's top."""
         first, second = down, 2 * ranks - 1 - down
         making = _Making()
         for _ in range(2 * (ranks - down) - 1):
@@ -147,7 +148,7 @@ def _zero_bubble_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
 
 
 def _dual_pipe_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
-    """Where DualPipe computes a forward and a backward together, they follow each other here."""
+    """DualPipeV, where a forward and a backward that DualPipe overlaps run one after the other."""
 
     def row(down: int) -> Row:
         first, second = down, 2 * ranks - 1 - down
@@ -185,13 +186,13 @@ def _dual_pipe_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Named:
-    """A schedule by name.
+    """A named schedule.
 
     Attributes:
-        rows: Of ranks, stages on each, and microbatches.
-        stages: On each rank: the least, and the most if there is one.
-        usual: How many if nothing else is said.
-        microbatches: For each rank, the fewest at which ranks don't mostly wait.
+        rows: Builds the orders, from the numbers of ranks, of stages per rank, and of microbatches.
+        stages: The least number of stages per rank, and the most (``None``: unlimited).
+        usual: The default number of stages per rank.
+        microbatches: The least number of microbatches per rank: with fewer, ranks would mostly be idle.
     """
 
     rows: Callable[[int, int, int], list[Row]]
@@ -212,14 +213,16 @@ SCHEDULES: dict[str, _Named] = {
 
 
 def build(name: str, ranks: int, microbatches: int | None = None, stages_per_rank: int | None = None) -> Schedule:
-    """A schedule by its name, or by the path of a CSV file.
+    """Build a named schedule, or read one from a CSV file.
 
     Args:
-        microbatches: Default: twice the ranks, or as many as the file has.
-        stages_per_rank: Default: one, or two where the schedule is interleaved or a V, or as many as the file has.
+        name: A key of :data:`SCHEDULES`, or a path that ends in ``.csv``.
+        ranks: The number of pipeline ranks.
+        microbatches: Default: twice the ranks, or the file's number.
+        stages_per_rank: Default: one; two if the schedule is interleaved or a V; or the file's number.
 
     Raises:
-        ConfigurationError: There is no such schedule, or none for these numbers; says which there are.
+        ConfigurationError: The name is unknown, or the schedule doesn't support these numbers; says what is supported.
     """
     if name.endswith(".csv"):
         return _from_file(name, ranks, microbatches, stages_per_rank)

@@ -1,7 +1,7 @@
-"""What a rank did when, in a real step: the same :class:`Timeline` that a simulation gives, by the clock.
+"""Records the timeline of a real step, as the same :class:`Timeline` that a simulation gives, with measured times.
 
-An action begins when its rank is free for it, waits for what it needs, computes, and ends when it has handed on what
-others need. Only the time from the end of its waiting counts as its own, as in a simulation.
+An action begins when its rank is free for it. It waits for its inputs, computes, and ends when it has issued its sends.
+Only the time after the wait counts as the action's own, as in a simulation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FORMAT = "lightning_shard timeline"
 
 
 class Watch(Protocol):
-    """Is told of each action of a training step."""
+    """Receives the events of each action of a training step."""
 
     def begins(self, action: Action) -> None:
-        """It is this action's turn; the one before has ended."""
+        """This action begins; the previous one has ended."""
 
     def computes(self) -> None:
-        """What the action needs from other ranks has arrived."""
+        """The action's inputs from other ranks have arrived."""
 
     def ends(self) -> None:
         """The last action has ended."""
@@ -47,14 +47,14 @@ class Unwatched:
 UNWATCHED = Unwatched()
 
 Span = tuple[Action, float, float, float]
-"""An action, and in seconds when it began to wait, began to compute, and ended."""
+"""An action, and the times in seconds at which it began to wait, began to compute, and ended."""
 
 
 class StopWatch:
-    """Notes one step of one rank. Its clock begins where it is made.
+    """Times one step of one rank. Its clock starts when it is constructed.
 
-    On CUDA the times are those of events on the current stream: noting one waits for nothing, and what was launched
-    before it is done then. Else they are the host's.
+    On CUDA, times are those of events on the current stream: recording an event doesn't block the host, and the event
+    completes when all work launched before it is done. On other devices, times are the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,12 +76,12 @@ class StopWatch:
         self._marks.append((None, self._mark(), None))
 
     def spans(self) -> list[Span]:
-        """Waits for the device."""
+        """All actions of the step. Synchronises with the device."""
         if self._mark is _event:
             torch.cuda.synchronize()
         spans = []
         for (action, began, computed), (_, ended, _) in zip(self._marks, self._marks[1:]):
-            if action is not None:  # else it is what lies between two batches
+            if action is not None:  # None: the time between two batches
                 start = self._since(began)
                 spans.append((action, start, start if computed is None else self._since(computed), self._since(ended)))
         return spans
@@ -98,13 +98,13 @@ def _event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One pipeline's step.
+    """One step of one pipeline.
 
     Attributes:
-        step: The number of the batch in the fit, from 0.
-        timeline: Starts at the first action's beginning. An event's start is where its waiting had ended.
-        skew_s: Clocks of ranks differ by this at the most, as far as can be known.
-        data_rank, tensor_rank: Which pipeline it is.
+        step: The index of the batch in the fit, from 0.
+        timeline: Starts when the first action begins. An event starts when its wait has ended.
+        skew_s: An upper bound of the clock skew between ranks, in seconds, as far as it is known.
+        data_rank, tensor_rank: The pipeline's coordinates.
     """
 
     step: int
@@ -115,7 +115,7 @@ class RecordedStep:
 
     @classmethod
     def of(cls, name: str, spans: Mapping[int, Sequence[Span]], **facts: Any) -> RecordedStep:
-        """From each rank's, by its place in the pipeline; ``name`` is the schedule's."""
+        """Combine the spans of each pipeline rank; ``name`` is the schedule's, ``facts`` are the other attributes."""
         rows = tuple(tuple(action for action, *_ in spans[rank]) for rank in sorted(spans))
         zero = min(began for of_rank in spans.values() for _, began, _, _ in of_rank)
         events = [
@@ -131,11 +131,11 @@ def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def measured_costs(timelines: Sequence[Timeline]) -> Costs:
-    """What a simulation of the same schedule takes: the median of each stage's actions, and of sends.
+    """The costs for a simulation of the same schedule: medians over each stage's actions, and over transfers.
 
-    A send's time is from the end of what is sent to the start of what has waited for it; where nothing waited, it
-    isn't known, and nothing. Whole backwards are told as gradients of inputs, since their parts can't be told apart; of
-    a stage that also has backwards in two parts, only these count.
+    A transfer takes from the end of the sending action to the start of the action that waited for it. Where no action
+    waited it can't be measured and is left out; if none is measured, ``transfer`` is 0. A whole backward counts as
+    ``backward_input``, since its parts can't be told apart; if a stage also has split backwards, only those count.
     """
     seen: dict[tuple[str, int], list[float]] = {}
     sends: list[float] = []
@@ -152,7 +152,7 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
                 free = event.end
 
     def of(*kinds: str) -> list[float]:
-        """Of the first of these kinds that a stage has."""
+        """By stage, the median duration of the first of these kinds that the stage has."""
         found = (
             next((seen[k, s] for k in kinds if (k, s) in seen), [0.0]) for s in range(timelines[0].schedule.stages)
         )
@@ -167,7 +167,7 @@ def measured_costs(timelines: Sequence[Timeline]) -> Costs:
 
 @dataclass
 class Recording:
-    """What a run recorded, and of what."""
+    """The recorded steps of a run, and the name of its device."""
 
     device: str
     steps: list[RecordedStep] = field(default_factory=list)
@@ -191,10 +191,10 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | Path) -> Recording:
-        """A file that :meth:`to_json` gave.
+        """Read a file with the text of :meth:`to_json`.
 
         Raises:
-            ConfigurationError: It is another kind of file.
+            ConfigurationError: The file isn't one.
         """
         try:
             raw = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,15 +1,15 @@
-"""In which order each rank of a pipeline computes: what an order is, and when it can run.
+"""Pipeline schedules: the order of actions on each rank, and the rules for an order that can run.
 
 Pure. A network is cut into stages, one or several on each rank, and a batch into microbatches. ``2F5`` is the forward
-of stage 2 on microbatch 5, as ``torch.distributed.pipelining`` writes it. A backward is one action ``B``, or two:
-``I``, the gradients of what the stage received, which the stage before waits for, and ``W``, those of its weights,
-which nobody waits for. With stage *s* and microbatch *m*::
+of stage 2 on microbatch 5, in the notation of ``torch.distributed.pipelining``. A backward is one action ``B``, or two:
+``I`` computes the gradients of the stage's inputs, which the previous stage waits for; ``W`` computes the gradients of
+its weights, which no stage waits for. Dependencies, for stage *s* and microbatch *m*::
 
     sFm   needs (s−1)Fm
     sBm   needs sFm, and (s+1)Bm or (s+1)Im; so does sIm
     sWm   needs sIm
 
-The orders that have names are in ``named.py``.
+``named.py`` builds the schedules that have names.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def gives(self) -> tuple[Action, ...]:
-        """What is done once it ran: a whole backward is both of its parts."""
+        """The dependencies that this action satisfies: a whole backward satisfies those on both of its parts."""
         if self.kind == "B":
             return Action(self.stage, "I", self.microbatch), Action(self.stage, "W", self.microbatch)
         return (self,)
 
     def needs(self, stages: int) -> tuple[Action, ...]:
-        """What must be done before, in terms of :meth:`gives`."""
+        """The actions that this one depends on, as :meth:`gives` lists them."""
         stage, kind, microbatch = self
         if kind == "W":
             return (Action(stage, "I", microbatch),)
@@ -57,7 +57,7 @@ Row = tuple[Action, ...]
 
 
 class Placed(NamedTuple):
-    """An action in the order of all ranks: its rank, and the places of what it needs in that order."""
+    """An action in the global order of all ranks: its rank, and the indices of its dependencies in that order."""
 
     rank: int
     action: Action
@@ -66,11 +66,11 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of every rank of a pipeline. The last rank holds the last stage.
+    """The order of actions on every rank of a pipeline. The last rank holds the last stage.
 
     Attributes:
-        name: What a user calls it.
-        rows: By rank, its actions in order.
+        name: The name that a user gives, or the path of a CSV file.
+        rows: The actions of each rank, in order.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Schedule:
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in the order of the network."""
+        """The stages that a rank holds, in network order."""
         return sorted(stage for stage, holder in self.rank_of.items() if holder == rank)
 
     @cached_property
@@ -98,7 +98,7 @@ class Schedule:
         return any(action.kind == "W" for row in self.rows for action in row)
 
     def with_whole_backwards(self) -> Schedule:
-        """The same order, where the first part of a backward is all of it."""
+        """The same order with whole backwards: each ``I`` becomes a ``B``, and each ``W`` is left out."""
 
         def whole(row: Row) -> Row:
             return tuple(a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W")
@@ -106,16 +106,16 @@ class Schedule:
         return Schedule(self.name, tuple(map(whole, self.rows)))
 
     def first(self, microbatches: int) -> Schedule:
-        """The same order for fewer microbatches, as an epoch's last batch may have: the others are left out.
+        """The same order restricted to the first microbatches: an epoch's last batch may have fewer.
 
-        It can run where this one can, since an action needs only others of its own microbatch.
+        It can run if this one can, since an action depends only on actions of its own microbatch.
         """
         return self if microbatches >= self.microbatches else _first(self, microbatches)
 
     def in_flight(self, rank: int) -> int:
-        """The most forwards that a rank keeps activations of at a time, over all of its stages.
+        """The largest number of forwards whose activations a rank keeps at once, over all of its stages.
 
-        They are kept until the weights' gradients are computed.
+        Activations are kept until the weight gradients are computed (``B`` or ``W``).
         """
         alive = most = 0
         for action in self.rows[rank]:
@@ -125,10 +125,10 @@ class Schedule:
 
     @cached_property
     def order(self) -> tuple[Placed, ...]:
-        """All ranks' actions, each after what it needs, every rank's in its own order.
+        """A topological order of all ranks' actions, which keeps the order of each rank.
 
         Raises:
-            ConfigurationError: Ranks would wait for each other.
+            ConfigurationError: Ranks would deadlock.
         """
         placed: list[Placed] = []
         givers: dict[Action, int] = {}
@@ -138,15 +138,15 @@ class Schedule:
         return tuple(placed)
 
     def walk(self) -> Iterator[tuple[int, Action]]:
-        """The same, as far as it can run.
+        """Yield the ranks and actions of :attr:`order`, up to a deadlock.
 
         Raises:
-            ConfigurationError: Ranks would wait for each other.
+            ConfigurationError: Ranks would deadlock.
         """
         stages = self.stages
         done: set[Action] = set()
         waiting = [deque(row) for row in self.rows]
-        asleep: dict[Action, list[int]] = {}  # ranks, by what they wait for
+        asleep: dict[Action, list[int]] = {}  # blocked ranks, by the action that they wait for
         awake = deque(range(len(waiting)))
         while awake:
             rank = awake.popleft()
@@ -168,10 +168,10 @@ class Schedule:
             )
 
     def check(self) -> None:
-        """Whether the runtime can run it and computes what one process would.
+        """Check that the runtime can run this order, and would compute what a single process computes.
 
         Raises:
-            ConfigurationError: The first rule that it breaks, and where.
+            ConfigurationError: Names the first violated rule, and where.
         """
         self._check_stages()
         self._check_counts()
@@ -202,7 +202,7 @@ class Schedule:
             )
 
     def _check_counts(self) -> None:
-        """Each forward and each part of a backward once; forwards by number, since losses are weighed in that order."""
+        """Each forward and backward part runs once. A stage's forwards ascend: losses are weighted in that order."""
         done: set[Action] = set()
         for row in self.rows:
             for action in row:
@@ -225,7 +225,7 @@ class Schedule:
                         )
 
     def _check_links(self) -> None:
-        """A rank receives from another in the order in which that one sends: messages carry no names."""
+        """On each link, the receive order equals the send order: messages carry no tags."""
         for kinds, step in (("F", 1), ("BI", -1)):
             sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
             received: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -273,14 +273,14 @@ _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str) -> Schedule:
-    """An order from a file as torch's schedules write and read it (``_dump_csv``, ``_load_csv``).
+    """Read an order from a CSV file in the format of torch's schedules (``_dump_csv``, ``_load_csv``).
 
-    A row for each rank, an action in each cell: ``0F0``, ``3B1``, ``3I1``, ``3W1``; empty cells for idle time. Of
-    ``(0F4;3B0)OVERLAP_F_B`` the parts run one after the other. Cells that send, receive, gather or reduce are passed
-    over: when that happens follows from the order of the computations here.
+    The file has one row per rank and one action per cell: ``0F0``, ``3B1``, ``3I1``, ``3W1``. Empty cells are idle
+    time. The parts of ``(0F4;3B0)OVERLAP_F_B`` run one after the other. Cells that send, receive, unshard, reshard or
+    reduce are ignored: here the order of the computations decides when that happens.
 
     Raises:
-        ConfigurationError: It can't be read, or is no order that can be run; says what and where.
+        ConfigurationError: The file can't be read, or its order can't run; says what and where.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -292,14 +292,14 @@ def read_csv(path: str) -> Schedule:
         for line, row in enumerate(cells)
     ]
     if rows and rows[0] and max(action.stage for action in rows[0]) == _last_stage(rows):
-        rows.reverse()  # a V whose first row has both ends
+        rows.reverse()  # a V whose first row, not its last, has the first and the last stage
     schedule = Schedule(path, tuple(rows))
     schedule.check()
     return schedule
 
 
 def to_csv(schedule: Schedule) -> str:
-    """What :func:`read_csv` and torch read."""
+    """The CSV text, which :func:`read_csv` and torch can read."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
 
 

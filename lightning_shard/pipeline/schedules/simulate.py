@@ -1,9 +1,9 @@
-"""How long a schedule takes: its order run on a clock, from what each stage costs.
+"""Simulates a schedule: computes its timeline from the cost of each stage.
 
-Pure. A rank runs one action at a time, in its order, as soon as what the action needs has arrived. What goes to another
-rank is on its way for ``transfer``, and the sender goes on meanwhile; links aren't shared. A transfer goes on beside
-what the receiver computes before, or begins when the receiver asks for it (``receives_late``), as it does in this
-library's runtime, where an action's first operation is the receive.
+Pure. A rank runs one action at a time, in its order, as soon as the action's inputs have arrived. A transfer to another
+rank takes ``transfer``; sends don't block the sender, and links don't share bandwidth. A transfer overlaps with the
+receiver's earlier computation, or, with ``receives_late``, begins when the receiver asks for it. The latter models this
+library's runtime, where the receive is an action's first operation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs on each stage, in any unit of time: seconds, or operations.
+    """The costs of one microbatch on each stage, in any unit of time: seconds, or operations.
 
     Attributes:
         forward: By stage.
-        backward_input: The gradients of what the stage received.
-        backward_weight: The gradients of its weights. A whole backward costs both.
-        transfer: Of a value or a gradient, between neighbouring stages on different ranks; one number, or one for each
-            cut, the one after stage 0 first.
-        once: What single actions cost beside that, such as the last backward, which reduces gradients.
-        receives_late: A transfer begins when the receiver has come to the action that needs it, and is part of it.
+        backward_input: The gradients of the stage's inputs, by stage.
+        backward_weight: The gradients of its weights, by stage. A whole backward costs both.
+        transfer: Sending a value or a gradient between neighbouring stages on different ranks; one number, or one for
+            each cut, beginning with the cut after stage 0.
+        once: Extra costs of single actions, such as the last backward, which reduces gradients.
+        receives_late: Whether a transfer begins only when the receiver reaches the action that needs it, and counts as
+            part of that action.
     """
 
     forward: Sequence[float]
@@ -39,7 +40,7 @@ class Costs:
 
     @classmethod
     def of_forwards(cls, forward: Sequence[float], transfer: float = 0.0) -> Costs:
-        """Each part of a backward costs what the forward does: it has as many matrix products."""
+        """Costs where each part of a backward costs as much as the forward: it has as many matrix products."""
         return cls(forward, forward, forward, transfer)
 
     def of(self, action: Action) -> float:
@@ -53,11 +54,11 @@ class Costs:
 
     @property
     def slowest_transfer(self) -> float:
-        """Over the cut that takes longest."""
+        """The transfer time of the slowest cut."""
         return self.transfer if isinstance(self.transfer, (int, float)) else max(self.transfer, default=0.0)
 
     def crossing(self, one: int, other: int) -> float:
-        """Of what goes from one of two neighbouring stages to the other."""
+        """The transfer time between two neighbouring stages, in either direction."""
         return self.transfer if isinstance(self.transfer, (int, float)) else self.transfer[min(one, other)]
 
 
@@ -74,7 +75,7 @@ class Timeline:
     """A schedule on a clock that starts at 0.
 
     Attributes:
-        events: By start; what starts at once in no order.
+        events: Sorted by start; events with equal starts are in no particular order.
     """
 
     schedule: Schedule
@@ -82,40 +83,40 @@ class Timeline:
 
     @cached_property
     def duration(self) -> float:
-        """Of one step, until the last rank is done."""
+        """The time until the last rank is done."""
         return max(event.end for event in self.events)
 
     def of(self, rank: int) -> list[Event]:
         return [event for event in self.events if event.rank == rank]
 
     def idle(self, rank: int) -> float:
-        """The time of the step in which a rank computes nothing: its bubble."""
+        """A rank's bubble: the time of the step in which it computes nothing."""
         return self.duration - sum(event.end - event.start for event in self.of(rank))
 
     @cached_property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they compute nothing."""
+        """The share of all ranks' time that is idle."""
         ranks = len(self.schedule.rows)
         return sum(map(self.idle, range(ranks))) / (ranks * self.duration) if self.duration else 0.0
 
     @cached_property
     def in_flight(self) -> float:
-        """The most microbatches that any rank keeps the activations of at a time, counted over its stages together."""
+        """The most microbatches whose activations any rank keeps at once: forwards in flight / stages of the rank."""
         schedule = self.schedule
         return max(schedule.in_flight(rank) / len(schedule.stages_of(rank)) for rank in range(len(schedule.rows)))
 
     def __str__(self) -> str:
-        """Without the duration, whose unit only the caller knows."""
+        """A summary without the duration, whose unit only the caller knows."""
         return (
             f"{self.schedule.name}: {100 * self.bubble:.1f} % idle, at most {self.in_flight:g} microbatches in flight"
         )
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """When each action starts and ends.
+    """Compute when each action starts and ends.
 
     Raises:
-        ConfigurationError: Ranks would wait for each other, or the costs aren't of the schedule's stages.
+        ConfigurationError: Ranks would deadlock, or the costs don't match the schedule's stages.
     """
     for name in ("forward", "backward_input", "backward_weight"):
         values = getattr(costs, name)

@@ -1,1 +1,1 @@
-"""A module cut to the stages of one rank, and what stands in for the blocks of others."""
+"""The stages of one rank: a module cut in place, with stand-ins for the blocks of other ranks."""

@@ -1,10 +1,12 @@
-"""Cut a model to one rank's stages, in place.
+"""Cuts a model to the stages of one rank, in place.
 
-A stage keeps its range of blocks, and of what runs around blocks the parts whose place is in that range. Names of
-parameters never change. Everything else stays the object that it is, so that the user's own code runs unmodified, but
-its parameters are :class:`Hollow`: right shape and dtype, no memory, and what is computed from them is unknown
-(``taint.py``). The forward of other stages' blocks is stood in for (``stand_in.py``). What no stage of this rank holds
-is so for good; what only some of them hold, while another one runs (``rank_stages.py``).
+A stage keeps its range of blocks, and the parts around the blocks that are placed in that range. All other modules stay
+the same objects, so that the user's own code runs unmodified. Their parameters become :class:`Hollow`: they have shape
+and dtype but no memory, and what is computed from them is unknown (``taint.py``). Stand-ins replace the forwards of
+other stages' blocks (``stand_in.py``). Names of parameters never change.
+
+The replacement is permanent for modules that no stage of this rank holds. For modules that only some of its stages
+hold, it applies while another one runs (``rank_stages.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.stand_in import StandIn
 
 _Slot = tuple[nn.Module, str]
-"""Where a parameter is held: a module, and its name there."""
+"""The location of a parameter: a module, and the parameter's name in it."""
 
 
 def cut(
@@ -40,17 +42,17 @@ def cut(
     kept: Mapping[int, Collection[str]],
     device: torch.device,
 ) -> Stages:
-    """Keep some stages of ``count`` of ``root``, in place.
+    """Cut ``root`` to some of its ``count`` stages, in place.
 
     Args:
         root: The LightningModule.
-        blocks: Names of all blocks, in the order in which they run, and as often.
-        owned: The stages of this rank, and which of the blocks each runs.
-        network: The name of the module that a step calls; ``""`` where it is ``root`` itself.
-        parts: Names of the modules and parameters around the blocks, and the stage that holds each.
-        holder_of: The stage that runs each block.
-        kept: Of each stage, names of tied parameters that it holds, wherever they are used.
-        device: Where stand-ins live.
+        blocks: The names of all blocks in running order, repeated as often as they run.
+        owned: The stages of this rank, and the places of the blocks that each runs.
+        network: The name of the module that a step calls; ``""`` if it is ``root`` itself.
+        parts: The names of the modules and parameters around the blocks, and the stage that holds each.
+        holder_of: The stage that runs each place.
+        kept: For each stage, the names of tied parameters that it holds, wherever they are used.
+        device: The device of hollow parameters and unknown values.
     """
     stages = Stages(
         tuple(Stage(index, count, blocks, own, [*parts], network, device) for index, own in sorted(owned.items()))
@@ -83,11 +85,11 @@ def cut(
 
 @dataclass(frozen=True)
 class _Foreign:
-    """What a stage doesn't hold.
+    """The parameters and modules that a stage doesn't hold.
 
     Attributes:
-        parameters: Their places, each with its name and the stage that holds it.
-        modules: The modules that they belong to, and all others of foreign blocks and parts.
+        parameters: By location, the name of each parameter and the stage that holds it.
+        modules: All modules of foreign blocks and parts.
     """
 
     parameters: dict[_Slot, tuple[str, int]]
@@ -127,7 +129,7 @@ class _Foreign:
 
 
 def _take_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign], nowhere: Collection[_Slot]) -> None:
-    """Have hollow tensors be in the places of parameters: of ``nowhere`` for good, of siblings' in a stage's view."""
+    """Replace foreign parameters by hollow ones: those in ``nowhere`` permanently, siblings' in the stage's view."""
     hollow: dict[_Slot, Hollow] = {}
     for stage, each in foreign.items():
         for slot, (name, holder) in each.parameters.items():
@@ -146,7 +148,7 @@ def _take_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign]
 
 
 def _leave_state_to_others(root: nn.Module, stages: Stages, modules: Collection[nn.Module]) -> None:
-    """Of these modules, which no stage of this rank holds, buffers stay, and are no state of this rank."""
+    """Keep these modules' buffers but leave them out of ``state_dict``: no stage of this rank holds the modules."""
     for path, module in root.named_modules():
         if module not in modules:
             continue
@@ -159,7 +161,7 @@ def _leave_state_to_others(root: nn.Module, stages: Stages, modules: Collection[
 
 
 def _leave_out_of_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
-    """Have ``load_state_dict`` take a whole module's state: of what no stage of this rank holds nothing is taken."""
+    """Have ``load_state_dict`` accept the whole model's state, and ignore entries that no stage of this rank holds."""
     keys: dict[nn.Module, set[str]] = {}
     for name in buffers:
         parent, _, key = name.rpartition(".")
@@ -179,7 +181,7 @@ def _leaving_out(keys: Collection[str]) -> Callable[..., None]:
 
 
 def _stand_in(block: nn.Module, name: str, stages: Stages) -> None:
-    """Stand in for a block's forward where the stage that runs doesn't hold it, or not at all of its places."""
+    """Replace a block's forward on the stages that don't run all of its places."""
     forwards: dict[Stage, Callable[..., Any]] = {}
     for stage in stages:
         held = [place in stage.owned for place in stage.places[name]]
@@ -191,6 +193,7 @@ def _stand_in(block: nn.Module, name: str, stages: Stages) -> None:
 
 
 def _let_run_elsewhere(root: nn.Module, name: str, stages: Stages) -> None:
+    """Replace a part's forward on the stages that hold none of its parameters."""
     parent, _, key = name.rpartition(".")
     part = getattr(root.get_submodule(parent), key)
     if isinstance(part, nn.Module):
@@ -202,7 +205,7 @@ def _let_run_elsewhere(root: nn.Module, name: str, stages: Stages) -> None:
 def _set_forward(
     module: nn.Module, forwards: Mapping[Stage, Callable[..., Any]], stages: Stages, *, for_good: bool
 ) -> None:
-    """Have a module's forward be these while their stages run; the first one ``for_good``."""
+    """Replace a module's forward while each of these stages runs; with ``for_good``, permanently by the first one."""
     for stage, view in stages.views.items():
         if stage in forwards:
             view.add(module.__dict__, "forward", forwards[stage])
@@ -211,7 +214,7 @@ def _set_forward(
 
 
 def _incomplete(root: nn.Module, lacking: Collection[_Slot]) -> dict[str, nn.Module]:
-    """By name, the modules that lack one of these parameters, or hold a module that does."""
+    """By name, the modules that lack one of these parameters, themselves or in a submodule."""
     modules = {module for module, _ in lacking}
     return {name: module for name, module in root.named_modules() if not modules.isdisjoint(module.modules())}
 
@@ -221,16 +224,16 @@ def _without_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str,
 
 
 def _parameter(module: nn.Module, target: str) -> Any:
-    """A module's ``get_parameter``: of another stage's what an attribute gives, which says whose it is."""
+    """A module's ``get_parameter``: for another stage's parameter, the hollow one, whose messages name its holder."""
     path, _, name = target.rpartition(".")
-    held = vars(module.get_submodule(path)).get(name)  # hollow, or in a step what has come of it
+    held = vars(module.get_submodule(path)).get(name)  # hollow, or during a step the received parameter
     return held if isinstance(held, Tensor) else type(module).get_parameter(module, target)
 
 
 def _whole_only(
     stages: Stages, name: str, whole: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[Any]:
-    """A module's ``named_parameters``: within a step its first, which tells dtype and device, then it raises."""
+    """A module's ``named_parameters``: in a step, yields one parameter (for its dtype and device), then raises."""
     own = whole(prefix, recurse, remove_duplicate)
     stage = stages.current
     start = f"{name}." if name else ""

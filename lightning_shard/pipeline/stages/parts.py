@@ -1,10 +1,11 @@
-"""Parts around the blocks whose parameters another stage holds, such as a vision tower: they run there only.
+"""Skips parts around the blocks on stages that don't hold them, such as a vision tower: they return unknown values.
 
-What a part computes from hollow parameters is unknown, whatever it does: of its forward only the shapes count. It runs
-for the first arguments of a kind, and later calls are given values of those shapes without running it. A part that does
-more than return something runs each time: one that draws random numbers, which code after it would draw otherwise, sets
-attributes, writes to its arguments, or has hooks inside. So does one within an activation checkpoint, whose backward
-calls it again: there its parameters are needed, and not what it returned.
+What a part computes from hollow parameters is unknown in any case, so only the shapes of its output matter. The part
+runs once for arguments of a kind; later calls return unknown values of the same shapes without running it.
+
+A part with side effects runs in every call: if it draws random numbers (code after it must draw the same ones as on
+other stages), sets attributes, writes to its arguments, or has hooks on submodules. So does one inside an activation
+checkpoint, whose backward calls it again: the recomputation needs its parameters, not its output.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.pipeline.stages.stage import Stage
 
 _SMALL = 1024
-"""Elements of an integer argument whose values may decide on shapes, as the sizes of images do."""
+"""The most elements of an integer argument whose values are compared: they may decide shapes, as image sizes do."""
 
 
 @dataclass(eq=False)
 class ForeignPart:
-    """The forward of a part that another stage holds.
+    """Replaces the forward of a part that another stage holds.
 
     Attributes:
-        forward: Its own.
-        returned: What it returned, as slots, by kind of arguments; ``None`` where it must run.
+        forward: The part's own forward.
+        returned: Its output, as slots, by kind of arguments; ``None`` if it must run.
     """
 
     stage: Stage
@@ -77,7 +78,7 @@ class ForeignPart:
         return any(module._forward_hooks or module._forward_pre_hooks for module in inside)
 
     def _kind(self, arguments: Any) -> Hashable | None:
-        """What the shapes of its output depend on; ``None`` where that isn't known."""
+        """A key of what its output's shapes depend on; ``None`` if that can't be determined."""
         kinds: list[Hashable] = [self.part.training, torch.is_grad_enabled(), torch.is_autocast_enabled()]
         for path, leaf in tree.walk(arguments):
             if isinstance(leaf, Tensor):
@@ -95,7 +96,7 @@ class ForeignPart:
 
 
 def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
-    """Whether a part has modules inside, with parameters, and none of these is the stage's."""
+    """Whether a part has submodules and parameters, and the stage holds none of these parameters."""
     hollow = {fqn for fqn in stage.hollow if fqn.startswith(f"{name}.")}
     here = {fqn for fqn, _ in part.named_parameters(prefix=name)}
     return bool(hollow) and here <= hollow and any(True for _ in part.children())
@@ -104,11 +105,11 @@ def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
 def _changes(before: Before, name: str, output: Any) -> bool:
     try:
         return bool(before.changed(name, output) or before.kept())
-    except StepError:  # a list or dict: what it does there it does on each stage
+    except StepError:  # it changes a list or dict: it must do so on each stage
         return True
 
 
 def _generators() -> tuple[bytes, ...]:
-    """Where all generators stand."""
+    """The states of torch's, Python's and numpy's global generators."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return (*(state.numpy().tobytes() for state in states), repr((random.getstate(), np.random.get_state())).encode())

@@ -1,8 +1,8 @@
-"""The stages of one rank, over one module, of which one runs at a time.
+"""Several stages on one rank, as views of one module; one stage runs at a time.
 
-While one runs, the module looks as it would on a rank that holds this stage alone: so what a stage knows, misses and
-asks for is the same, whatever else is on its rank. Hollow parameters shadow those of its siblings, and stand-ins the
-calls of their blocks.
+While a stage runs, the module looks as it would on a rank that holds this stage alone. So which values a stage knows,
+misses and requests doesn't depend on the rank's other stages (its siblings). In its view, hollow parameters shadow its
+siblings' parameters, and stand-ins replace the forwards of their blocks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ABSENT = object()
 
 @dataclass
 class View:
-    """What a stage's siblings on this rank have otherwise: entries of dicts, such as modules' attributes.
+    """Entries of dicts, such as attributes of modules, that differ while a stage runs; they are swapped in and out.
 
-    A parameter's place is in ``_parameters``, where FSDP exchanges it; what is in ``__dict__`` is found first. FSDP
-    looks there itself when it begins, so a view is in place within a call of its root only.
+    A parameter is in its module's ``_parameters``, where FSDP replaces it; an entry of ``__dict__`` is found before it.
+    FSDP's lazy initialisation reads attributes too, so a view is in place only within a call of FSDP's root.
     """
 
     entries: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class View:
         self.entries.append((holder, key, value))
 
     def keep(self, module: nn.Module, key: str, value: Any) -> None:
-        """Set an attribute, or a buffer, for the stage that runs, now and when it runs again."""
+        """Set an attribute or buffer, now and whenever this stage runs again. Called while the stage runs."""
         holder = module._buffers if key in module._buffers else module.__dict__
         place = next((i for i, entry in enumerate(self.entries) if entry[0] is holder and entry[1] == key), None)
         if place is None:
@@ -66,9 +66,9 @@ class Stages(Sequence[Stage]):
 
     Attributes:
         held: The stages.
-        views: Of each stage; of a single one nothing has to be changed.
-        incomplete: By name, every module of which another rank holds parameters.
-        foreign_buffers: Names of buffers that stay here for code around the blocks but are another rank's state.
+        views: The view of each stage; empty if the rank has a single stage, which needs none.
+        incomplete: By name, every module with parameters that only other ranks hold.
+        foreign_buffers: Names of buffers that are kept for code around the blocks, but belong to another rank's state.
     """
 
     held: tuple[Stage, ...]
@@ -105,18 +105,18 @@ class Stages(Sequence[Stage]):
 
     @property
     def current(self) -> Stage | None:
-        """The stage that runs, or the only one."""
+        """The stage that runs; if the rank has a single stage, always that one."""
         return self._current
 
     def join(self, root: nn.Module) -> None:
-        """Watch the blocks, once ``root`` was sharded: what shards a sibling's block doesn't gather it for another."""
+        """Register the stages' hooks, after ``root`` was sharded; each view disables FSDP's on siblings' modules."""
         for stage in self.held:
             stage.join(root)
         for stage, view in self.views.items():
             hollow = {id(holder) for holder, _, value in view.entries if isinstance(value, Hollow)}
             for module in stage.elsewhere:
                 if any(p is not None for p in module._parameters.values()) and id(module.__dict__) not in hollow:
-                    continue  # its weight is tied to one of this stage's, and split as that is
+                    continue  # its weight is tied to one of this stage, and sharded with it
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     for number, hook in hooks.items():
                         if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
@@ -129,7 +129,7 @@ class Stages(Sequence[Stage]):
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While a stage runs: inside, the module looks as if none did, so that each of them may run in turn."""
+        """Context within a running stage that takes its view out, so that each stage may run in turn."""
         stage = self._current
         if stage is None or not self.views:
             yield
@@ -154,4 +154,4 @@ class Stages(Sequence[Stage]):
 
 
 def _nothing(*_: Any) -> None:
-    """In place of a hook."""
+    """A hook that does nothing, in place of a disabled one."""

@@ -1,7 +1,7 @@
-"""One stage of a model that was cut, during a microbatch: hooks around its blocks note how far the step got.
+"""One pipeline stage: forward hooks on blocks and parts follow a microbatch's step, and take the values to be sent.
 
-Code around the blocks runs on every stage (masks, rotary tables and other arguments are recomputed from the same
-batch). What of it crosses between stages is found by ``crossing.py``.
+Code around the blocks runs on every stage: masks, rotary tables and other arguments are recomputed from the same batch.
+``crossing.py`` finds which of its values must be sent between stages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.runtime.network_calls import Calls
 
 _OPERATIONS_OF_A_CALL = 2**24
-"""More than a network has: names of different calls' operations differ."""
+"""The offset between the operation numbers of two calls of the network: more operations than a network has."""
 
 
 @dataclass(eq=False)
@@ -51,29 +51,30 @@ class Stage:
     """A stage of this rank, of a model that was cut in place.
 
     Attributes:
-        index: Its place in the pipeline, of ``count``.
-        blocks: Names of all blocks, in the order in which they run; one that runs several times is there as often.
-        owned: Which of these places it runs.
-        places: Each block's places.
-        parts: Names of the modules and parameters around them.
-        network: The name of the module that a step calls; ``""`` where it is the root itself.
+        index: The stage's number, of ``count``.
+        blocks: The names of all blocks, in running order; a block that runs several times is listed as often. A block's
+            *place* is an index in this list.
+        owned: The places that this stage runs.
+        places: The places of each block, by name.
+        parts: The names of the modules and parameters around the blocks.
+        network: The name of the module that a step calls; ``""`` if it is the root itself.
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
-        own_parts: Of the parts, those that it holds.
-        keep: Sets an attribute of a module of another stage's.
-        apart: Has plain-Python state be what this stage left, where there are others on this rank.
-        shown: Makes the model look as on a rank that holds this stage alone, where there are others on this one.
-        is_shown: Whether it does.
+        own_parts: The parts that this stage holds.
+        keep: Sets an attribute of a module that another stage holds.
+        apart: Context with this stage's own plain-Python state, if the rank has several stages.
+        shown: Context in which the model looks as if the rank held this stage alone, if it has several.
+        is_shown: Whether the model looks so now.
         in_step: Whether the user's code runs.
-        calls: Of a step that goes call by call.
-        entrances: The modules around all blocks: a step runs the network by calling one of them.
+        calls: The calls of the network, during a step that runs call by call.
+        entrances: The modules that contain all blocks: a step runs the network by calling one of them.
         in_backward: Whether a backward runs.
-        given: What stand-ins have returned, by their blocks' places.
-        draws: Seeds the generators for an owned block, by its place, and returns what puts them back. It is asked in a
-            forward, and in the backward of the same microbatch: there a block may run again, to recompute what
-            activation checkpointing didn't keep. Which place a block of several runs again for isn't known, so
-            they draw as the code around them does, and what follows each place draws anew, on every stage: before it
-            recomputes, a checkpoint puts the generators where they were.
+        given: The values that stand-ins returned, by place.
+        draws: Seeds the random generators for an owned place, and returns a function that restores them. It is called
+            in the forward, and in the backward of the same microbatch, where activation checkpointing may rerun the
+            block. Recomputation doesn't know which place it reruns a block of several places for. So such a block
+            draws from the generators of the code around it, and these are reseeded after each place, on every stage: a
+            checkpoint restores the generators before it recomputes.
     """
 
     index: int
@@ -123,18 +124,19 @@ class Stage:
 
     @property
     def place(self) -> int | None:
-        """The place of the block that is being called; ``None`` if it is called by another one."""
+        """The place of the block that is being called; ``None`` if another block calls it."""
         return self._running[-1] if self._running else None
 
     @contextmanager
     def microbatch(
         self, received: Mapping[Key, Tensor], crossing: Crossing, *, searching: bool = False
     ) -> Iterator[Passage]:
-        """Run one microbatch's forward inside, the user's code in :meth:`running`; yields its :class:`Passage`.
+        """Context of one microbatch's forward, whose user code runs in :meth:`running`; yields its :class:`Passage`.
 
         Args:
-            received: What the stage before sent.
-            searching: Whether what crosses is yet to be found.
+            received: Values from the previous stage.
+            crossing: The values that cross, as far as known.
+            searching: Whether this run searches for the values that cross.
         """
         counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
         passage = self.passage = Passage(
@@ -165,7 +167,7 @@ class Stage:
 
     @contextmanager
     def backward(self, received: Mapping[Key, Tensor]) -> Iterator[None]:
-        """A microbatch's backward runs inside; code that it recomputes finds the parameters that were sent."""
+        """Context of a microbatch's backward: received parameters are in place, for code that it recomputes."""
         assert self._root is not None
         self.in_backward = True
         try:
@@ -176,7 +178,7 @@ class Stage:
 
     @contextmanager
     def unknown_values_being(self, value: float) -> Iterator[None]:
-        """Inside, hollow parameters and what isn't known hold this value, where they would hold NaN."""
+        """Context in which hollow parameters and unknown values hold this value instead of NaN."""
         self._filler = value
         for hollow in self.hollow.values():
             hollow.fill(value)
@@ -189,7 +191,7 @@ class Stage:
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
-        """The user's step runs inside, its parameters gathered."""
+        """Context of the user's step, while ``root``'s own parameters are unsharded."""
         with ExitStack() as stack:
             stack.enter_context(self.shown())
             stack.enter_context(parameters_crossing(root, self.passage))
@@ -209,7 +211,7 @@ class Stage:
 
     @contextmanager
     def calling(self, calls: Calls) -> Iterator[None]:
-        """A step that goes call by call runs inside, each call in its own :meth:`microbatch`."""
+        """Context of a step that runs call by call, where each call is a :meth:`microbatch` of its own."""
         self.calls, self.passage = calls, Passage(self.index, self.hollow)
         try:
             yield
@@ -217,7 +219,7 @@ class Stage:
             self.calls, self.passage = None, Passage(self.index, self.hollow)
 
     def join(self, root: nn.Module) -> None:
-        """Watch the blocks, once ``root`` was sharded: between these hooks runs no code of the network."""
+        """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
         self._root = root
         self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
         for name in self.places:
@@ -234,13 +236,13 @@ class Stage:
                 hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
                 part.register_forward_pre_hook(partial(self._enter_part, hollow), prepend=True, with_kwargs=True)
                 part.register_forward_hook(partial(self._leave_part, name))
-        # The step itself runs inside a call of root, so that one is a second call only if it is the third of root.
+        # The step itself runs inside a call of root. So if the network is root, only root's third call is a second one.
         root.get_submodule(self.network).register_forward_pre_hook(
             partial(self._count_calls, 1 if self.network else 2), prepend=True
         )
 
     def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
-        """What goes out of a microbatch."""
+        """The delivery that announces a microbatch's sent values to the next stage."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         unavailable = frozenset(crossing.unavailable)
         traced = crossing.incoming.traced or crossing.is_traced()
@@ -266,7 +268,7 @@ class Stage:
         kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
         result = self._trace.ends(name, output, part=part, kept=kept)
         if result is not output:
-            refuse_hooks(name, part)  # it was received, as what is sent to later stages will be
+            refuse_hooks(name, part)  # the output was received from another stage
             refuse_pre_hooks(name, part)
         return result
 
@@ -280,10 +282,11 @@ class Stage:
                 )
 
     def _run_again(self, sentence: str) -> NoReturn:
-        """The network's blocks are to run a second time: an evaluation step goes call by call.
+        """The blocks are about to run a second time: have an evaluation step run call by call.
 
         Raises:
-            StepError: It is a training step, or one call runs them again: with this sentence. Or no earlier batch did.
+            StepError: With this sentence, if it is a training step, or a single call reruns the blocks. Or an
+                evaluation step's first batch of this kind and shapes called the network once.
         """
         if self.passage.differentiates or self.calls is not None:
             raise StepError(sentence)
@@ -298,9 +301,9 @@ class Stage:
         raise StageEnd
 
     def _place_of(self, name: str) -> int | None:
-        """Which of its places a call of a block is: the calls are counted within a forward."""
+        """The place of a block's call: its calls are counted within a forward. ``None`` if another block calls it."""
         if self._running:
-            return None  # another block calls it
+            return None
         places, before = self.places[name], self._times_run[name]
         if before == len(places):
             self._run_again(
@@ -336,16 +339,16 @@ class Stage:
             self._trace.see_written((args, kwargs))
         refuse((args, kwargs), name)
         if self.is_last:
-            return  # nobody is told
+            return  # no later stage
         if passage.wants("inside", index):
             self._watch_inside(index, block)
         if passage.wants("kept", index) or passage.wants("changed", index):
             self._before = Before.of(block, (args, kwargs), looks_beside=passage.searching)
 
     def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
-        if index < (self.owned.start if self.is_last else self.owned.stop):  # received, or sent from here
+        if index < (self.owned.start if self.is_last else self.owned.stop):  # its output is received or sent here
             refuse_hooks(name, module)
-        if self.passage.is_asked_for("block", index):  # beside the stage that is handed it
+        if self.passage.is_asked_for("block", index):  # by a stage beside the one that gets the hidden state
             refuse_pre_hooks(name, module)
 
     def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
@@ -353,7 +356,7 @@ class Stage:
             refuse_hooks_around(name, module, args)
 
     def _leave_around(self, name: str, module: nn.Module, *_: Any) -> None:
-        """It is over on this stage, whose later blocks may use what it returns."""
+        """A module that contains blocks returns on this stage, whose later blocks may use its output."""
         passage = self.passage
         if self.is_shown and passage.active and passage.differentiates and passage.wanted:
             inside = (
@@ -363,7 +366,7 @@ class Stage:
                 refuse_pre_hooks(name, module)
 
     def _watch_inside(self, index: int, block: nn.Module) -> None:
-        """Note what hooks inside of a block see, for the stages where its forward is stood in for."""
+        """Record what forward hooks of a block's submodules see, for the stages where a stand-in replaces the block."""
         self._seen_inside = []
         for path, module in block.named_modules():
             if path and module._forward_hooks:
@@ -408,7 +411,7 @@ class Stage:
             self._trace.resume()
         if index is None or index in self.owned:
             return None
-        return self.given.pop(index, output)  # what hooks return was sent already
+        return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
 
     def _note_effects(self, index: int, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
         passage = self.passage
@@ -462,14 +465,14 @@ class Stage:
 
 
 def _around_all(blocks: Sequence[str]) -> list[str]:
-    """The names of the modules around all blocks, the root's first."""
+    """The names of the modules that contain all blocks, beginning with the root."""
     paths = [name.split(".")[:-1] for name in blocks]
     shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
     return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
 
 
 def _around_any(blocks: Sequence[str]) -> list[str]:
-    """The names of the modules around blocks, without the root's."""
+    """The names of the modules that contain at least one block, without the root."""
     paths = [name.split(".") for name in blocks]
     return [*dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))]
 
@@ -480,5 +483,5 @@ def _attribute(root: nn.Module, name: str) -> Any:
 
 
 def _slots(value: Any) -> Any:
-    """``None`` for what holds no tensor: as a number it would be that of the first microbatch."""
+    """A nested value with slots for tensors. ``None`` if it holds none: a number would be the first microbatch's."""
     return tree.map_leaves(Slot.of, value) if tree.tensors(value) else None

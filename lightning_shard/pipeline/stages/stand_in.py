@@ -1,4 +1,8 @@
-"""In place of a block that another stage holds, for the user's code around it."""
+"""Replaces the forward of a block that another stage holds, for the user's code around it.
+
+The stand-in of a later block ends the stage's part of the step. The stand-in of an earlier block reproduces its call:
+it returns the block's output, and repeats its side effects. Values that weren't sent are unknown (``taint.py``).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ from lightning_shard.pipeline.stages.stage import Stage
 
 @dataclass(eq=False)
 class StandIn:
-    """Its forward: ends the stage's part at a later block, and does what an earlier one did on its own stage.
+    """The replacement forward.
 
     Attributes:
-        own: The block's own forward, where this stage runs it too, at other places.
+        own: The block's own forward, if this stage runs it too, at other places.
     """
 
     stage: Stage
@@ -72,7 +76,7 @@ class StandIn:
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
-            self._keep(done, index)  # else unknown since the search
+            self._keep(done, index)  # else they were set to unknown values in the search
         tensors = tree.leaves((args, kwargs))
         for place in done.changed:
             self._change(tensors[place], ("changed", index, place))
@@ -83,7 +87,7 @@ class StandIn:
         return given
 
     def _keep(self, done: BlockCall, index: int) -> None:
-        """Attributes and buffers that modules of the block have set."""
+        """Set the attributes and buffers that submodules of the block set on its own stage."""
         for number, (path, key, value) in enumerate(done.kept):
             text = f"what {self.name} keeps as {key}"
             scalar = Slot((), torch.get_default_dtype(), False)
@@ -91,10 +95,13 @@ class StandIn:
             self.stage.keep(self.block.get_submodule(path), key, filled)
 
     def _check_recomputed_alone(self) -> None:
-        """A backward's recomputation runs this block wherever it was called: nothing else may depend on that.
+        """Check that each enclosing activation checkpoint calls just this block.
+
+        A recomputation in the backward runs the block itself, also for places where a stand-in replaces it. So nothing
+        else may depend on its output.
 
         Raises:
-            StepError: An activation checkpoint holds more than this call.
+            StepError: An activation checkpoint calls more than this block.
         """
         if not all(function_of(call) is self.block for call in checkpoints()):
             raise StepError(
@@ -104,7 +111,7 @@ class StandIn:
             )
 
     def _change(self, tensor: Tensor, key: Key) -> None:
-        """What the block has written to one of its arguments."""
+        """Reproduce that the block wrote to one of its arguments: the received value, or unknown."""
         passage = self.stage.passage
         origin = Origin(f"what {self.name} writes to its arguments, on an earlier stage,", passage.on_missing)
         base = base_of(tensor)
@@ -113,7 +120,7 @@ class StandIn:
         passage.produced(key, tensor, written=True)
 
     def _filled(self, values: Any, name: Key, text: str, arguments: Sequence[Any] = ()) -> Any:
-        """Values of the stage that holds the block, in their nesting; what wasn't sent is unknown."""
+        """Fill the slots of a nested value: with received values, arguments that the block returned, or unknowns."""
         passage = self.stage.passage
         places = count()
 
@@ -131,19 +138,19 @@ class StandIn:
         return tree.map_leaves(fill, values)
 
     def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
-        """The forward hooks of a module inside the block, on what the first of them saw where it ran."""
+        """Call the forward hooks of a submodule, on what the first of them saw on the block's own stage."""
         module = self.block.get_submodule(path)
         args, kwargs, output = seen
         for number, hook in list(module._forward_hooks.items()):
             if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
-                continue  # tensor parallelism, of a block that this stage runs at other places
+                continue  # tensor parallelism's hook, on a block that this stage runs at other places
             given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
             result = hook(module, *given, output)
             output = output if result is None else result
 
 
 def _in_place(output: Any, handed_on: Sequence[tuple[int | None, int]], arguments: Sequence[Any]) -> Any:
-    """An output in which containers are those that the block was given, changed to what they hold there."""
+    """An output whose containers are those that the block was given, updated in place to the output's entries."""
     for number, place in handed_on:
         held, new = arguments[place], output if number is None else output[number]
         if isinstance(held, dict):

@@ -1,8 +1,10 @@
-"""One parameter of the model on several stages: an embedding that is also the head's weight, a block that runs again.
+"""Tied parameters: replicas of one parameter on several stages, whose gradients are summed over these stages.
 
-Each of these stages holds it under all of its names, so tying stays what it was for the user's code: on the first
-stage the embedding uses it, on the last the head. Their gradients are added before anything looks at them, so all
-copies take the same steps and stay equal. A norm counts it once, and the last of the stages saves it.
+Examples are an embedding that is also the head's weight, and a block that runs at places of several stages. Each of
+these stages holds the parameter under all of its names, so the user's code finds it tied as before: the first stage
+uses it in the embedding, the last one in the head. Gradients are summed before anything reads them, so all replicas
+take the same optimizer steps and stay equal. A gradient norm counts the parameter once, and the last of the stages
+saves it.
 """
 
 from __future__ import annotations
@@ -21,39 +23,39 @@ from lightning_shard.sharding import local_tensor
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter by all of its names, and the stages, or the ranks of a pipeline, that hold it, in order."""
+    """A tied parameter: all of its names, and the stages (or pipeline ranks) that hold it, ascending."""
 
     names: tuple[str, ...]
     holders: tuple[int, ...]
 
 
 def find_ties(groups: Iterable[tuple[str, ...]], stages_of: Callable[[str], Collection[int]]) -> list[Tie]:
-    """The parameters that several stages hold.
+    """Find the parameters that several stages hold.
 
     Args:
-        groups: Each parameter's names.
-        stages_of: The stages that use it by one of its names.
+        groups: All names of each parameter.
+        stages_of: The stages that use a parameter by this name.
     """
     ties = (Tie(names, tuple(sorted({stage for name in names for stage in stages_of(name)}))) for names in groups)
     return [tie for tie in ties if len(tie.holders) > 1]
 
 
 def over_ranks(ties: Iterable[Tie], rank_of: Mapping[int, int]) -> list[Tie]:
-    """Those that several ranks hold: between stages of one rank a parameter is one, and its gradients add up."""
+    """The ties over ranks. Stages of one rank share one parameter, in which their gradients accumulate."""
     ranks = (Tie(tie.names, tuple(sorted({rank_of[stage] for stage in tie.holders}))) for tie in ties)
     return [tie for tie in ranks if len(tie.holders) > 1]
 
 
 class TiedGradients:
-    """Adds up the gradients of the tied parameters of this rank.
+    """Sums the gradients of this rank's tied parameters over the ranks that hold them.
 
     Args:
-        module: Cut and sharded.
-        ties: Those that ``rank`` holds, in the same order on all of their ranks.
-        rank: This one, in its pipeline.
-        group: The ranks of this pipeline, the last one first.
-        control: The same ranks' hosts.
-        device: Where tensors are received.
+        module: The cut and sharded module.
+        ties: The ties that ``rank`` holds, in the same order on all of their ranks.
+        rank: This rank, in its pipeline.
+        group: The process group of this pipeline, its last rank first.
+        control: A process group of the same ranks, for CPU tensors.
+        device: The device on which gradients are received.
     """
 
     def __init__(
@@ -73,15 +75,16 @@ class TiedGradients:
 
     @contextmanager
     def adding(self, *, last: bool) -> Iterator[None]:
-        """Run backwards inside; what they add to the gradients on one rank is then added on all that hold them.
+        """Context of backwards. At its end, the gradients that they added are summed over the holding ranks.
 
-        A collective call of the ranks that hold the ties, if ``last``. What gradients held before was added before.
+        A collective over these ranks, if ``last``. Gradients from before are set aside and added back: they are
+        already sums.
 
         Args:
             last: Whether gradients are reduced inside, before an optimizer step.
 
         Raises:
-            StepError: On all of these ranks, where only some of them train the parameter.
+            StepError: Only some of the ranks train the parameter. Raised on all of them.
         """
         earlier = [(parameter, parameter.grad) for _, parameter, _ in self._tied]
         for parameter, _ in earlier:
@@ -110,11 +113,11 @@ class TiedGradients:
                 own = parameter.grad = torch.zeros_like(parameter)
             gradient = local_tensor(own)
             sent = gradient.contiguous().to(self._device)  # it may be offloaded
-            parts = self._gather(sent, ranks, self._group)  # in one order everywhere: the copies stay equal bit by bit
+            parts = self._gather(sent, ranks, self._group)  # summed in one order on all ranks: replicas stay bit-equal
             gradient.copy_(torch.stack(parts).sum(0))
 
     def _gather(self, own: Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> list[Tensor]:
-        """Each rank's tensor, in their order."""
+        """All-gather over ``ranks``: each rank's tensor, in their order."""
         parts = {rank: torch.empty_like(own) for rank in ranks if rank != self._rank}
         last = dist.get_world_size(group) - 1
         operations = [
