@@ -4,7 +4,8 @@ An update of Adam's is elementwise: a shard's needs that shard of the gradient a
 DTensors they take the same numbers to the same memory, and each operation and parameter has a dispatch in Python.
 
 ``Adam._init_group`` is private in torch (seen in 2.11 to 2.13): it fills the lists that a step works on. An optimizer
-that has none is left as it is.
+that has none is left as it is. So are ``DTensor._local_tensor`` and ``_spec``: what ``to_local()`` and its properties
+give without gradients, each by a call in Python.
 """
 
 from __future__ import annotations
@@ -24,16 +25,24 @@ def update_shards(optimizer: torch.optim.Optimizer) -> None:
 
     def init_group(group: dict[str, Any], parameters: list[Tensor], *others: list[Tensor]) -> Any:
         result = whole(group, parameters, *others)
-        *sharded, _ = others  # the last are the numbers of steps
-        shardings = [*map(_sharding, parameters)]
+        filled = [each for each in (parameters, *others[:-1]) if each]  # the last are the numbers of steps
         # else an update moves data between ranks, as of a gradient that is a sum yet to be taken
-        if not group["differentiable"] and all([*map(_sharding, each)] == shardings for each in sharded if each):
-            for each in (parameters, *sharded):
-                each[:] = [t.to_local() if isinstance(t, DTensor) else t for t in each]  # gradients are off
+        if not group["differentiable"] and all(map(_are_sharded_alike, zip(*filled))):
+            for each in filled:
+                each[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in each]  # gradients are off
         return result
 
     optimizer.__dict__["_init_group"] = init_group
 
 
-def _sharding(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+def _are_sharded_alike(tensors: tuple[Tensor, ...]) -> bool:
+    """A parameter, and what its update works with."""
+    specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
+    first = specs[0]
+    return all(
+        [
+            spec is first
+            or (spec is not None and first is not None and (spec.mesh, spec.placements) == (first.mesh, first.placements))
+            for spec in specs
+        ]
+    )

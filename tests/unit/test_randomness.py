@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_shard.plugin.steps import numpy_generator, randomness
+from lightning_shard.plugin.steps import numpy_generator, python_generator, randomness
 
 CPU = torch.device("cpu")
 
@@ -59,8 +59,29 @@ def test_another_bit_generator_than_numpys_first_is_put_back_too(monkeypatch: py
     test_numpys_second_gaussian_number_waits_after_a_step_where_it_did_before(1)
 
 
-def test_what_is_drawn_from_numpys_generator_shows() -> None:
-    for draw_one in (np.random.rand, np.random.standard_normal):
+def test_pythons_generator_is_put_back_with_the_gaussian_number_that_waits() -> None:
+    assert python_generator._memory() is not None, "this Python keeps its generator in the way that we know"
+    for drawn in range(1, 4):  # an odd one leaves a second number waiting
+        random.seed(5)
+        for _ in range(drawn):
+            random.gauss(0, 1)
+        stands, expected = random.getstate(), [random.gauss(0, 1) for _ in range(1300)]  # past a whole memory
+        random.setstate(stands)
+        with randomness.preserved(CPU):
+            randomness.seed_all(7)
+            random.gauss(0, 1)
+        assert random.getstate() == stands
+        assert [random.gauss(0, 1) for _ in range(1300)] == expected
+
+
+def test_a_python_that_keeps_its_generator_otherwise_is_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_generator, "_memory", lambda: None)
+    test_what_is_drawn_inside_leaves_no_trace()
+    test_what_is_drawn_from_other_generators_shows()
+
+
+def test_what_is_drawn_from_other_generators_shows() -> None:
+    for draw_one in (np.random.rand, np.random.standard_normal, random.random, lambda: random.gauss(0, 1)):
         randomness.seed_all(5)
         before = randomness.where_others_stand()
         assert randomness.where_others_stand() == before
