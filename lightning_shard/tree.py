@@ -48,14 +48,12 @@ def _collect(tree: Any, found: list[Any]) -> None:
     kind = _kind_of_node(type(tree))
     if kind is None:
         found.append(tree)
-    elif kind == "sequence":
-        for child in tree:
-            _collect(child, found)
-    elif kind == "mapping":
-        for _, child in tree.items():  # not values(): a user's mapping may have a key named ``values``
-            _collect(child, found)
-    else:
-        for _, child in children(tree):
+        return
+    # a user's mapping may have a key of the name ``values``
+    for child in tree if kind == "sequence" else [child for _, child in children(tree)]:
+        if type(child) is Tensor:
+            found.append(child)
+        else:
             _collect(child, found)
 
 
@@ -82,7 +80,7 @@ def same_entries(before: list[Any], now: list[Any]) -> bool:
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same nesting with ``function(leaf)`` for every leaf."""
-    if not is_node(tree):
+    if _kind_of_node(type(tree)) is None:
         return function(tree)
     return rebuild(tree, [map_leaves(function, child) for _, child in children(tree)])
 

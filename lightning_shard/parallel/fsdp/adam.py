@@ -4,7 +4,8 @@ Adam's update is elementwise: a shard's update needs only the same shard of the 
 the result is the same.
 
 Private: ``Adam._init_group`` (torch 2.11 to 2.13), which fills the lists of tensors that a step works on. An optimizer
-without it is left unchanged.
+without it is left unchanged. ``DTensor._local_tensor`` and ``_spec`` are what ``to_local()`` and the properties give
+without gradients, each by a call in Python.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ def update_shards(optimizer: torch.optim.Optimizer) -> None:
 
     def init_group(group: dict[str, Any], parameters: list[Tensor], *others: list[Tensor]) -> Any:
         result = whole(group, parameters, *others)
-        *sharded, _ = others  # the last list has the step counters
-        shardings = [*map(_sharding, parameters)]
+        filled = [each for each in (parameters, *others[:-1]) if each]  # the last list has the step counters
         # with other placements an update communicates, as for a gradient that is still Partial
-        if not group["differentiable"] and all([*map(_sharding, each)] == shardings for each in sharded if each):
-            for each in (parameters, *sharded):
-                each[:] = [t.to_local() if isinstance(t, DTensor) else t for t in each]  # in no_grad: no autograd node
+        if not group["differentiable"] and all(map(_are_sharded_alike, zip(*filled))):
+            for each in filled:
+                each[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in each]  # gradients are off
         return result
 
     optimizer.__dict__["_init_group"] = init_group
 
 
-def _sharding(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+def _are_sharded_alike(tensors: tuple[Tensor, ...]) -> bool:
+    """A parameter, and what its update works with."""
+    specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
+    first = specs[0]
+    return all(spec is first or _sharding(spec) == _sharding(first) for spec in specs)
+
+
+def _sharding(spec: Any) -> Any:
+    return spec and (spec.mesh, spec.placements)

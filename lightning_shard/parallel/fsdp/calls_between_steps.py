@@ -59,7 +59,9 @@ class _Calls:
                 self._gather()
 
     def refuse(self, part: nn.Module, _: Any) -> None:
-        if not self._is_gathered() and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
+        whole = unsharded_of(self._root)  # asked of each part in each step
+        is_gathered = self._is_gathered() if whole is None else whole.is_gathered
+        if not is_gathered and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
             raise StepError(
                 f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
                 " stages only some ranks hold it, and a part of it each: call it in training_step, validation_step,"

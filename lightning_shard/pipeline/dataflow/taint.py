@@ -53,6 +53,7 @@ _WITHOUT_VALUES = {
 _LIKE_OTHERS = {"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as_"}
 """Functions that use only shape, dtype and device: ``_WITHOUT_VALUES`` of the first argument, ``_LIKE_OTHERS`` of all
 but the first."""
+_TAKES_SOME = _WITHOUT_VALUES | _LIKE_OTHERS
 
 REMEDY = (
     "With several pipeline stages, a stage has what its blocks hand on and what earlier stages compute: use"
@@ -98,15 +99,17 @@ class Unknown(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        taken = _taken(name, args, kwargs)
-        unknown = first_unknown(taken)
+        given = _leaves_of_call(args, kwargs)
+        taken = given if name not in _TAKES_SOME else leaves(_taken(name, args, kwargs))
+        unknown = next((leaf for leaf in taken if isinstance(leaf, Unknown)), None)
         if unknown is not None and _met.found is not None:
-            _met.found += all_unknown(taken)
+            _met.found += [leaf for leaf in taken if isinstance(leaf, Unknown)]
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
         if unknown is not None and name in _AS_TEXT:
             return _as_text(unknown)
-        if args and isinstance(args[0], Unknown) and writes(name) and has_no_memory(args[0]):
+        is_written = bool(args) and writes(name)
+        if is_written and isinstance(args[0], Unknown) and has_no_memory(args[0]):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
         if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
             _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.at_end}. {REMEDY}")
@@ -119,10 +122,11 @@ class Unknown(torch.Tensor):
             _miss([unknown], f"{name} can't be computed of {unknown.origin.at_end} ({error}). {REMEDY}")
         if unknown is None:
             return result
-        known = {id(leaf) for leaf in leaves((args, kwargs))}  # arguments that are returned keep their state
-        for written in [*args[: writes(name)], *leaves(kwargs.get("out", ()))]:
-            if isinstance(written, Tensor):
-                _mark_written(written, unknown.origin)
+        if is_written or "out" in kwargs:
+            for written in [*args[:is_written], *leaves(kwargs.get("out", ()))]:
+                if isinstance(written, Tensor):
+                    _mark_written(written, unknown.origin)
+        known = [*map(id, given)]  # arguments that are returned keep their state
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
                 if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
@@ -271,7 +275,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
 def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:
     if name in _SIZED_BY_NUMBERS:
         return first_unknown((args[1:], kwargs)) is not None
-    if first_unknown(kwargs.get("dim")) is not None:
+    if "dim" in kwargs and first_unknown(kwargs["dim"]) is not None:
         return True
     if name == "repeat_interleave":  # the repeats, a number or a tensor, may be the only argument
         return isinstance(kwargs["repeats"] if "repeats" in kwargs else args[:2][-1], Unknown)
@@ -361,6 +365,10 @@ def leaves(value: Any) -> list[Any]:
         else:
             found.append(child)
     return found
+
+
+def _leaves_of_call(args: Any, kwargs: Any) -> list[Any]:
+    return leaves(args) + leaves(kwargs) if kwargs else leaves(args)
 
 
 def writes(name: str) -> bool:
