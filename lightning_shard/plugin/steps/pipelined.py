@@ -428,14 +428,14 @@ class PipelinedSteps:
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
-            in_blocks = self._logs.in_blocks(of_last=True)
+            in_blocks = sorted(self._logs.in_blocks(of_last=True))  # a set is never taken for what was told before
             said = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
         said = self._groups.broadcast_from_last_stage(said, self._device)
         result, logs, changes, microbatches, told, followed = said
         check_what_follows(follows, followed)
         self._late_changes |= bool(changes)
         self._kept.take(changes, microbatches + len(self._under_way), self._device)
-        check_told(logged, told)
+        check_told(logged, set(told))
         self._logs.say(logs)
         return result
 
