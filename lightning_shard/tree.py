@@ -49,8 +49,11 @@ def _collect(tree: Any, found: list[Any]) -> None:
     if kind is None:
         found.append(tree)
         return
-    # a user's mapping may have a key of the name ``values``
-    for child in tree if kind == "sequence" else [child for _, child in children(tree)]:
+    if kind == "sequence":
+        entries = tree
+    else:  # a user's mapping may have a key of the name ``values``
+        entries = tree.values() if type(tree) is dict else [child for _, child in children(tree)]
+    for child in entries:
         if type(child) is Tensor:
             found.append(child)
         else:

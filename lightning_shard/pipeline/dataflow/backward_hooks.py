@@ -19,6 +19,16 @@ from torch.nn.modules import module as of_all_modules
 from lightning_shard.errors import StepError
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether there is anything to refuse of it; asked of each block in each step."""
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or of_all_modules._global_backward_hooks
+        or of_all_modules._global_backward_pre_hooks
+    )
+
+
 def refuse_hooks(name: str, module: nn.Module) -> None:
     """Refuse backward hooks of a module whose output, or the output of a submodule, is sent or was received.
 

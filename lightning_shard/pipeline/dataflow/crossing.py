@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -438,8 +438,7 @@ def _roots(value: Value) -> Iterator[Value]:
         waiting += _not_yet(each.parents, seen)
 
 
-@contextmanager
-def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
+def parameters_crossing(root: nn.Module, passage: Passage) -> AbstractContextManager[None]:
     """Context of a step: requested parameters are sent, and received parameters replace hollow ones.
 
     Raises:
@@ -459,20 +458,23 @@ def parameters_crossing(root: nn.Module, passage: Passage) -> Iterator[None]:
     for key, tensor in passage.received.items():
         if key[0] == "parameter" and key in passage.wanted:
             passage.sent[key] = tensor.clone()
-    with parameters_in_place(root, passage.received):
-        yield
+    return parameters_in_place(root, passage.received)
+
+
+def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> AbstractContextManager[None]:
+    """Context in which received parameters replace hollow ones."""
+    parameters = {key[1]: tensor for key, tensor in received.items() if key[0] == "parameter"}
+    return _in_place(root, parameters) if parameters else nullcontext()
 
 
 @contextmanager
-def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> Iterator[None]:
-    """Context in which received parameters replace hollow ones."""
+def _in_place(root: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     placed: list[tuple[nn.Module, str, Any]] = []
-    for key, tensor in received.items():
-        if key[0] == "parameter":
-            parent, _, name = key[1].rpartition(".")
-            module = root.get_submodule(parent)
-            placed.append((module, name, module.__dict__[name]))
-            module.__dict__[name] = tensor
+    for fqn, tensor in parameters.items():
+        parent, _, name = fqn.rpartition(".")
+        module = root.get_submodule(parent)
+        placed.append((module, name, module.__dict__[name]))
+        module.__dict__[name] = tensor
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
@@ -21,7 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
-from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks, refuse_hooks_around, refuse_pre_hooks
+from lightning_shard.pipeline.dataflow.backward_hooks import (
+    has_hooks,
+    refuse_hooks,
+    refuse_hooks_around,
+    refuse_pre_hooks,
+)
 from lightning_shard.pipeline.dataflow.crossing import (
     BlockCall,
     Counted,
@@ -113,14 +118,8 @@ class Stage:
         self._parts_before: list[Before] = []
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
+        self.is_first = self.index == 0
+        self.is_last = self.index == self.count - 1
 
     @property
     def place(self) -> int | None:
@@ -192,22 +191,21 @@ class Stage:
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
-        with ExitStack() as stack:
-            stack.enter_context(self.shown())
-            stack.enter_context(parameters_crossing(root, self.passage))
-            if self._trace is not None:
-                stack.enter_context(self._trace.running())
-            stack.callback(setattr, self, "in_step", self.in_step)
-            self.in_step = True
+        traced = self._trace.running() if self._trace is not None else nullcontext()
+        with self.shown(), parameters_crossing(root, self.passage), traced:
+            before, self.in_step = self.in_step, True
             try:
                 yield
             except StageEnd:
                 self.passage.check_hooks()
                 raise
-            self.passage.check_hooks()
-            if self.passage.searching and self.is_last:
-                self.passage.asks_for_origins = True
-                refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
+            else:
+                self.passage.check_hooks()
+                if self.passage.searching and self.is_last:
+                    self.passage.asks_for_origins = True
+                    refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
+            finally:
+                self.in_step = before
 
     @contextmanager
     def calling(self, calls: Calls) -> Iterator[None]:
@@ -324,7 +322,7 @@ class Stage:
             return  # recomputation under activation checkpointing
         index = self._place_of(name)
         self._running.append(index)
-        if index is not None and passage.differentiates:
+        if index is not None and passage.differentiates and has_hooks(block):
             self._check_backward_hooks(index, name, block)
         if self._trace is not None:
             self._trace.suspend()
@@ -338,8 +336,8 @@ class Stage:
         if self._trace is not None:
             self._trace.see_written((args, kwargs))
         refuse((args, kwargs), name)
-        if self.is_last:
-            return  # no later stage
+        if self.is_last or not (passage.searching or passage.wanted):
+            return  # no later stage, or none that asks
         if passage.wants("inside", index):
             self._watch_inside(index, block)
         if passage.wants("kept", index) or passage.wants("changed", index):

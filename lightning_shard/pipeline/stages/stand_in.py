@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -77,10 +78,10 @@ class StandIn:
             self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
             self._keep(done, index)  # else they were set to unknown values in the search
-        tensors = tree.leaves((args, kwargs))
+        arguments = partial(tree.leaves, (args, kwargs))
         for place in done.changed:
-            self._change(tensors[place], ("changed", index, place))
-        given = self._filled(done.output, ("block", index), f"the output of {self.name}", tensors)
+            self._change(arguments()[place], ("changed", index, place))
+        given = self._filled(done.output, ("block", index), f"the output of {self.name}", arguments)
         if done.handed_on:
             given = _in_place(given, done.handed_on, [*tree.containers((args, kwargs))])
         self.stage.given[index] = given
@@ -119,7 +120,7 @@ class StandIn:
             mark(written, origin)
         passage.produced(key, tensor, written=True)
 
-    def _filled(self, values: Any, name: Key, text: str, arguments: Sequence[Any] = ()) -> Any:
+    def _filled(self, values: Any, name: Key, text: str, arguments: Callable[[], Sequence[Any]] = tuple) -> Any:
         """Fill the slots of a nested value: with received values, arguments that the block returned, or unknowns."""
         passage = self.stage.passage
         places = count()
@@ -128,8 +129,8 @@ class StandIn:
             key = (*name, next(places))
             if not isinstance(leaf, Slot):
                 return leaf
-            if leaf.argument is not None and isinstance(arguments[leaf.argument], Tensor):
-                return passage.produced(key, arguments[leaf.argument], written=True)
+            if leaf.argument is not None and isinstance(argument := arguments()[leaf.argument], Tensor):
+                return passage.produced(key, argument, written=True)
             if key in passage.received:
                 return passage.produced(key, passage.received[key])
             tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)

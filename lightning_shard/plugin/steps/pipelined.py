@@ -432,14 +432,14 @@ class PipelinedSteps:
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             merged = tree.map_leaves(_detached, merge(results, size))
-            in_blocks = self._logs.in_blocks(of_last=True)
+            in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
             shared = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
         shared = self._groups.broadcast_from_last_stage(shared, self._device)
         result, logs, changes, microbatches, logged_last, followed = shared
         check_what_follows(follows, followed)
         self._late_changes |= bool(changes)
         self._kept.take(changes, microbatches + len(self._under_way), self._device)
-        check_logged_by_last_stage(logged, logged_last)
+        check_logged_by_last_stage(logged, set(logged_last))
         self._logs.emit(logs)
         return result
 
