@@ -98,10 +98,10 @@ class Unknown(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        taken = _taken(name, args, kwargs)
-        unknown = first_unknown(taken)
+        arguments = _arguments_read(name, args, kwargs)
+        unknown = first_unknown(arguments)
         if unknown is not None and _met.found is not None:
-            _met.found += all_unknown(taken)
+            _met.found += all_unknown(arguments)
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
         if unknown is not None and name in _AS_TEXT:
@@ -228,7 +228,7 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
         mark(base, origin)
 
 
-def _taken(name: str, args: Any, kwargs: Any) -> Any:
+def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
     """The arguments of a torch function whose values (not only shapes) matter."""
     if name in _WITHOUT_VALUES:
         return args[1:], kwargs
@@ -250,7 +250,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     and read them without calling ``__torch_function__``: then the values are missing.
     """
     name = getattr(func, "__name__", "")
-    unknown = first_unknown(_taken(name, args, kwargs))
+    unknown = first_unknown(_arguments_read(name, args, kwargs))
     if unknown is None:
         return func(*args, **kwargs)
     sentence = f"{name} takes {unknown.origin.text} as a number. {REMEDY}"
@@ -325,7 +325,7 @@ def _miss(values: Sequence[Unknown], sentence: str) -> NoReturn:
 
 
 @contextmanager
-def met_inside(given: Any) -> Iterator[list[Unknown]]:
+def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
     outer, _met.found = _met.found, all_unknown(given)
     try:

@@ -95,7 +95,7 @@ class ForeignPart:
         return tuple(kinds)
 
 
-def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
+def is_foreign(part: nn.Module, stage: Stage, name: str) -> bool:
     """Whether a part has submodules and parameters, and the stage holds none of these parameters."""
     hollow = {fqn for fqn in stage.hollow if fqn.startswith(f"{name}.")}
     here = {fqn for fqn, _ in part.named_parameters(prefix=name)}
