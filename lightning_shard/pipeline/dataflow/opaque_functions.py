@@ -51,7 +51,7 @@ def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
         if watcher is None:
             return call(*args, **kwargs)
         watcher.begins((args, kwargs))
-        with collecting_unknown((args, kwargs)) as unknown:  # or in a closure
+        with collecting_unknown((args, kwargs)) as unknown:  # they may also come from a closure
             result = call(*args, **kwargs)
         return watcher.ends(call.__name__, result, unknown=unknown)
 
