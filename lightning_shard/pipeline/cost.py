@@ -137,14 +137,14 @@ def measure(
         return _checkpoints_itself(part) or (seen is not None and name in seen.checkpointed)
 
     def later(name: str, part: Part) -> float:
-        matrices, computed_of = _matrices(part), _computed_of(part)
-        own = (p for p in matrices if users[id(p)] == 1 and id(p) not in computed_of)
-        can_wait = sum(p.numel() for p in own if _can_wait(p))
-        if not can_wait or runs_again(name, part):
+        matrices, parametrized = _matrices(part), _parametrized(part)
+        own = (p for p in matrices if users[id(p)] == 1 and id(p) not in parametrized)
+        deferrable = sum(p.numel() for p in own if _is_deferrable(p))
+        if not deferrable or runs_again(name, part):
             return 0.0
         if seen is None or name not in called:
-            return 2 * can_wait / _estimated_flops(part)
-        share = can_wait / sum(p.numel() for p in matrices)
+            return 2 * deferrable / _estimated_flops(part)
+        share = deferrable / sum(p.numel() for p in matrices)
         return share * seen.products[name] / seen.flops[name] if seen.flops[name] else 0.0
 
     def cost(name: str, part: Part) -> PartCost:
@@ -197,12 +197,12 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
             if any(True for _ in checkpoints()):
                 checkpointed.add(name)
             flops[name] -= counter.get_total_flops()
-            products[name] -= _of_products(counter)
+            products[name] -= _product_flops(counter)
 
         def stop(*_: Any) -> None:
             running.pop()
             flops[name] += counter.get_total_flops()
-            products[name] += _of_products(counter)
+            products[name] += _product_flops(counter)
 
         return start, stop
 
@@ -215,7 +215,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stack.callback(part.register_forward_pre_hook(start).remove)
                 stack.callback(part.register_forward_hook(stop).remove)
         try:
-            with torch.no_grad(), _without_computing(parts.values()), counter:
+            with torch.no_grad(), _on_fake_tensors(parts.values()), counter:
                 run()
         except Exception as error:
             warnings.warn(
@@ -238,11 +238,11 @@ def _parameters(part: Part) -> list[nn.Parameter]:
 def _estimated_flops(part: Part) -> int:
     if isinstance(part, nn.Parameter):
         return 0
-    looked_up = _looked_up(part)
-    return 2 * sum(parameter.numel() for parameter in part.parameters() if id(parameter) not in looked_up)
+    tables = _embedding_parameters(part)
+    return 2 * sum(parameter.numel() for parameter in part.parameters() if id(parameter) not in tables)
 
 
-def _looked_up(part: nn.Module) -> set[int]:
+def _embedding_parameters(part: nn.Module) -> set[int]:
     tables = (module for module in part.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     # Not module.weight: a parametrization computes it, and spectral_norm changes it with each access.
     return {id(parameter) for module in tables for parameter in module.parameters()}
@@ -252,18 +252,18 @@ def _matrices(part: Part) -> list[nn.Parameter]:
     """The parameters that matrix products may multiply by: those of two dimensions, without embedding tables."""
     if isinstance(part, nn.Parameter):
         return []
-    looked_up = _looked_up(part)
-    return [parameter for parameter in part.parameters() if parameter.dim() == 2 and id(parameter) not in looked_up]
+    tables = _embedding_parameters(part)
+    return [parameter for parameter in part.parameters() if parameter.dim() == 2 and id(parameter) not in tables]
 
 
-def _computed_of(part: Part) -> set[int]:
+def _parametrized(part: Part) -> set[int]:
     """The ids of the parameters that a parametrization computes weights from: more than a transpose or a cast."""
     modules = part.modules() if isinstance(part, nn.Module) else ()
     lists = (module for module in modules if isinstance(module, ParametrizationList))
     return {id(parameter) for module in lists for parameter in module.parameters()}
 
 
-def _can_wait(parameter: nn.Parameter) -> bool:
+def _is_deferrable(parameter: nn.Parameter) -> bool:
     """Whether a parameter's gradient can be deferred, judged by itself: it trains and has no gradient hooks."""
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return parameter.requires_grad and not hooks
@@ -276,13 +276,13 @@ def _checkpoints_itself(part: Part) -> bool:
     )
 
 
-def _of_products(counter: FlopCounterMode) -> int:
+def _product_flops(counter: FlopCounterMode) -> int:
     counts = counter.get_flop_counts().get("Global", {})
     return sum(counts.get(operation, 0) for operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
 @contextmanager
-def _without_computing(parts: Iterable[Part]) -> Iterator[None]:
+def _on_fake_tensors(parts: Iterable[Part]) -> Iterator[None]:
     on_meta = any(parameter.is_meta for part in parts for parameter in _parameters(part))
     without_data = torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True)
     with without_data, GroupedMatmuls(), nothing_packed():

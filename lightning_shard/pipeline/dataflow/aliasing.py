@@ -24,11 +24,11 @@ class SharedMemory:
     """Tracks the tensors that a stage sends and has received for a microbatch, by name (``crossing.Key``).
 
     Args:
-        apart: Names of received values that shared memory with another value where they were computed.
+        aliased: Names of received values that shared memory with another value where they were computed.
     """
 
-    def __init__(self, apart: Collection[Any]) -> None:
-        self._apart = apart
+    def __init__(self, aliased: Collection[Any]) -> None:
+        self._aliased = aliased
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._received: list[tuple[Any, Tensor, int]] = []
 
@@ -39,7 +39,7 @@ class SharedMemory:
 
     def receives(self, key: Any, tensor: Tensor) -> None:
         """The user's code holds this received tensor from now on."""
-        if key in self._apart and not tensor.is_inference():
+        if key in self._aliased and not tensor.is_inference():
             self._received.append((key, tensor, tensor._version))
 
     def is_written(self, tensor: Tensor) -> None:
@@ -52,14 +52,14 @@ class SharedMemory:
         if all(sent is tensor and key[0] in _STAYS_ITSELF for key, sent, _ in shares):
             self._sent = [each for each in self._sent if each[1] is not tensor]
 
-    def apart(self) -> frozenset[Any]:
+    def aliased(self) -> frozenset[Any]:
         """The names of sent values that share memory with another sent value, here or on an earlier stage."""
         by_memory: dict[int, dict[Hashable, list[Any]]] = defaultdict(lambda: defaultdict(list))
         for key, tensor, _ in self._sent:
             by_memory[memory_of(tensor)][id(tensor) if key[0] in _STAYS_ITSELF else key].append(key)
         together = (objects.values() for objects in by_memory.values() if len(objects) > 1)
         found = {key for objects in together for keys in objects for key in keys}
-        return frozenset(found | {key for key, _, _ in self._sent if key in self._apart})
+        return frozenset(found | {key for key, _, _ in self._sent if key in self._aliased})
 
     def check(self, sent: Mapping[Any, Tensor], blocks: Sequence[str]) -> None:
         """Check the stage's part of the microbatch, after it has run.

@@ -93,15 +93,15 @@ class BlockCall(tree.Leaf):
         kept: Attributes that submodules set: the submodule's name, the attribute's name, and the value; ``None`` for a
             value without tensors.
         changed: Indices of the leaves among its arguments that it wrote to.
-        handed_on: Lists, dicts and dataclasses among its arguments that it returned: the index in the returned tuple
-            (``None`` if the container is the whole output), and the index among the arguments' containers.
+        returned_containers: Lists, dicts, dataclasses among its arguments that it returned: the index in the returned
+            tuple (``None`` if the container is the whole output), and the index among the arguments' containers.
     """
 
     output: Any
     inside: tuple[tuple[str, Any], ...] = ()
     kept: tuple[tuple[str, str, Any], ...] = ()
     changed: tuple[int, ...] = ()
-    handed_on: tuple[tuple[int | None, int], ...] = ()
+    returned_containers: tuple[tuple[int | None, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Delivery(tree.Leaf):
         unavailable: Requested values that are computed from parameters of a later stage.
         counted: The operations before the next stage's first block.
         traced: Whether results of operations cross this cut or an earlier one.
-        apart: Values that shared memory with another one where they were computed.
+        aliased: Values that shared memory with another one where they were computed.
     """
 
     slots: dict[Key, Slot] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Delivery(tree.Leaf):
     unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
     traced: bool = False
-    apart: frozenset[Key] = frozenset()
+    aliased: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -373,13 +373,13 @@ class Passage:
         waiting, seen = [value], {id(value)}
         while waiting:
             each = waiting.pop()
-            if self._is_had_before(each, sentence):
+            if self._is_known_before(each, sentence):
                 keys.append(each.key)
             else:
                 waiting += _not_yet(each.parents, seen)
         return keys
 
-    def _is_had_before(self, value: Value, sentence: str) -> bool:
+    def _is_known_before(self, value: Value, sentence: str) -> bool:
         if value.hollow is not None:
             if value.hollow.holder > self.stage:
                 raise StepError(sentence + _why_late(value))

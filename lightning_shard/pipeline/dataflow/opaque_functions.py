@@ -21,7 +21,7 @@ import torch
 from torch._functorch import apis, eager_transforms
 from torch.autograd import Function
 
-from lightning_shard.pipeline.dataflow.taint import Unknown, met_inside
+from lightning_shard.pipeline.dataflow.taint import Unknown, collecting_unknown
 
 
 class Watcher(Protocol):
@@ -33,10 +33,10 @@ class Watcher(Protocol):
 _apply: Any = Function.__dict__["apply"]
 _of_thread = threading.local()
 _lock = threading.Lock()
-_told_now: list[Watcher] = []
+_watchers: list[Watcher] = []
 
 
-def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     call = _apply.__get__(None, cls)
     watcher: Watcher | None = getattr(_of_thread, "watcher", None)
     if watcher is None:
@@ -45,23 +45,23 @@ def _told_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return watcher.ends(cls.__name__, call(*args, **kwargs), unknown=[])
 
 
-def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
-    def told(*args: Any, **kwargs: Any) -> Any:
+def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         watcher: Watcher | None = getattr(_of_thread, "watcher", None)
         if watcher is None:
             return call(*args, **kwargs)
         watcher.begins((args, kwargs))
-        with met_inside((args, kwargs)) as unknown:  # or in a closure
+        with collecting_unknown((args, kwargs)) as unknown:  # they may also come from a closure
             result = call(*args, **kwargs)
         return watcher.ends(call.__name__, result, unknown=unknown)
 
-    return told
+    return reporting
 
 
-_WHOLE: list[tuple[Any, str, Any, Any]] = [
-    (Function, "apply", _apply, classmethod(_told_apply)),
+_PATCHED: list[tuple[Any, str, Any, Any]] = [
+    (Function, "apply", _apply, classmethod(_reporting_apply)),
     *(
-        (holder, name, getattr(holder, name), _telling(getattr(holder, name)))
+        (holder, name, getattr(holder, name), _reporting(getattr(holder, name)))
         for holder, name in [
             (apis, "vmap_impl"),
             (eager_transforms, "_jvp_with_argnums"),
@@ -73,21 +73,21 @@ _WHOLE: list[tuple[Any, str, Any, Any]] = [
 
 
 @contextmanager
-def told_to(watcher: Watcher) -> Iterator[None]:
+def reported_to(watcher: Watcher) -> Iterator[None]:
     """Context in which each such call on this thread is reported to ``watcher``, which may replace its result."""
     with _lock:
-        _told_now.append(watcher)
-        for holder, name, _, telling in _WHOLE:
-            setattr(holder, name, telling)
+        _watchers.append(watcher)
+        for holder, name, _, reporting in _PATCHED:
+            setattr(holder, name, reporting)
     _of_thread.watcher = watcher
     try:
         yield
     finally:
         _of_thread.watcher = None
         with _lock:
-            _told_now.remove(watcher)
-            if not _told_now:
-                for holder, name, plain, _ in _WHOLE:
+            _watchers.remove(watcher)
+            if not _watchers:
+                for holder, name, plain, _ in _PATCHED:
                     setattr(holder, name, plain)
 
 

@@ -128,14 +128,14 @@ class Search:
         """Receive the next stage's request, and send one to the previous stage: what is missing, or that nothing is."""
         if self.passage is None:
             return Request(done=False)
-        request = self.passage.missing or self._of_next(self.passage)
+        request = self.passage.missing or self._receive_answer(self.passage)
         if request.done:
             self.crossing.is_settled = not (self.crossing.incoming.traced or request.traced)
         if not self.stage.is_first:
             self.channel.request(request)
         return request
 
-    def _of_next(self, passage: Passage) -> Request:
+    def _receive_answer(self, passage: Passage) -> Request:
         """Receive the next stage's request; return what this stage needs from the previous one to fulfil it."""
         crossing = self.crossing
         if self.stage.is_last:
@@ -187,7 +187,7 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
     _check_complete(searches, run, i, memory)
 
 
-def run_anew(ran: Ran, run: RunStep, i: int) -> Ran:
+def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
     """Rerun a stage's part of a microbatch, on the values received for it."""
     stage, crossing = ran.stage, ran.crossing
     received = {
@@ -216,9 +216,9 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
     memory.put_back()
     for search, nan in zip(searches, found):
         with search.stage.unknown_values_being(0.0):
-            again = run_anew(search.ran, run, i)
+            again = rerun(search.ran, run, i)
         search.passage, search.result = again.passage, again.result
-        own = _nan_of((again.passage.sent, again.result)) if nan else []
+        own = _nan_masks((again.passage.sent, again.result)) if nan else []
         if len(own) != len(nan) or not all(map(torch.equal, own, nan)):
             raise StepError(
                 f"Stage {search.stage.index} turned finite values into NaN that a plain run wouldn't have: code around"
@@ -231,14 +231,14 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
 def _added_nan(search: Search) -> list[Tensor]:
     """Masks of NaN in what a stage sends and returns, if any; empty if the stage received NaN, or is the first."""
     assert search.passage is not None
-    if search.stage.is_first or _nan_of(search.passage.received):
+    if search.stage.is_first or _nan_masks(search.passage.received):
         return []
-    return _nan_of((search.passage.sent, search.result))
+    return _nan_masks((search.passage.sent, search.result))
 
 
-def _nan_of(values: Any) -> list[Tensor]:
+def _nan_masks(values: Any) -> list[Tensor]:
     """Masks of NaN in tensors; empty if there is none. Synchronises with the device."""
-    masks = [tensor.detach().isnan() for tensor in tree.tensors(values) if tensor.is_floating_point()]
+    masks = [t.detach().isnan() for t in tree.tensors(values) if t.is_floating_point() or t.is_complex()]
     return masks if any(bool(mask.any()) for mask in masks) else []
 
 

@@ -42,8 +42,8 @@ class Before:
         objects: Arguments of other classes, each with the tensors among its attributes.
         attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
             tensors.
-        beside: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if that
-            isn't compared.
+        globals_before: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if
+            these aren't compared.
     """
 
     block: nn.Module
@@ -51,13 +51,13 @@ class Before:
     lists: list[tuple[str, Any, list[Any]]]
     objects: list[tuple[Any, list[Tensor]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
-    beside: dict[str, Any] | None
+    globals_before: dict[str, Any] | None
 
     @classmethod
-    def of(cls, block: nn.Module, arguments: Any, *, looks_beside: bool = False) -> Before:
+    def of(cls, block: nn.Module, arguments: Any, *, compares_globals: bool = False) -> Before:
         """
         Args:
-            looks_beside: Whether to include globals and attributes of classes and functions, which takes longer.
+            compares_globals: Whether to include globals and attributes of classes and functions, which takes longer.
         """
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
@@ -68,17 +68,17 @@ class Before:
             for key, value in vars(module).items()
             if isinstance(value, _LISTS) and key not in _OF_TORCH
         ]
-        beside = _beside(block) if looks_beside else None
-        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in beside or () if isinstance(v, _LISTS)]
+        outside = _globals_of(block) if compares_globals else None
+        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in outside or () if isinstance(v, _LISTS)]
         attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
-        return cls(block, noted, [*given, *own], objects, attributes, None if beside is None else dict(beside))
+        return cls(block, noted, [*given, *own], objects, attributes, None if outside is None else dict(outside))
 
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor in the output, with its argument's index if it is an argument."""
         place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
         return replace(Slot.of(leaf), argument=place) if isinstance(leaf, Tensor) else leaf
 
-    def handed_on(self, output: Any) -> tuple[tuple[int | None, int], ...]:
+    def returned_containers(self, output: Any) -> tuple[tuple[int | None, int], ...]:
         """The argument containers that a block returns: index in a returned tuple (else ``None``), and in ``lists``."""
         places = {id(each): place for place, (what, each, _) in enumerate(self.lists) if what == _GIVEN}
         if id(output) in places:
@@ -115,8 +115,8 @@ class Before:
                     f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
                     " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
                 )
-        for key, value in _beside(self.block) if self.beside is not None else ():
-            if value is not (self.beside or {}).get(key) and _has_gradients([value]):
+        for key, value in _globals_of(self.block) if self.globals_before is not None else ():
+            if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
                 raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
@@ -157,7 +157,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
             yield key, (value, _version(value))
 
 
-def _beside(block: nn.Module) -> list[tuple[str, Any]]:
+def _globals_of(block: nn.Module) -> list[tuple[str, Any]]:
     """Globals and attributes of classes and functions that the block's code uses, and attributes of objects there."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
     found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Counted
-from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, run_anew
+from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, rerun
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative to a tensor's largest value, on the CPU: what the first run cached may have been rounded once more."""
@@ -65,7 +65,7 @@ class LeftState:
             kind: The kind of step.
             keys: The signatures of all microbatches.
         """
-        if self._begun is None and self._asks(kind, keys, i):
+        if self._begun is None and self._is_due(kind, keys, i):
             self._begun = _Begun(i, self._remember())
 
     def searched(
@@ -78,7 +78,7 @@ class LeftState:
         """
         if self._begun is None or i != self._begun.i + 1 or not all(map(self._is_comparable, ran)):
             self.ends()
-            if self._asks(kind, keys, i):
+            if self._is_due(kind, keys, i):
                 self._begun = _Begun(i, memory, {each.stage.index: each.passage.counted for each in ran})
                 return
         memory.forget()
@@ -99,11 +99,11 @@ class LeftState:
         before = self._begun.memory
         changed, now = before.changed(), self._remember()
         before.put_back()
-        is_same = _same(ran, run_anew(ran, run, i))
+        is_same = _same(ran, rerun(ran, run, i))
         now.put_back()
         now.forget()
         if not is_same:
-            raise _reads_what_is_left(changed, len(keys))
+            raise _carried_state_error(changed, len(keys))
         self._checked += 1
         if self._checked == stages:
             self._known.add(kind)
@@ -123,11 +123,11 @@ class LeftState:
         assert self._begun is not None
         return not ran.crossing.is_traced() or self._begun.counted.get(ran.stage.index) == ran.passage.counted
 
-    def _asks(self, kind: str, keys: Sequence[Hashable], i: int) -> bool:
+    def _is_due(self, kind: str, keys: Sequence[Hashable], i: int) -> bool:
         return kind not in self._known and keys[i : i + 1] == keys[i + 1 : i + 2]
 
 
-def _reads_what_is_left(changed: Sequence[str], microbatches: int) -> StepError:
+def _carried_state_error(changed: Sequence[str], microbatches: int) -> StepError:
     named = [path or "attributes of the LightningModule" for path in changed]
     kept = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "")
     return StepError(

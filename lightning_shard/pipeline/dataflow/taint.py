@@ -79,11 +79,11 @@ class Origin:
         return self.text.rstrip(",")
 
 
-class _Met(threading.local):
+class _Collected(threading.local):
     found: list[Unknown] | None = None
 
 
-_met = _Met()
+_collected = _Collected()
 
 
 class Unknown(torch.Tensor):
@@ -100,10 +100,10 @@ class Unknown(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         given = _leaves_of_call(args, kwargs)
-        taken = given if name not in _TAKES_SOME else leaves(_taken(name, args, kwargs))
+        taken = given if name not in _TAKES_SOME else leaves(_arguments_read(name, args, kwargs))
         unknown = next((leaf for leaf in taken if isinstance(leaf, Unknown)), None)
-        if unknown is not None and _met.found is not None:
-            _met.found += [leaf for leaf in taken if isinstance(leaf, Unknown)]
+        if unknown is not None and _collected.found is not None:
+            _collected.found += [leaf for leaf in taken if isinstance(leaf, Unknown)]
         if unknown is not None and name in _AS_NUMBERS:
             _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
         if unknown is not None and name in _AS_TEXT:
@@ -232,7 +232,7 @@ def _mark_written(tensor: Tensor, origin: Origin) -> None:
         mark(base, origin)
 
 
-def _taken(name: str, args: Any, kwargs: Any) -> Any:
+def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
     """The arguments of a torch function whose values (not only shapes) matter."""
     if name in _WITHOUT_VALUES:
         return args[1:], kwargs
@@ -254,7 +254,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     and read them without calling ``__torch_function__``: then the values are missing.
     """
     name = getattr(func, "__name__", "")
-    unknown = first_unknown(_taken(name, args, kwargs))
+    unknown = first_unknown(_arguments_read(name, args, kwargs))
     if unknown is None:
         return func(*args, **kwargs)
     sentence = f"{name} takes {unknown.origin.text} as a number. {REMEDY}"
@@ -329,15 +329,15 @@ def _miss(values: Sequence[Unknown], sentence: str) -> NoReturn:
 
 
 @contextmanager
-def met_inside(given: Any) -> Iterator[list[Unknown]]:
+def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
-    outer, _met.found = _met.found, all_unknown(given)
+    outer, _collected.found = _collected.found, all_unknown(given)
     try:
-        yield _met.found
+        yield _collected.found
     finally:
         if outer is not None:
-            outer += _met.found
-        _met.found = outer
+            outer += _collected.found
+        _collected.found = outer
 
 
 def mark_all(value: Any, origin: Origin) -> None:

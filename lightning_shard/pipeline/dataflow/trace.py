@@ -57,19 +57,19 @@ class Trace(TorchFunctionMode):
                 f"The step takes gradients itself ({func.__name__}), and with several pipeline stages they would be of"
                 " one stage only: use pipeline_parallel_size=1."
             )
-        self.see_written((args, kwargs))
+        self.mark_written_aliases((args, kwargs))
         parents = self._unknown_in((args, kwargs))
         result = computed(func, args, kwargs)
         name = getattr(func, "__name__", "")
         written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
         changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
-        result = self._counted(name, result, changed, parents)
+        result = self._count_operation(name, result, changed, parents)
         if self._passage.searching:
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
             self._written.update((memory_of(leaf), leaf) for leaf in unknown)
         return result
 
-    def see_written(self, value: Any) -> None:
+    def mark_written_aliases(self, value: Any) -> None:
         """Mark known tensors as unknown if an unknown value was written to their memory through another view."""
         for leaf in leaves(value) if self._written else ():
             if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
@@ -79,7 +79,7 @@ class Trace(TorchFunctionMode):
     def begins(self, args: Any) -> None:
         """A part around the blocks, or an opaque function, begins: it counts as one operation on ``args``."""
         if not self._suspended:
-            self.see_written(args)
+            self.mark_written_aliases(args)
             self._parents = self._unknown_in(args)
         self.suspend()
 
@@ -106,14 +106,14 @@ class Trace(TorchFunctionMode):
             mark_all(result, unknown[0].origin)
         if self._suspended == 1:  # still suspended: copies made here are no operations of the network
             number = self._passage.counted.number
-            result = self._counted(name, result, [], (*self._parents, *self._unknown_in(unknown)))
+            result = self._count_operation(name, result, [], (*self._parents, *self._unknown_in(unknown)))
             if part is not None:
                 for path, key in kept if kept is not None else self._passage.kept_by(number):
-                    self._counted_kept(part.get_submodule(path), (number, path, key, name))
+                    self._register_attributes(part.get_submodule(path), (number, path, key, name))
         self.resume()
         return result
 
-    def _counted_kept(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
+    def _register_attributes(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
         """Register the tensors of an attribute that a part set, under names like those of its results."""
         number, path, key, name = named
         held = (module._buffers if key in module._buffers else vars(module)).get(key)
@@ -134,7 +134,7 @@ class Trace(TorchFunctionMode):
         unknown = (leaf for _, leaf in tree.walk(value) if isinstance(leaf, Unknown))
         return tuple(value for value in map(value_of, unknown) if value is not None)
 
-    def _counted(self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
+    def _count_operation(self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
         passage = self._passage
         given = tree.tensors(result)
         if not given and not changed:
@@ -169,7 +169,7 @@ class Trace(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         self.__enter__()
         try:
-            with opaque_functions.told_to(self):
+            with opaque_functions.reported_to(self):
                 yield
         finally:
             if not self._off:

@@ -88,7 +88,7 @@ def best(placed: Sequence[tuple[Schedule, Sequence[StagePlacement]]], *, has_dat
     can_split = any(stage.later for _, stages in placed for stage in stages)
     tried = [_simulated(*each) for each in placed if can_split or not each[0].splits_backwards]
     tried = tried or [_simulated(*each) for each in placed]
-    among = tuple(_against(tried[0], each, has_data_ranks) for each in tried)
+    among = tuple(_relative_to(tried[0], each, has_data_ranks) for each in tried)
     chosen = min((each for each in among if each.fits), key=lambda each: (each.price, each.kept))
     return Choice(chosen.timeline.schedule, among)
 
@@ -111,22 +111,22 @@ def _kept(schedule: Schedule, rank: int, forward: Sequence[float]) -> float:
     return most
 
 
-def _against(first: Compared, each: Compared, has_data_ranks: bool) -> Compared:
+def _relative_to(first: Compared, each: Compared, has_data_ranks: bool) -> Compared:
     schedule = each.timeline.schedule
-    duration = _part(each.timeline.duration, first.timeline.duration)
-    kept = _part(each.kept, first.kept)
+    duration = _ratio(each.timeline.duration, first.timeline.duration)
+    kept = _ratio(each.kept, first.kept)
     allowed = PER_KEPT * max(0.0, kept - 1)
     if schedule.stages > len(schedule.rows):
         allowed += SEVERAL_STAGES
     if schedule.splits_backwards:
         allowed += TWO_PARTS + REDUCES_LATE * has_data_ranks
-    weights = _part(each.weights, first.weights)
+    weights = _ratio(each.weights, first.weights)
     return replace(
         each, duration_of=duration, kept_of=kept, weights_of=weights, price=round(duration * (1 + allowed), 9)
     )
 
 
-def _part(one: float, other: float) -> float:
+def _ratio(one: float, other: float) -> float:
     """The ratio, rounded: sums of equal terms in another order differ in their last digits."""
     return round(one / other, 9) if other else 1.0
 

@@ -34,13 +34,13 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.schedules.schedule import Action, Kind, Row, Schedule, read_csv
 
 
-class _Making:
+class _RowBuilder:
     """Builds the order of one rank: each action takes its stage's next microbatch."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self._taken: Counter[tuple[int, str]] = Counter()
-        self._owed: list[Action] = []
+        self._pending: list[Action] = []
 
     def forward(self, stage: int) -> None:
         self._take(stage, "F")
@@ -51,22 +51,22 @@ class _Making:
     def inputs(self, stage: int) -> None:
         """Append the first part of a backward; the second part is pending."""
         self._take(stage, "I")
-        self._owed.append(self._actions[-1]._replace(kind="W"))
+        self._pending.append(self._actions[-1]._replace(kind="W"))
 
     def weights(self) -> None:
         """Append the second part of the backward that has been pending longest."""
-        self._actions.append(self._owed.pop(0))
+        self._actions.append(self._pending.pop(0))
 
     def parts(self, stage: int) -> None:
         """Append both parts of a backward: the previous stage needn't wait for the second."""
         self.inputs(stage)
-        self._actions.append(self._owed.pop())
+        self._actions.append(self._pending.pop())
 
     def forwards(self, stage: int) -> int:
         return self._taken[stage, "F"]
 
     def done(self) -> Row:
-        while self._owed:
+        while self._pending:
             self.weights()
         return tuple(self._actions)
 
@@ -100,19 +100,19 @@ def _in_rounds(ranks: int, stages: int, microbatches: int, *, ahead: int, splits
         forwards = [stage for size in rounds for stage in own for _ in range(size)]
         backwards = [stage for size in rounds for stage in reversed(own) for _ in range(size)]
         warmup = (stages - 1) * rounds[0] + ahead * (ranks - 1 - rank)
-        making = _Making()
+        builder = _RowBuilder()
         for stage in forwards[:warmup]:
-            making.forward(stage)
+            builder.forward(stage)
         for i, stage in enumerate(backwards):
             for following in forwards[warmup + i : warmup + i + 1]:
-                making.forward(following)
+                builder.forward(following)
             if not splits:
-                making.backward(stage)
+                builder.backward(stage)
                 continue
-            making.inputs(stage)
+            builder.inputs(stage)
             if i >= rank:
-                making.weights()
-        return making.done()
+                builder.weights()
+        return builder.done()
 
     return [row(rank) for rank in range(ranks)]
 
@@ -121,28 +121,28 @@ def _zero_bubble_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
     def row(down: int) -> Row:
         """The order of the rank whose first stage is number ``down``: stages count downwards from the V's top."""
         first, second = down, 2 * ranks - 1 - down
-        making = _Making()
+        builder = _RowBuilder()
         for _ in range(2 * (ranks - down) - 1):
-            making.forward(first)
+            builder.forward(first)
         for _ in range(down):
-            making.forward(second)
-            making.forward(first)
+            builder.forward(second)
+            builder.forward(first)
         for _ in range(ranks - down):
-            making.forward(second)
-            making.parts(second)
-        while making.forwards(second) < microbatches:
-            if making.forwards(first) < microbatches:
-                making.forward(first)
-            making.parts(first)
-            making.forward(second)
-            making.parts(second)
+            builder.forward(second)
+            builder.parts(second)
+        while builder.forwards(second) < microbatches:
+            if builder.forwards(first) < microbatches:
+                builder.forward(first)
+            builder.parts(first)
+            builder.forward(second)
+            builder.parts(second)
         for _ in range(down):
-            making.inputs(first)
-            making.inputs(second)
+            builder.inputs(first)
+            builder.inputs(second)
         for _ in range(ranks - down):
-            making.inputs(first)
-            making.weights()
-        return making.done()
+            builder.inputs(first)
+            builder.weights()
+        return builder.done()
 
     return [row(down) for down in reversed(range(ranks))]
 
@@ -153,33 +153,33 @@ def _dual_pipe_v(ranks: int, stages: int, microbatches: int) -> list[Row]:
     def row(down: int) -> Row:
         first, second = down, 2 * ranks - 1 - down
         up = ranks - 1 - down
-        making = _Making()
+        builder = _RowBuilder()
         for _ in range(2 * up):
-            making.forward(first)
+            builder.forward(first)
         for _ in range(down + 1):
-            making.forward(first)
-            making.forward(second)
+            builder.forward(first)
+            builder.forward(second)
         for _ in range(up):
-            making.parts(second)
-            making.forward(second)
+            builder.parts(second)
+            builder.forward(second)
         for _ in range(microbatches - 2 * ranks + down + 1):
-            making.forward(first)
-            making.backward(second)
-            making.forward(second)
-            making.backward(first)
+            builder.forward(first)
+            builder.backward(second)
+            builder.forward(second)
+            builder.backward(first)
         for _ in range(up):
-            making.backward(second)
-            making.forward(second)
-            making.backward(first)
+            builder.backward(second)
+            builder.forward(second)
+            builder.backward(first)
         ending = [second, first] * (down + 1)
         for stage in ending[: down + 1]:
-            making.backward(stage)
+            builder.backward(stage)
         for stage in ending[down + 1 :]:
-            making.inputs(stage)
+            builder.inputs(stage)
         for _ in range(up):
-            making.weights()
-            making.inputs(first)
-        return making.done()
+            builder.weights()
+            builder.inputs(first)
+        return builder.done()
 
     return [row(down) for down in reversed(range(ranks))]
 

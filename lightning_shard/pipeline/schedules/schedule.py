@@ -268,8 +268,8 @@ def _first(schedule: Schedule, microbatches: int) -> Schedule:
 # -- as a file --------------------------------------------------------------------------------------------------------
 
 _COMPUTES = re.compile(r"(\d+)([FBIW])(\d+)")
-_SAID_BY_ORDER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_IMPLIED_BY_ORDER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read_csv(path: str) -> Schedule:
@@ -309,11 +309,11 @@ def _last_stage(rows: Sequence[Iterable[Action]]) -> int:
 
 def _actions(cell: str, path: str, line: int, column: int) -> list[Action]:
     text = cell.strip()
-    if together := _TOGETHER.fullmatch(text):
-        return [action for part in together[1].split(";") for action in _actions(part, path, line, column)]
+    if overlapped := _OVERLAPPED.fullmatch(text):
+        return [action for part in overlapped[1].split(";") for action in _actions(part, path, line, column)]
     if found := _COMPUTES.fullmatch(text):
         return [Action(int(found[1]), found[2], int(found[3]))]  # type: ignore[arg-type]
-    if text and not _SAID_BY_ORDER.fullmatch(text):
+    if text and not _IMPLIED_BY_ORDER.fullmatch(text):
         raise ConfigurationError(
             f"schedule={path!r} has {text!r} in row {line}, column {column}: write the stage, F, B, I or W, and the"
             " microbatch, such as 0F3."

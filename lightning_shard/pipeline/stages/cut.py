@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
-from lightning_shard.pipeline.stages.parts import ForeignPart, runs_elsewhere
+from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.stand_in import StandIn
@@ -61,24 +61,24 @@ def cut(
         stage.own_parts = [name for name, holder in parts.items() if holder == stage.index]
     foreign = {stage: _Foreign.of(root, stage, parts, holder_of, kept[stage.index]) for stage in stages}
     nowhere = set.intersection(*(set(each.parameters) for each in foreign.values()))
-    _take_out(root, stages, foreign, nowhere)
+    _hollow_out(root, stages, foreign, nowhere)
     for stage, each in foreign.items():
         stage.elsewhere = each.modules
-    _leave_state_to_others(root, stages, set.intersection(*(stage.elsewhere for stage in stages)))
-    _leave_out_of_loads(root, nowhere, stages.foreign_buffers)
+    _exclude_buffers(root, stages, set.intersection(*(stage.elsewhere for stage in stages)))
+    _ignore_in_loads(root, nowhere, stages.foreign_buffers)
     for name in stages[0].places:
-        _stand_in(root.get_submodule(name), name, stages)
+        _replace_block_forward(root.get_submodule(name), name, stages)
     for name in parts:
-        _let_run_elsewhere(root, name, stages)
+        _replace_foreign_part(root, name, stages)
     stages.incomplete = _incomplete(root, nowhere)
     for name, module in stages.incomplete.items():
-        module.__dict__["named_parameters"] = partial(_whole_only, stages, name, module.named_parameters)
+        module.__dict__["named_parameters"] = partial(_named_parameters, stages, name, module.named_parameters)
         module.__dict__["get_parameter"] = partial(_parameter, module)
     for stage, view in stages.views.items():
         for name, module in _incomplete(root, foreign[stage].parameters).items():
             module.__dict__["get_parameter"] = partial(_parameter, module)
             if name not in stages.incomplete:
-                whole = partial(_whole_only, stages, name, module.named_parameters)
+                whole = partial(_named_parameters, stages, name, module.named_parameters)
                 view.add(module.__dict__, "named_parameters", whole)
     return stages
 
@@ -128,7 +128,7 @@ class _Foreign:
                     self.parameters.setdefault((module, parameter), (f"{path}.{parameter}", holder))
 
 
-def _take_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign], nowhere: Collection[_Slot]) -> None:
+def _hollow_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign], nowhere: Collection[_Slot]) -> None:
     """Replace foreign parameters by hollow ones: those in ``nowhere`` permanently, siblings' in the stage's view."""
     hollow: dict[_Slot, Hollow] = {}
     for stage, each in foreign.items():
@@ -147,7 +147,7 @@ def _take_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign]
         module.__dict__[key] = hollow[module, key]
 
 
-def _leave_state_to_others(root: nn.Module, stages: Stages, modules: Collection[nn.Module]) -> None:
+def _exclude_buffers(root: nn.Module, stages: Stages, modules: Collection[nn.Module]) -> None:
     """Keep these modules' buffers but leave them out of ``state_dict``: no stage of this rank holds the modules."""
     for path, module in root.named_modules():
         if module not in modules:
@@ -160,7 +160,7 @@ def _leave_state_to_others(root: nn.Module, stages: Stages, modules: Collection[
             module.register_state_dict_post_hook(_without_extra_state)
 
 
-def _leave_out_of_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
+def _ignore_in_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
     """Have ``load_state_dict`` accept the whole model's state, and ignore entries that no stage of this rank holds."""
     keys: dict[nn.Module, set[str]] = {}
     for name in buffers:
@@ -180,7 +180,7 @@ def _leaving_out(keys: Collection[str]) -> Callable[..., None]:
     return leave_out
 
 
-def _stand_in(block: nn.Module, name: str, stages: Stages) -> None:
+def _replace_block_forward(block: nn.Module, name: str, stages: Stages) -> None:
     """Replace a block's forward on the stages that don't run all of its places."""
     forwards: dict[Stage, Callable[..., Any]] = {}
     for stage in stages:
@@ -192,12 +192,12 @@ def _stand_in(block: nn.Module, name: str, stages: Stages) -> None:
     )
 
 
-def _let_run_elsewhere(root: nn.Module, name: str, stages: Stages) -> None:
+def _replace_foreign_part(root: nn.Module, name: str, stages: Stages) -> None:
     """Replace a part's forward on the stages that hold none of its parameters."""
     parent, _, key = name.rpartition(".")
     part = getattr(root.get_submodule(parent), key)
     if isinstance(part, nn.Module):
-        foreign = [stage for stage in stages if runs_elsewhere(part, stage, name)]
+        foreign = [stage for stage in stages if is_foreign(part, stage, name)]
         forwards = {stage: ForeignPart(stage, name, part, part.forward) for stage in foreign}
         _set_forward(part, forwards, stages, for_good=len(foreign) == len(stages))
 
@@ -230,7 +230,7 @@ def _parameter(module: nn.Module, target: str) -> Any:
     return held if isinstance(held, Tensor) else type(module).get_parameter(module, target)
 
 
-def _whole_only(
+def _named_parameters(
     stages: Stages, name: str, whole: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[Any]:
     """A module's ``named_parameters``: in a step, yields one parameter (for its dtype and device), then raises."""

@@ -79,7 +79,9 @@ class ForeignPart:
 
     def _kind(self, arguments: Any) -> Hashable | None:
         """A key of what its output's shapes depend on; ``None`` if that can't be determined."""
-        kinds: list[Hashable] = [self.part.training, torch.is_grad_enabled(), torch.is_autocast_enabled()]
+        device = self.stage.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        kinds: list[Hashable] = [self.part.training, torch.is_grad_enabled(), autocast]
         for path, leaf in tree.walk(arguments):
             if isinstance(leaf, Tensor):
                 values: Any = None
@@ -95,7 +97,7 @@ class ForeignPart:
         return tuple(kinds)
 
 
-def runs_elsewhere(part: nn.Module, stage: Stage, name: str) -> bool:
+def is_foreign(part: nn.Module, stage: Stage, name: str) -> bool:
     """Whether a part has submodules and parameters, and the stage holds none of these parameters."""
     hollow = {fqn for fqn in stage.hollow if fqn.startswith(f"{name}.")}
     here = {fqn for fqn, _ in part.named_parameters(prefix=name)}

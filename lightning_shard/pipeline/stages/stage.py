@@ -150,7 +150,7 @@ class Stage:
             active=True,
             differentiates=torch.is_grad_enabled(),
             filler=self._filler,
-            memory=SharedMemory(crossing.incoming.apart) if searching else None,
+            memory=SharedMemory(crossing.incoming.aliased) if searching else None,
         )
         self._times_run.clear()
         self._running.clear()
@@ -244,8 +244,8 @@ class Stage:
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         unavailable = frozenset(crossing.unavailable)
         traced = crossing.incoming.traced or crossing.is_traced()
-        apart = passage.memory.apart() if passage.memory is not None else crossing.incoming.apart
-        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced, apart)
+        aliased = passage.memory.aliased() if passage.memory is not None else crossing.incoming.aliased
+        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced, aliased)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         if self.calls is not None and not self.passage.active:
@@ -274,12 +274,12 @@ class Stage:
         if self.passage.active:
             self.passage.calls += 1
             if self.passage.calls > allowed:
-                self._run_again(
+                self._on_second_call(
                     "The network was called a second time within one step, and a pipeline runs it once: call it once on"
                     " the concatenated inputs, or use pipeline_parallel_size=1."
                 )
 
-    def _run_again(self, sentence: str) -> NoReturn:
+    def _on_second_call(self, sentence: str) -> NoReturn:
         """The blocks are about to run a second time: have an evaluation step run call by call.
 
         Raises:
@@ -304,7 +304,7 @@ class Stage:
             return None
         places, before = self.places[name], self._times_run[name]
         if before == len(places):
-            self._run_again(
+            self._on_second_call(
                 f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: give the"
                 " LightningModule an example_input_array, by which calls are counted, name blocks by pipeline_blocks"
                 " in running order and as often as they run, or use pipeline_parallel_size=1."
@@ -334,14 +334,14 @@ class Stage:
             passage.entered_at = passage.counted
             passage.forget_hooks()
         if self._trace is not None:
-            self._trace.see_written((args, kwargs))
+            self._trace.mark_written_aliases((args, kwargs))
         refuse((args, kwargs), name)
         if self.is_last or not (passage.searching or passage.wanted):
             return  # no later stage, or none that asks
         if passage.wants("inside", index):
             self._watch_inside(index, block)
         if passage.wants("kept", index) or passage.wants("changed", index):
-            self._before = Before.of(block, (args, kwargs), looks_beside=passage.searching)
+            self._before = Before.of(block, (args, kwargs), compares_globals=passage.searching)
 
     def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
         if index < (self.owned.start if self.is_last else self.owned.stop):  # its output is received or sent here
@@ -442,7 +442,7 @@ class Stage:
                 tuple(self._seen_inside),
                 tuple((path, key, _slots(value)) for path, key, value in kept),
                 tuple(place for place, _ in changed),
-                before.handed_on(output),
+                before.returned_containers(output),
             )
             return
         if index not in passage.blocks:

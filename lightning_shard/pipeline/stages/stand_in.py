@@ -75,15 +75,15 @@ class StandIn:
                 " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
             )
         for call, (path, seen) in enumerate(done.inside):
-            self._run_hooks(path, self._filled(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
+            self._run_hooks(path, self._fill_slots(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
             self._keep(done, index)  # else they were set to unknown values in the search
         arguments = partial(tree.leaves, (args, kwargs))
         for place in done.changed:
-            self._change(arguments()[place], ("changed", index, place))
-        given = self._filled(done.output, ("block", index), f"the output of {self.name}", arguments)
-        if done.handed_on:
-            given = _in_place(given, done.handed_on, [*tree.containers((args, kwargs))])
+            self._reproduce_write(arguments()[place], ("changed", index, place))
+        given = self._fill_slots(done.output, ("block", index), f"the output of {self.name}", arguments)
+        if done.returned_containers:
+            given = _into_arguments(given, done.returned_containers, [*tree.containers((args, kwargs))])
         self.stage.given[index] = given
         return given
 
@@ -92,7 +92,7 @@ class StandIn:
         for number, (path, key, value) in enumerate(done.kept):
             text = f"what {self.name} keeps as {key}"
             scalar = Slot((), torch.get_default_dtype(), False)
-            filled = self._filled(scalar if value is None else value, ("kept", index, number), text)
+            filled = self._fill_slots(scalar if value is None else value, ("kept", index, number), text)
             self.stage.keep(self.block.get_submodule(path), key, filled)
 
     def _check_recomputed_alone(self) -> None:
@@ -111,7 +111,7 @@ class StandIn:
                 " stage (placement=[…]), or use pipeline_parallel_size=1."
             )
 
-    def _change(self, tensor: Tensor, key: Key) -> None:
+    def _reproduce_write(self, tensor: Tensor, key: Key) -> None:
         """Reproduce that the block wrote to one of its arguments: the received value, or unknown."""
         passage = self.stage.passage
         origin = Origin(f"what {self.name} writes to its arguments, on an earlier stage,", passage.on_missing)
@@ -120,7 +120,7 @@ class StandIn:
             mark(written, origin)
         passage.produced(key, tensor, written=True)
 
-    def _filled(self, values: Any, name: Key, text: str, arguments: Callable[[], Sequence[Any]] = tuple) -> Any:
+    def _fill_slots(self, values: Any, name: Key, text: str, arguments: Callable[[], Sequence[Any]] = tuple) -> Any:
         """Fill the slots of a nested value: with received values, arguments that the block returned, or unknowns."""
         passage = self.stage.passage
         places = count()
@@ -150,9 +150,11 @@ class StandIn:
             output = output if result is None else result
 
 
-def _in_place(output: Any, handed_on: Sequence[tuple[int | None, int]], arguments: Sequence[Any]) -> Any:
+def _into_arguments(
+    output: Any, returned_containers: Sequence[tuple[int | None, int]], arguments: Sequence[Any]
+) -> Any:
     """An output whose containers are those that the block was given, updated in place to the output's entries."""
-    for number, place in handed_on:
+    for number, place in returned_containers:
         held, new = arguments[place], output if number is None else output[number]
         if isinstance(held, dict):
             held.clear()
