@@ -14,34 +14,63 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, loader
 
+READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
+"""Operators for which a device would be waited for."""
 ASK = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 OF_HOSTS = ("plugin/broadcast.py",)
 """What is asked there are messages, which are on the host."""
 
 
+class Operators(TorchDispatchMode):
+    """Notes operators that read values, wherever they come from: also from torch's own C++."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            note(self.found, str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class Questions(TorchFunctionMode):
-    """Notes where this package or Lightning asks a tensor for its value."""
+    """Notes where this package or Lightning asks a tensor for its value; on the CPU not each one is an operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.operators = Operators(self.found)
+
+    def __enter__(self) -> Any:
+        self.operators.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.operators.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ASK:
-            frame: Any = sys._getframe(1)
-            files = [frame.f_code.co_filename]
-            while "/torch/" in files[-1]:
-                frame = frame.f_back
-                files.append(frame.f_code.co_filename)
-            of_steps = any("/torch/optim/" in file for file in files)  # optimizers count them on the host
-            if "lightning" in files[-1] and not files[-1].endswith(OF_HOSTS) and not of_steps:
-                self.found.append(f"{func.__name__} in {files[-1]}:{frame.f_lineno}")
+            note(self.found, func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def note(found: list[str], name: str) -> None:
+    frame: Any = sys._getframe(2)
+    files = [frame.f_code.co_filename]
+    while "/torch/" in files[-1]:
+        frame = frame.f_back
+        files.append(frame.f_code.co_filename)
+    of_steps = any("/torch/optim/" in file for file in files)  # optimizers count them on the host
+    if "lightning" in files[-1] and not files[-1].endswith(OF_HOSTS) and not of_steps:
+        found.append(f"{name} in {files[-1]}:{frame.f_lineno}")
 
 
 class Returns(Model):
@@ -72,6 +101,19 @@ class Watch(L.Callback):
         if batch_idx == 2:
             trainer.save_checkpoint(self.path)
             self.profile.__exit__(None, None, None)
+
+
+def test_what_reads_a_value_is_noted() -> None:
+    found: list[str] = []
+    values = torch.arange(3)
+    with Operators(found):
+        values.nonzero()
+        bool(values.sum())
+    assert not found  # a test's own
+    code = compile("bool(values.sum()), values.nonzero()", "/lightning/made.py", "eval")
+    with Operators(found):
+        eval(code, {"values": values})
+    assert [text.split(" in ")[0] for text in found] == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
 
 
 def steady_steps(path: str, **options: Any) -> tuple[list[str], set[str]]:
