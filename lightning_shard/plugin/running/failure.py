@@ -215,8 +215,9 @@ def lost_the_others(exception: BaseException) -> bool:
 def note_missing_state(exception: BaseException) -> None:
     """If a user's ``on_…_end`` hook fails on a stage before the last: note why state that steps keep may be missing."""
     note = (
-        "With several pipeline stages, what a step does after calling the network runs on the last stage only: self.log"
-        " reaches all stages, other state that a step keeps doesn't."
+        "With several pipeline stages, what a step does after calling the network runs on the last stage only. What it"
+        " logs, and keeps in attributes of modules, reaches the other stages at the end of the batch: numbers, texts,"
+        " tensors, and lists, dicts and plain objects of these; anything else doesn't."
     )
     frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
     hooks = (f for f in frames if f.f_code.co_name.startswith("on_") and f.f_code.co_name.endswith("_end"))

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
@@ -464,7 +465,7 @@ def _is_simple(value: Any) -> bool:
 
 def _equal(held: Any, value: Any) -> bool:
     """Whether a stage has a value that was sent; of nestings this isn't asked."""
-    if isinstance(held, Unknown):
+    if isinstance(held, (Unknown, DTensor)):
         return False
     if isinstance(value, Tensor):
         if not isinstance(held, Tensor) or (held.shape, held.dtype) != (value.shape, value.dtype):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace
@@ -26,6 +27,7 @@ from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.state.python_state import attributes, hold_same, is_object, reachable, slots
+from lightning_shard.sharding import local_tensor
 
 LARGEST_COPY_BYTES = 2**28
 """Largest tensor or array that is copied. A larger one may not be changed by a step that has to run again."""
@@ -235,23 +237,25 @@ def _note_tensor(path: str, tensor: Tensor) -> Note:
 
         return Note(path, tensor, check, lambda: tensor._version != version)
     with torch._C.DisableTorchFunctionSubclass():
-        copy = tensor.detach().clone()
+        # of a DTensor this rank's shard: to compare DTensors is a collective, and stages run at different times
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        copy = local.detach().clone()
 
     def put_back() -> None:
         tensor.__class__ = kind  # it may have become Unknown
         if tensor.requires_grad and not needs_gradient:
             tensor.detach_()
-        if tensor.shape != copy.shape:
-            tensor.data = copy.clone()
-        elif tensor._version != version or not torch.equal(tensor, copy):  # writes through `.data` bump no version
-            tensor.copy_(copy)
+        if local.shape != copy.shape:
+            local.data = copy.clone()
+        elif tensor._version != version or not torch.equal(local, copy):  # writes through `.data` bump no version
+            local.copy_(copy)
             # the value that a graph saved is there again; with a new version, its backward would refuse it
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     def has_changed() -> bool:
         if type(tensor) is not kind or tensor._version != version or tensor.requires_grad != needs_gradient:
             return True
-        return tensor.shape != copy.shape or not torch.equal(tensor, copy)
+        return local.shape != copy.shape or not torch.equal(local, copy)
 
     return Note(path, tensor, put_back, has_changed)
 
