@@ -44,6 +44,20 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         layer.__dict__["_over"] = _Over(group)
 
 
+def broadcast_statistics(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Have all ranks of a group use the first rank's statistics. A collective call.
+
+    Each data rank's are of its own samples, and a checkpoint holds the first rank's. So an evaluation uses these too,
+    as it does under DDP, which broadcasts buffers in every forward.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    for layer in batch_norms(module).values():
+        for buffer in layer.buffers(recurse=False):
+            if type(buffer) is Tensor and not buffer.is_meta:  # else another stage's
+                dist.broadcast(buffer, group=group, group_src=0)
+
+
 class _Over:
     """Holds a process group; a deep copy of a layer shares it, since groups can't be copied."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.parallel.activation_checkpointing import Recomputing
-from lightning_shard.parallel.batch_norm import synchronize
+from lightning_shard.parallel.batch_norm import broadcast_statistics, synchronize
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.tensor.plan import Plan
@@ -393,6 +393,7 @@ class HybridShardStrategy(PreparedStrategy):
         trainer = module.trainer
         loop = trainer_private.evaluating(trainer)
         trainer_private.before_end_hooks(loop, self._free_gathered)
+        broadcast_statistics(module, self.groups.gradient)
         assert self._steps is not None
         self._steps.begin(method)
         if self.layout.pipeline_parallel_size == 1:

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, train, world
 
 DATA = layout(data=2)
 
@@ -288,3 +290,38 @@ def train_and_forget() -> None:
 
 def test_a_module_that_was_sharded_is_freed() -> None:
     run_ranks(train_and_forget, 2, elastic=True)
+
+
+class Normalized(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.blocks(batch[0]).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def validated(folder: Path, sizes: dict[str, int]) -> list[float]:
+    """Before saving, and after loading."""
+    L.seed_everything(1)
+    samples = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=8)
+    settings: dict[str, Any] = {**QUIET, "devices": 2, "max_epochs": 1}
+    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **settings)
+    trainer.fit(trained := Normalized(), samples)
+    (before,) = trainer.validate(trained, samples, verbose=False)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **settings)
+    (after,) = trainer.validate(Normalized(), samples, ckpt_path=str(folder / "last.ckpt"), verbose=False)
+    return [before["loss"], after["loss"]]
+
+
+def test_batch_norms_statistics_are_the_same_before_saving_and_after_loading(tmp_path: Path) -> None:
+    for before, after in run_ranks(validated, 2, tmp_path, {"data_parallel_size": 2}, elastic=True):
+        assert before == pytest.approx(after, rel=1e-6)
