@@ -201,6 +201,28 @@ def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
     loop.on_run_end = on_run_end
 
 
+def around_hooks_of_fit(
+    trainer: pl.Trainer,
+    after_batch: Callable[[], None],
+    after_validation: Callable[[], None],
+    after_epoch: Callable[[], None],
+) -> None:
+    """Call these after all hooks of a training batch, of the validation that may follow it, and of an epoch."""
+    fit: Any = trainer.fit_loop
+    epoch: Any = fit.epoch_loop
+
+    def on_batch_end(*args: Any) -> None:
+        after_batch()
+        type(epoch).on_advance_end(epoch, *args)
+        after_validation()
+
+    def on_epoch_end() -> None:
+        type(fit).on_advance_end(fit)
+        after_epoch()
+
+    epoch.on_advance_end, fit.on_advance_end = on_batch_end, on_epoch_end
+
+
 def record_no_module_names(trainer: pl.Trainer) -> None:
     """Remove the hooks by which ``Trainer(profiler="pytorch")`` names modules: not all modules run on a stage."""
     profiler = trainer.profiler  # type: ignore[attr-defined]

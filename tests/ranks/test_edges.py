@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -398,6 +399,41 @@ def stop(sizes: dict[str, int], accumulate: int) -> int:
 @pytest.mark.parametrize(("sizes", "accumulate", "batches"), [(layout(pipeline=2), 2, 2), (layout(data=2), 4, 4)])
 def test_a_rank_that_stops_stops_all(sizes: dict[str, int], accumulate: int, batches: int) -> None:
     assert run_ranks(stop, 2, sizes, accumulate, elastic=True) == [batches, batches]
+
+
+class StopsInAHook(Model):
+    """On rank 0 only, as a hook does that looks at what only rank 0 has."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("gpt")
+        self.hook = hook
+
+    def stop(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.is_global_zero and self.global_step:
+            self.trainer.should_stop = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.stop("batch")
+
+    def on_validation_epoch_end(self) -> None:
+        self.stop("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.stop("epoch")
+
+
+def stop_in_hooks(sizes: dict[str, int]) -> list[int]:
+    counts = []
+    for hook in ("batch", "validation", "epoch"):
+        settings = {"val_check_interval": 2, "limit_train_batches": 3, "max_epochs": 3}
+        seen = train("gpt", sizes, steps=9, module=partial(StopsInAHook, hook), trainer=settings)
+        counts.append(len(seen.losses))
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int]) -> None:
+    assert run_ranks(stop_in_hooks, 2, sizes, elastic=True) == [[1, 2, 3]] * 2
 
 
 class Predicts(Model):

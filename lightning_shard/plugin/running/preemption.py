@@ -10,7 +10,9 @@ finishes first, all ranks save the same step, and all stop.
 
 The same exchange covers ``trainer.should_stop``, which may be set on one rank only: in a step, where only the last
 stage sees the loss, or by a callback that uses a rank's own numbers. The other ranks would wait for that rank forever.
-It also checks that data ranks had gradients of the same parameters, and that their optimizers have equal settings.
+The module's hooks run after all callbacks: where it has some that may set the flag, it is exchanged once more after
+these. The exchange also checks that data ranks had gradients of the same parameters, and that their optimizers have
+equal settings.
 
 Private in Lightning 2.6, replaced or used: ``trainer._signal_connector`` with its ``_sigterm_notifier_fn``,
 ``_slurm_sigusr_handler_fn`` and ``received_sigterm``; ``epoch_loop._broadcast_sigterm_tensor``.
@@ -23,6 +25,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,6 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
+from lightning_shard.plugin.steps.used_hooks import is_overridden
 
 __all__ = ["AgreedSIGTERM", "Preemption"]
 
@@ -52,6 +56,7 @@ class Preemption(callbacks.Callback):
         self._requeue = False
         self._stop = False
         self._agreed = False
+        self._validated = False  # since the last batch
 
     def take_over(self, trainer: pl.Trainer) -> None:
         """Replace Lightning's handlers before it registers them; once for each fit or evaluation."""
@@ -71,6 +76,12 @@ class Preemption(callbacks.Callback):
         connector._slurm_sigusr_handler_fn = note_requeue
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         trainer.callbacks[:] = [*(known for known in trainer.callbacks if known is not self), self]  # type: ignore[attr-defined]
+        trainer_private.around_hooks_of_fit(
+            trainer,
+            partial(self._after_batch, trainer),
+            partial(self._after_validation, trainer),
+            partial(self._agree_to_stop, trainer, "on_train_epoch_end"),
+        )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
@@ -92,13 +103,36 @@ class Preemption(callbacks.Callback):
         self._stop |= trainer.should_stop
         if trainer.state.fn == TrainerFn.FITTING:
             self._exchange(trainer)
+            self._validated = True
+
+    def _after_batch(self, trainer: pl.Trainer) -> None:
+        if not trainer_private.is_accumulating(trainer):
+            self._agree_to_stop(trainer, "on_train_batch_end")
+        else:
+            self._stop |= trainer.should_stop
+            trainer.should_stop = False
+
+    def _after_validation(self, trainer: pl.Trainer) -> None:
+        if self._validated:
+            self._validated = False
+            self._agree_to_stop(trainer, "on_validation_epoch_end", "on_validation_end")
+
+    def _agree_to_stop(self, trainer: pl.Trainer, *hooks: str) -> None:
+        """Exchange the stop flag, if the module has any of these hooks, which may have set it. Collective."""
+        if any(is_overridden(trainer.lightning_module, hook, pl.LightningModule) for hook in hooks):
+            self._stop |= trainer.should_stop
+            (trainer.should_stop,) = self._ranks(trainer).any(self._stop)
+            self._stop = False
 
     def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
         """All-reduce the flags by "or": stop, SIGTERM, requeue and ``more``; returns all but stop. Collective."""
-        ranks = Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
-        trainer.should_stop, *combined = ranks.any(self._stop, self._sigterm, self._requeue, *more)
+        flags = self._ranks(trainer).any(self._stop, self._sigterm, self._requeue, *more)
+        trainer.should_stop, *combined = flags
         self._stop = False
         return combined
+
+    def _ranks(self, trainer: pl.Trainer) -> Ranks:
+        return Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False
