@@ -141,6 +141,11 @@ class Layout:
         return self.rank // (self.tensor_parallel_size * self.context_parallel_size) % self.data_parallel_size
 
     @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this rank comes first among those of its data rank that have the last stage: it writes results."""
+        return self.pipeline_rank == self.pipeline_parallel_size - 1 and self.context_rank == self.tensor_rank == 0
+
+    @property
     def context_rank(self) -> int:
         """Which part of each sequence this rank computes."""
         return self.rank // self.tensor_parallel_size % self.context_parallel_size

@@ -384,6 +384,8 @@ class HybridShardStrategy(PreparedStrategy):
 
     def on_predict_start(self) -> None:
         self._begin_evaluation("predict_step")
+        if not self.layout.is_first_of_data_rank:
+            trainer_private.write_no_predictions(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _begin_evaluation(self, method: str) -> None:
         """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
@@ -418,6 +420,7 @@ class HybridShardStrategy(PreparedStrategy):
 
     def on_predict_end(self) -> None:
         self._free_gathered()
+        trainer_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _free_gathered(self) -> None:
         """Reshard the module after an evaluation: only a backward frees gathered parameters, and there was none.

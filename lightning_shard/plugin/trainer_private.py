@@ -25,10 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -246,6 +248,27 @@ def run_within(trainer: pl.Trainer, context: Callable[[], AbstractContextManager
             return type(trainer)._run_stage(trainer)
 
     trainer._run_stage = run_stage  # type: ignore[method-assign]
+
+
+def write_no_predictions(trainer: pl.Trainer) -> None:
+    """Leave Lightning's prediction writers nothing to write on this rank: another one has the same predictions."""
+    for writer in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(writer, BasePredictionWriter):
+            vars(writer).update(
+                write_on_batch_end=lambda *_, **__: None, write_on_epoch_end=partial(_write_nothing_at_end, writer)
+            )
+
+
+def write_predictions_again(trainer: pl.Trainer) -> None:
+    """Undo :func:`write_no_predictions`."""
+    for writer in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(writer, BasePredictionWriter):
+            for name in ("write_on_batch_end", "write_on_epoch_end"):
+                vars(writer).pop(name, None)
+
+
+def _write_nothing_at_end(writer: Any, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
+    type(writer).write_on_epoch_end(writer, trainer, module, [], [])  # called, since it may be collective
 
 
 def drop_repeated_predictions(trainer: pl.Trainer) -> None:

@@ -85,7 +85,8 @@ def evaluate(stages: int, kind: type[Net], size: int, streams: bool) -> tuple[li
     trainer = L.Trainer(strategy=strategy, devices=stages, callbacks=[writer], **QUIET)
     module = kind()
     in_order = mock.patch("lightning_shard.plugin.strategy.runs_in_order", return_value=True)
-    with nullcontext() if streams else in_order:
+    on_all_stages = mock.patch("lightning_shard.plugin.trainer_private.write_no_predictions")
+    with on_all_stages, nullcontext() if streams else in_order:
         found = trainer.predict(module, [loader(1, size), loader(2, size, rest=size // 2)])
         validated = trainer.validate(module, loader(3, size), verbose=False)
     # what was sent of earlier batches isn't kept: so many batches may be under way
