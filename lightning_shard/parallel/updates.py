@@ -37,12 +37,13 @@ def update_shards(optimizer: torch.optim.Optimizer) -> None:
 
 def _are_sharded_alike(tensors: tuple[Tensor, ...]) -> bool:
     """A parameter, and what its update works with."""
-    specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
-    first = specs[0]
-    return all(
-        [
-            spec is first
-            or (spec is not None and first is not None and (spec.mesh, spec.placements) == (first.mesh, first.placements))
-            for spec in specs
-        ]
-    )
+    first = tensors[0]
+    if not isinstance(first, DTensor):
+        return not any(isinstance(t, DTensor) for t in tensors)
+    spec = first._spec
+    for t in tensors:
+        if not isinstance(t, DTensor):
+            return False
+        if t._spec is not spec and (t._spec.mesh, t._spec.placements) != (spec.mesh, spec.placements):
+            return False
+    return True

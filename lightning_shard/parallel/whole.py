@@ -12,7 +12,7 @@ Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ COPIED = (
     "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
     " keep a state_dict."
 )
-_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
+_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter, Callable[[str, Any], None]]
 
 
 def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
@@ -50,7 +50,7 @@ def hold_whole(root: nn.Module, mesh: DeviceMesh) -> None:
                     own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
                     made[parameter] = nn.Parameter(own, parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
-                _put(module, name, made[parameter])
+                _put_into(module)(name, made[parameter])
     whole = _OF[root] = WholeParameters(mesh)
     root.register_forward_pre_hook(_gather, prepend=True)
     for module in root.modules():
@@ -96,7 +96,7 @@ class WholeParameters:
             return
         if not self._slots:  # not before: weights may be materialised, and moved, until the first call
             self._slots = list(self._find(root))
-        for module, name, held, running in self._slots:
+        for module, name, held, running, put in self._slots:
             if module._parameters.get(name) is not held:
                 raise _replaced(module, name, held)
             if isinstance(running, DTensor):
@@ -109,7 +109,7 @@ class WholeParameters:
             if not self.in_microbatches and held.requires_grad and held not in self._watched:
                 self._watched.add(held)
                 running.register_post_accumulate_grad_hook(partial(self._arrived, held))
-            _put(module, name, running)
+            put(name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True
 
@@ -120,22 +120,22 @@ class WholeParameters:
                     if parameter not in self._running:
                         same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
                         self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
-                    yield module, name, parameter, self._running[parameter]
+                    yield module, name, parameter, self._running[parameter], _put_into(module)
 
     def free(self) -> None:
         """Put the module's own in place, with what a step has set on those that ran."""
         if self.is_gathered:
-            for module, name, held, running in self._slots:
+            for module, name, held, running, put in self._slots:
                 if module._parameters.get(name) is not running:
                     raise _replaced(module, name, running)
-                _put(module, name, held)
+                put(name, held)
                 if held.requires_grad != running.requires_grad:
                     held.requires_grad_(running.requires_grad)
                 own: Tensor = held._local_tensor  # type: ignore[attr-defined]
-                if own.data_ptr() != (now := _local(running)).data_ptr():  # by an assignment to its data
-                    own.data.copy_(now.data)
+                if own.data_ptr() != _local(running).data_ptr():  # by an assignment to its data
+                    own.data.copy_(_local(running).data)
             self.is_gathered = False
-            for (module, name, _, running), before, now in zip(self._slots, self._versions, self._seen_versions()):
+            for (module, name, _, running, _), before, now in zip(self._slots, self._versions, self._seen_versions()):
                 if before != now:
                     raise StepError(
                         f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(running.shape)}, was"
@@ -144,7 +144,7 @@ class WholeParameters:
                     )
 
     def _seen_versions(self) -> list[int]:
-        return [running._version for _, _, _, running in self._slots] if self.in_microbatches else []
+        return [running._version for _, _, _, running, _ in self._slots] if self.in_microbatches else []
 
     @torch.no_grad()
     def hand_over_gradients(self) -> None:
@@ -200,12 +200,11 @@ def _have_one_form(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _put_into(module: nn.Module) -> Callable[[str, Any], None]:
     """Some modules keep their parameters in other places too, as recurrent layers do."""
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
-    else:
-        setattr(module, name, parameter)
+        return module._parameters.__setitem__
+    return partial(setattr, module)
 
 
 def _replaced(module: nn.Module, name: str, parameter: nn.Parameter) -> StepError:

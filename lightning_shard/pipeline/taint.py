@@ -312,7 +312,7 @@ def refuse(value: Any, where: str) -> None:
     Args:
         where: What takes it, as the beginning of the sentence.
     """
-    if any([isinstance(leaf, Unknown) for leaf in tree.leaves(value)]):
+    if [leaf for leaf in tree.leaves(value) if isinstance(leaf, Unknown)]:
         unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
         path, first = unknown[0]
         place = f" ({'.'.join(path)})" if path else ""

@@ -74,7 +74,8 @@ def remember(device: torch.device) -> Callable[[], None]:
 
 def remember_torch(device: torch.device) -> Callable[[], None]:
     """Of torch's alone."""
-    put_cpu_back = partial(torch.default_generator.set_state, torch.default_generator.get_state())
+    set_state: Any = torch.default_generator.set_state
+    put_cpu_back = partial(set_state, torch.default_generator.get_state())
     if device.type != "cuda":
         return put_cpu_back
     cuda = torch.cuda.get_rng_state(device)
