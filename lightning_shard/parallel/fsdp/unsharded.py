@@ -13,7 +13,7 @@ step. ``to_local()`` and ``from_local()`` are autograd operations, which take at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ COPIED = (
     "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
     " keep a state_dict."
 )
-_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter]
+_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter, Callable[[str, Any], None]]
 
 
 def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
@@ -51,7 +51,7 @@ def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
                     own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
                     made[parameter] = nn.Parameter(own, parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
-                _put(module, name, made[parameter])
+                _put_into(module)(name, made[parameter])
     whole = _OF[root] = UnshardedParameters(mesh)
     root.register_forward_pre_hook(_gather, prepend=True)
     for module in root.modules():
@@ -97,7 +97,7 @@ class UnshardedParameters:
             return
         if not self._slots:  # not earlier: weights may be materialised or moved until the first call
             self._slots = list(self._find(root))
-        for module, name, held, running in self._slots:
+        for module, name, held, running, put in self._slots:
             if module._parameters.get(name) is not held:
                 raise _replaced(module, name, held)
             if isinstance(running, DTensor):
@@ -111,7 +111,7 @@ class UnshardedParameters:
             if not self.in_microbatches and held.requires_grad and held not in self._watched:
                 self._watched.add(held)
                 running.register_post_accumulate_grad_hook(partial(self._move_at_once, held))
-            _put(module, name, running)
+            put(name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True
 
@@ -122,7 +122,7 @@ class UnshardedParameters:
                     if parameter not in self._running:
                         same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
                         self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
-                    yield module, name, parameter, self._running[parameter]
+                    yield module, name, parameter, self._running[parameter], _put_into(module)
 
     def free(self) -> None:
         """Put the module's own parameters in place, with what a step has set on the running ones.
@@ -131,17 +131,17 @@ class UnshardedParameters:
             StepError: On a pipeline stage, a step changed a parameter in place.
         """
         if self.is_gathered:
-            for module, name, held, running in self._slots:
+            for module, name, held, running, put in self._slots:
                 if module._parameters.get(name) is not running:
                     raise _replaced(module, name, running)
-                _put(module, name, held)
+                put(name, held)
                 if held.requires_grad != running.requires_grad:
                     held.requires_grad_(running.requires_grad)
                 own: Tensor = held._local_tensor  # type: ignore[attr-defined]
                 if own.data_ptr() != (assigned := _local(running)).data_ptr():  # a step ran p.data = …
                     own.data.copy_(assigned.data)
             self.is_gathered = False
-            for (module, name, _, running), before, now in zip(self._slots, self._versions, self._seen_versions()):
+            for (module, name, _, running, _), before, now in zip(self._slots, self._versions, self._seen_versions()):
                 if before != now:
                     raise StepError(
                         f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(running.shape)}, was"
@@ -150,7 +150,7 @@ class UnshardedParameters:
                     )
 
     def _seen_versions(self) -> list[int]:
-        return [running._version for _, _, _, running in self._slots] if self.in_microbatches else []
+        return [running._version for _, _, _, running, _ in self._slots] if self.in_microbatches else []
 
     @torch.no_grad()
     def move_gradients(self) -> None:
@@ -206,12 +206,11 @@ def _have_one_form(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set a parameter; by ``setattr`` if a class overrides it: recurrent layers also keep their weights in a list."""
+def _put_into(module: nn.Module) -> Callable[[str, Any], None]:
+    """A setter of parameters: ``setattr`` if a class overrides it, as recurrent layers, which also keep a list."""
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
-    else:
-        setattr(module, name, parameter)
+        return module._parameters.__setitem__
+    return partial(setattr, module)
 
 
 def _replaced(module: nn.Module, name: str, parameter: nn.Parameter) -> StepError:

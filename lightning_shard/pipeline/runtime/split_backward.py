@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.sharding import local_tensor
@@ -246,7 +247,7 @@ def _memory_of_gradients(leaves: Iterable[Node]) -> Iterator[int]:
 
 def _memory(tensor: Tensor) -> int | None:
     """An id of a tensor's storage, equal for tensors that share memory; ``None`` if it can't be determined."""
-    local = local_tensor(tensor)
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     if isinstance(local, FakeTensor):
         return local.untyped_storage()._cdata
     return local.untyped_storage().data_ptr() if type(local) is Tensor else None

@@ -111,7 +111,9 @@ def entries(container: Any, most: int | None = None) -> list[Any]:
 
 def hold_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two dicts hold the same objects under the same keys, in the same order."""
-    return [*one] == [*other] and all(map(is_, one.values(), other.values()))
+    if len(one) != len(other):
+        return False
+    return not one or ([*one] == [*other] and all(map(is_, one.values(), other.values())))
 
 
 @functools.cache
