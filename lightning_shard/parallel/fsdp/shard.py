@@ -326,12 +326,16 @@ def drop_unreduced_gradients(root: nn.Module) -> None:
 
 def join_all_gather(unit: FSDPModule) -> None:
     """Take part in the all-gather of a unit that other ranks call, and reshard it if the call does."""
-    groups = list(groups_of(unit))
-    if any(group.is_unsharded for group in groups):
+    if is_gathered(unit):
         return  # the other ranks have it unsharded too, and all-gather nothing
     unit.unshard()
-    if any(group._reshard_after_forward for group in groups):
+    if any(group._reshard_after_forward for group in groups_of(unit)):
         unit.reshard()
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Whether a unit is unsharded already, so that a call of it all-gathers nothing."""
+    return any(group.is_unsharded for group in groups_of(unit))
 
 
 def has_unreduced_gradients(group: Any) -> bool:
