@@ -19,6 +19,8 @@ from torch.nn.modules._functions import (
 )  # private: the function that nn.SyncBatchNorm calls (torch 2.11 to 2.13)
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_shard.errors import StepError
+
 _CLASSES: dict[type[_BatchNorm], type[_BatchNorm]] = {}
 
 
@@ -112,6 +114,12 @@ class Synchronized(_BatchNorm):
         here = x.new_full((1,), x.numel() // x.size(1))
         sums: Tensor = _Summed.apply(torch.cat([x.sum(dims), here]), group)
         count = sums[-1].detach()
+        if count <= 1:
+            raise StepError(
+                f"{type(self).__name__} got one value per channel from all data ranks together (here an input of shape"
+                f" {tuple(input.shape)}), which has no variance: train with larger batches (drop_last=True if only the"
+                " last one is so small), or without sync_batchnorm in evaluation mode."
+            )
         mean = sums[:-1] / count
         centred = x - mean.view(of_channels)
         variance: Tensor = _Summed.apply(centred.square().sum(dims), group) / count

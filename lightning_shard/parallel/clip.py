@@ -49,7 +49,11 @@ def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
 
 
 def gradient_norm(
-    parameters: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+    parameters: Iterable[Tensor],
+    stage_mesh: DeviceMesh,
+    device: torch.device,
+    norm_type: float = 2.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The norm of all gradients of the whole model, equal on all ranks. Collective over all ranks.
 
@@ -58,16 +62,21 @@ def gradient_norm(
         stage_mesh: The mesh of the ranks that hold this rank's stage.
         device: Device of the result.
         norm_type: ``p`` of the p-norm; ``inf`` for the largest absolute value.
+        dtype: The result's, the same on all ranks; ``None``: the widest of this rank's gradients, and at least float32.
 
     Returns:
-        The norm, ``[]``, in the widest dtype of this rank's gradients, and at least float32.
+        The norm, ``[]``.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and not is_counted_elsewhere(p)]
-    return norm_over_ranks(gradients, stage_mesh, device, norm_type)
+    return norm_over_ranks(gradients, stage_mesh, device, norm_type, dtype)
 
 
 def norm_over_ranks(
-    tensors: Iterable[Tensor], stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+    tensors: Iterable[Tensor],
+    stage_mesh: DeviceMesh,
+    device: torch.device,
+    norm_type: float = 2.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The norm over all ranks' tensors together, each element counted once. Collective over all ranks."""
     own = list(tensors)
@@ -78,7 +87,7 @@ def norm_over_ranks(
         total = norms.max() if largest else norms.pow(norm_type).sum()
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    return (total if largest else total.pow(1.0 / norm_type)).to(_type_of_norm(own))
+    return (total if largest else total.pow(1.0 / norm_type)).to(dtype or type_of_norm(own))
 
 
 def norms_over_stage(
@@ -90,11 +99,11 @@ def norms_over_stage(
     total = norms if largest else norms.pow(norm_type)
     for axis in range(stage_mesh.ndim):
         dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stage_mesh.get_group(axis))
-    return (total if largest else total.pow(1.0 / norm_type)).to(_type_of_norm(tensors))
+    return (total if largest else total.pow(1.0 / norm_type)).to(type_of_norm(tensors))
 
 
-def _type_of_norm(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The widest dtype of this rank's tensors, and at least float32."""
+def type_of_norm(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The widest real dtype of this rank's tensors, and at least float32."""
     return reduce(torch.promote_types, (tensor.dtype.to_real() for tensor in tensors), torch.float32)
 
 
@@ -125,7 +134,12 @@ def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.
 
 @torch.no_grad()
 def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, stage_mesh: DeviceMesh, device: torch.device, norm_type: float = 2.0
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    stage_mesh: DeviceMesh,
+    device: torch.device,
+    norm_type: float = 2.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
 
@@ -135,7 +149,7 @@ def clip_by_norm(
         The norm before clipping.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters, stage_mesh, device, norm_type)
+    norm = gradient_norm(parameters, stage_mesh, device, norm_type, dtype)
     scale_to_norm(parameters, max_norm, norm)
     return norm
 

@@ -16,13 +16,15 @@ def gather_parameters(
 ) -> dict[str, Tensor]:
     """Return full parameters by name on rank 0's CPU, and an empty dict on other ranks. Collective over all ranks.
 
+    They are copies, which later steps don't change.
+
     While it runs, the first data and tensor rank of each stage holds its stage's full parameters on its CPU.
     """
     gathered: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         full = full_tensor(parameter)
         if layout.rank in layout.pipelines()[0]:
-            gathered[name] = full.cpu()
+            gathered[name] = full.to("cpu", copy=True)  # on one data rank it is the parameter's memory
     if groups is None or layout.pipeline_parallel_size == 1 or layout.rank not in layout.pipelines()[0]:
         return gathered if layout.rank == 0 else {}
     described = {name: (tuple(t.shape), t.dtype) for name, t in gathered.items()}

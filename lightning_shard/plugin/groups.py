@@ -93,6 +93,8 @@ class Groups:
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """All-gather a value over the pipeline; returns every stage's, in stage order. A collective call."""
+        if dist.get_world_size(self.control) == 1:
+            return [value]
         values: list[Any] = [None] * dist.get_world_size(self.control)
         dist.all_gather_object(values, value, group=self.control)
         return values[::-1]

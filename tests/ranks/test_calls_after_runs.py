@@ -1,4 +1,4 @@
-"""A module, and parts of it, that are called when its run is over: as on one process, or refused by name."""
+"""A module, and parts of it, that are called between steps or after a run: as on one process, or refused by name."""
 
 from __future__ import annotations
 
@@ -76,6 +76,50 @@ def test_it_returns_what_it_does_on_one_process_and_gradients_of_parts_arrive(si
     for ours in run_ranks(called, 2, sizes, elastic=True):
         for name, tensor in expected.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+class CallsInHooks(Model):
+    """Calls parts, or all of itself, with gradients; then clips what it sees as its gradients."""
+
+    def __init__(self, hook: str, part: str) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        setattr(self, hook, self.call)
+        self.part = part
+
+    def call(self, *_: Any) -> None:
+        called = self.get_submodule(self.part)(samples())
+        if self.part == "layers.0":
+            called.square().mean().backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(samples(), batch_idx)
+        self.losses.append(float(loss))
+        return loss
+
+
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
+PARTS = ("", "head", "layers.0")
+
+
+def losses_with_calls(options: dict[str, Any] | None) -> dict[tuple[str, str], list[float]]:
+    found = {}
+    for hook in HOOKS:
+        for part in PARTS:
+            module = CallsInHooks(hook, part)
+            strategy: Any = HybridShardStrategy(**options) if options else "auto"
+            trainer = L.Trainer(strategy=strategy, devices=2 if options else 1, max_steps=3, **QUIET)
+            trainer.fit(module, DataLoader(samples(), batch_size=2))
+            found[hook, part] = module.losses
+    return found
+
+
+def test_calls_in_hooks_leave_no_old_weights_to_the_next_step() -> None:
+    plain = losses_with_calls(None)
+    for ours in run_ranks(losses_with_calls, 2, {**DATA, "reshard_after_forward": False}, elastic=True):
+        for case, losses in plain.items():
+            assert ours[case] == pytest.approx(losses, rel=1e-5), case
 
 
 def refused() -> list[str]:

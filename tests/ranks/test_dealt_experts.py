@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import PlanError
@@ -67,6 +68,58 @@ class OfDropped(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Capped(Experts):
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        results = super().forward(hidden, indices, weights)
+        for expert in range(self.num_experts):
+            of_expert = (indices == expert).any(1)
+            results = torch.where((of_expert & (of_expert.cumsum(0) > 10))[:, None], 0, results)
+        return results
+
+
+class Centred(nn.Linear):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows - rows.mean(0))
+
+
+class WithCapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Capped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, weights)
+
+
+class WithCentred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(Centred(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        return x + sum(scores[:, [i]] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class OfDependent(OfDropped):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+
+def fit_dependent() -> None:
+    for kind in (WithCapped, WithCentred):
+        strategy = HybridShardStrategy(expert_parallel_size=2, expert_parallel_plan={"blocks.*.experts": "experts"})
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(PlanError, match=r"blocks\.0\.experts computes something else for a row among others"):
+            trainer.fit(OfDependent(kind), DataLoader(torch.randn(32, 8), batch_size=8))
+
+
+def test_experts_whose_rows_depend_on_each_other_are_refused() -> None:
+    run_ranks(fit_dependent, 2, elastic=True)
 
 
 def tokens() -> list[Tensor]:

@@ -130,6 +130,39 @@ class KeepsGradients(Tied):
         pass
 
 
+class Scaled(Tied):
+    """A scalar, too, is used on both stages. It isn't sharded, so each batch's gradients are added to its own."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        scale = nn.Parameter(torch.tensor(1.0))
+        for part in (self.model.get_input_embeddings(), self.model.lm_head):
+            part.scale = scale
+            part.register_forward_hook(lambda part, _, out: out * part.scale)
+
+
+def accumulate(sizes: dict[str, int] | None = None, **options: Any) -> Seen:
+    trainer = {**CLIPPED, "accumulate_grad_batches": 3}  # a validation every two batches, so in mid-accumulation too
+    return train("llama", sizes, module=lambda: Scaled("llama"), trainer=trainer, steps=2, **options)
+
+
+def accumulate_in_several_ways(sizes: dict[str, int]) -> list[Seen]:
+    """Gradients are reduced at the last batch, or at each of them: where nothing is sharded, or by FSDP2's units."""
+    each = {"reduce_each_microbatch": True}
+    split = {**each, "schedule": "ZBVZeroBubble"}
+    return [accumulate(sizes, **options) for options in ({}, {**each, "cpu_offload": True}, each, split)]
+
+
+def test_accumulated_gradients_are_added_once_however_often_they_are_reduced() -> None:
+    sizes = layout(pipeline=2)
+    plain = accumulate()
+    for seen in zip(*run_ranks(accumulate_in_several_ways, 2, sizes, elastic=True), strict=True):
+        ours = combine(list(seen), sizes)
+        assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+        assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+        assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
 def keep_gradients(sizes: dict[str, int] | None = None) -> Seen:
     return train("llama", sizes, module=lambda: KeepsGradients("llama"))
 

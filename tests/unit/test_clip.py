@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from lightning_shard.parallel.clip import _own_norms
+from lightning_shard.parallel.fsdp.shard import average_gradients
+from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
@@ -27,3 +31,28 @@ def test_the_norm_of_a_large_gradient_loses_nothing_to_its_size() -> None:
     mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
     [norm] = _own_norms([gradient], mesh, torch.device("cpu"), 2.0).tolist()
     assert norm == pytest.approx(float(gradient[0, 0]) * 2**11.5, rel=1e-5)
+
+
+def test_a_total_norm_has_one_dtype_on_all_stages() -> None:
+    """A scale rounded to each stage's own would let the copies of tied weights part."""
+    module: Any = nn.Linear(3, 3)
+    mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
+    groups: Any = SimpleNamespace(gather_over_stages=lambda own: [own, torch.float64])
+    norms = WholeNorms(module, mesh, groups, torch.device("cpu"))
+    third = torch.tensor([1 / 3], dtype=torch.float32)
+    assert norms.total([third]).dtype == torch.float64
+
+
+def test_averaged_scalar_gradients_keep_their_bits_and_imaginary_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, of which the other has three times this one's gradients."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(4))
+    values = [torch.tensor(1 / 3), torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(1 / 3 + 2j)]
+    parameters = [nn.Parameter(torch.zeros_like(value)) for value in [*values, values[0]]]
+    for parameter, value in zip(parameters, values):
+        parameter.grad = value.clone()
+    group: Any = None
+    average_gradients(parameters, group)
+    for parameter, value in zip(parameters, values):
+        assert torch.equal(parameter.grad, value * 2)  # type: ignore[arg-type]
+    assert parameters[-1].grad is None

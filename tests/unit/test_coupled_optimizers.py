@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ class Noisy(Own):
         return 1 + torch.rand(())
 
 
+class Fails(Own):
+    """Gives NaN for such small parameters, of one alone too."""
+
+    def scale(self) -> Any:
+        return math.nan
+
+
 class Unmakeable(ByNorm):
     def __init__(self, params: Any, module: Any) -> None:
         super().__init__(params)
@@ -79,7 +87,7 @@ def test_what_takes_something_over_all_parameters_is_found() -> None:
     module = torch.nn.Linear(2, 2)
     before = torch.get_rng_state()
     assert depends_on_others(ByNorm(parameters()))
-    for optimizer in (Own(parameters()), Noisy(parameters()), torch.optim.AdamW(parameters())):
+    for optimizer in (Own(parameters()), Noisy(parameters()), Fails(parameters()), torch.optim.AdamW(parameters())):
         assert not depends_on_others(optimizer)
     assert depends_on_others(Unmakeable(parameters(), None))
     assert not depends_on_others(Unmakeable(parameters(), module))  # nothing is known

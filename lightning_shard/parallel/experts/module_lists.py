@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_shard.errors import PlanError, StepError
+from lightning_shard.parallel.experts.check_rows import RowCheck
 from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered, slots_of
 from lightning_shard.parallel.tensor.local_modules import split_parameter
@@ -258,6 +260,7 @@ class Owner:
         self._mesh, self._data_mesh = mesh, data_mesh
         self._two_runs = two_runs
         self._shapes: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+        self._check_rows = RowCheck(name)
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         experts = experts_of(owner.get_submodule(self._key))
@@ -332,6 +335,7 @@ class Owner:
         by_expert = []
         for place in range(here):
             came = torch.cat(pieces[place::here])
+            self._check_rows(partial(self._compute, weights, full, place), weights.own[place], came)
             # without rows, compute one row of zeros and drop the result: every rank's backward must run the same
             # collectives, and every parameter must get a gradient
             results = self._compute(weights, full, place, came if len(came) else rows[:0].sum(0, keepdim=True))

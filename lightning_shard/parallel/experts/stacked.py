@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.experts.check_rows import RowCheck
 from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.module_lists import TwoRuns, distribute_list, experts_of, is_list, unfit_list
 from lightning_shard.parallel.plans import declared_plan, matches, similar
@@ -199,6 +200,7 @@ class Dispatched:
         self._own_forward: Any = type(module).forward
         self._experts: int = module.num_experts  # type: ignore[assignment]
         self._mesh = mesh
+        self._check_rows = RowCheck(name)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         hidden, indices, weights = self._arguments(args, kwargs)
@@ -216,6 +218,12 @@ class Dispatched:
             weights.reshape(-1, 1)[order],
         )
         here = self._experts // ranks
+        to_one = experts.new_zeros(1, 1).to(indices.dtype)  # a capacity is exceeded sooner if all rows are one expert's
+
+        def compute(rows: Tensor, scales: Tensor) -> Tensor:
+            return self._compute(module, rows, to_one.expand(len(rows), 1), scales, here)
+
+        self._check_rows(compute, module, rows, scales)
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
         (returned,) = Exchange.apply(group, receive_counts, send_counts, 1 / ranks, 1, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)

@@ -1,7 +1,10 @@
 """Support calls of a model's parts between steps, such as ``self.net(x)`` in ``on_train_epoch_end``.
 
 The root unit (everything outside of blocks) is unsharded only while a step runs. Here, a part that is called outside of
-a step unshards it for its own call. With several data ranks this is collective, so all of them must make the call.
+a step unshards it for its own call, and once more for a backward through it. With several data ranks this is
+collective, so all of them must make the call.
+
+Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever has changed the shards meanwhile.
 """
 
 from __future__ import annotations
@@ -9,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.units import check_before_gather, groups_of, is_set_up
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import check_before_gather, gather_for_backward, groups_of, is_set_up
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 
@@ -27,6 +30,8 @@ def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
     for part in set(_called(root, blocks)):
         part.register_forward_pre_hook(calls.enter, prepend=True)
         part.register_forward_hook(calls.leave, always_call=True)
+    root.register_forward_pre_hook(calls.enter_whole, prepend=True)
+    root.register_forward_hook(calls.leave_whole, always_call=True)
 
 
 def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
@@ -45,18 +50,33 @@ def _called(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Mod
             yield from _called(child, blocks)
 
 
+def _is_step(args: Any) -> bool:
+    """Whether a call of the root runs a step, which is its one argument (plugin/steps/redirect.py)."""
+    return len(args) == 1 and callable(args[0]) and not isinstance(args[0], Tensor)
+
+
 class _Calls:
     """Counts nested calls of parts outside of a call of ``root``: the outermost call unshards and reshards."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._depth = 0
+        self._in_step = False
 
     def enter(self, *_: Any) -> None:
         if self._depth or not self._is_gathered():
             self._depth += 1
             if self._depth == 1:
                 self._gather()
+
+    def enter_whole(self, root: nn.Module, args: Any) -> None:
+        self._in_step = self._in_step or _is_step(args)
+
+    def leave_whole(self, root: nn.Module, args: Any, output: Any) -> None:
+        if _is_step(args):
+            self._in_step = False
+        elif not self._in_step:
+            reshard(root)
 
     def refuse(self, part: nn.Module, _: Any) -> None:
         whole = unsharded_of(self._root)  # asked of each part in each step
@@ -69,11 +89,11 @@ class _Calls:
                 " (load_from_checkpoint), or use pipeline_parallel_size=1."
             )
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, part: nn.Module, args: Any, output: Any) -> None:
         if self._depth:
             self._depth -= 1
             if not self._depth:
-                self._free()
+                self._free(args, output)
 
     def _is_gathered(self) -> bool:
         """Whether the root unit is unsharded, has nothing to all-gather, or isn't initialised by FSDP2 yet."""
@@ -90,8 +110,9 @@ class _Calls:
             check_before_gather(self._root)
             self._root.unshard()
 
-    def _free(self) -> None:
+    def _free(self, args: Any, output: Any) -> None:
         if (whole := unsharded_of(self._root)) is not None:
             whole.free()
-        elif isinstance(self._root, FSDPModule) and not torch.is_grad_enabled():  # else a backward may need them
+        elif isinstance(self._root, FSDPModule):
+            gather_for_backward(self._root, args, output)
             self._root.reshard()

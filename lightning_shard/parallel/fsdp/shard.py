@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -201,12 +201,13 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     present = [torch.zeros_like(p) if p.grad is None else torch.ones_like(p) for p in parameters]
-    both = torch.stack([*gradients, *present]).float()
+    widest = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+    both = torch.stack([value.to(widest) for value in (*gradients, *present)])
     dist.all_reduce(both, group=group)
     means, ranks = (both / dist.get_world_size(group)).chunk(2)
     for parameter, mean, any_rank in zip(parameters, means, ranks.tolist()):
         if any_rank:
-            parameter.grad = mean.to(parameter.dtype)
+            parameter.grad = (mean if parameter.is_complex() else mean.real).to(parameter.dtype)
 
 
 def parallelizes_itself(root: nn.Module) -> bool:
@@ -326,12 +327,16 @@ def drop_unreduced_gradients(root: nn.Module) -> None:
 
 def join_all_gather(unit: FSDPModule) -> None:
     """Take part in the all-gather of a unit that other ranks call, and reshard it if the call does."""
-    groups = list(groups_of(unit))
-    if any(group.is_unsharded for group in groups):
+    if is_gathered(unit):
         return  # the other ranks have it unsharded too, and all-gather nothing
     unit.unshard()
-    if any(group._reshard_after_forward for group in groups):
+    if any(group._reshard_after_forward for group in groups_of(unit)):
         unit.reshard()
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Whether a unit is unsharded already, so that a call of it all-gathers nothing."""
+    return any(group.is_unsharded for group in groups_of(unit))
 
 
 def has_unreduced_gradients(group: Any) -> bool:

@@ -168,6 +168,19 @@ def gather_for_views(units: Iterable[FSDPModule]) -> None:
         unit.register_forward_hook(_wait_for_bases, with_kwargs=True)
 
 
+def gather_for_backward(unit: Any, args: Any, output: Any) -> None:
+    """Make a unit all-gather for the backward through ``output``, and reduce its gradients at the end, as FSDP2 does.
+
+    For a call of a part of the unit: FSDP2 itself sees calls of whole units only.
+    """
+    if torch.is_grad_enabled():
+        begin = unit._get_fsdp_state()._pre_backward
+        for tensor in tree.tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
+        _wait_for_bases(unit, args, {}, output)
+
+
 def _wait_for_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         return

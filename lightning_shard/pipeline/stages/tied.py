@@ -72,29 +72,35 @@ class TiedGradients:
         self._group = group
         self._control = control
         self._device = device
+        self._earlier: list[Tensor | None] | None = None  # gradients from before an accumulation that is under way
 
     @contextmanager
-    def adding(self, *, last: bool) -> Iterator[None]:
-        """Context of backwards. At its end, the gradients that they added are summed over the holding ranks.
+    def adding(self, *, first: bool, last: bool) -> Iterator[None]:
+        """Context of a batch's backwards. At the end of an accumulation, its gradients are summed over holding ranks.
 
-        A collective over these ranks, if ``last``. Gradients from before are set aside and added back: they are
-        already sums.
+        A collective over these ranks, if ``last``. Gradients from before the accumulation are set aside and added back:
+        they are already sums.
 
         Args:
-            last: Whether gradients are reduced inside, before an optimizer step.
+            first: Whether the batch is the first one of an accumulation.
+            last: Whether an optimizer step follows. Only then all gradients are on their parameters: of scalars, and
+                where each backward reduces, they are there after earlier batches too.
 
         Raises:
             StepError: Only some of the ranks train the parameter. Raised on all of them.
         """
-        earlier = [(parameter, parameter.grad) for _, parameter, _ in self._tied]
-        for parameter, _ in earlier:
-            parameter.grad = None
+        if first or self._earlier is None:
+            self._earlier = [parameter.grad for _, parameter, _ in self._tied]
+            for _, parameter, _ in self._tied:
+                parameter.grad = None
         yield
-        if last:
-            self._add()
-        for parameter, gradient in earlier:
+        if not last:
+            return
+        self._add()
+        for (_, parameter, _), gradient in zip(self._tied, self._earlier):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self._earlier = None
 
     @torch.no_grad()
     def _add(self) -> None:

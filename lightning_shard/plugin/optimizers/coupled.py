@@ -34,7 +34,7 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
             except Exception:
                 continue
             draws = not torch.equal(before, torch.get_rng_state())
-            return not draws and not torch.allclose(together, alone, rtol=1e-4, atol=1e-7)
+            return not draws and not torch.allclose(together, alone, rtol=1e-4, atol=1e-7, equal_nan=True)
     return False
 
 

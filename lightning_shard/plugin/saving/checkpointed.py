@@ -130,7 +130,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._check_ties()
         parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {
-            key: same_on_data_ranks(checkpoint[key], parameters, self.groups.gradient)
+            key: same_on_data_ranks(checkpoint[key], parameters, self.groups.gradient, self.root_device)
             for key in ("state_dict", "current_model_state")  # the latter: the module's, where the former is an average
             if key in checkpoint
         }

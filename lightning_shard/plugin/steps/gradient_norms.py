@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +35,7 @@ from lightning_shard.parallel.clip import (
     norm_over_ranks,
     norms_over_stage,
     scale_to_norm,
+    type_of_norm,
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
@@ -47,7 +48,7 @@ _GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
 
 
 class WholeNorms:
-    """Computes norms over all ranks.
+    """Computes norms over all ranks. To make one is a collective call over the pipeline.
 
     Args:
         module: Cut and sharded.
@@ -72,6 +73,9 @@ class WholeNorms:
         self._groups = groups
         self._device = device
         self._walks = walks
+        # by all stages' parameters: scales rounded to different dtypes would let tied copies part
+        of_stages = groups.gather_over_stages(type_of_norm(nn.Module.parameters(module)))
+        self._dtype = reduce(torch.promote_types, of_stages)
 
     def take_over(self, plugin: Precision) -> None:
         """Make a precision plugin clip by these norms, and provide them to the hooks that it calls.
@@ -81,7 +85,7 @@ class WholeNorms:
         """
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
-            clip_by_norm(plugin.main_params(optimizer), clip_val, self._mesh, self._device)
+            clip_by_norm(plugin.main_params(optimizer), clip_val, self._mesh, self._device, dtype=self._dtype)
 
         def clip_grad_by_value(optimizer: Any, clip_val: float) -> None:
             clip_by_value(plugin.main_params(optimizer), clip_val)
@@ -133,7 +137,7 @@ class WholeNorms:
         tied = {id(p.grad) for p in nn.Module.parameters(self._module) if is_counted_elsewhere(p)}
         counted = [tensor for tensor in given if id(tensor) not in tied and not isinstance(tensor, Hollow)]
         refuse(counted, "A total norm")
-        norm = norm_over_ranks(counted, self._mesh, self._device, float(norm_type))
+        norm = norm_over_ranks(counted, self._mesh, self._device, float(norm_type), self._dtype)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite: it can't be clipped.")
         return norm

@@ -182,7 +182,7 @@ class PipelinedSteps:
             with (
                 self._logs.holding(len(parts)),
                 self._drawing(),
-                self._ties.adding(last=not accumulating),
+                self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
                 # overlaps with the transfer of the stage's input
                 prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
             ):

@@ -58,9 +58,11 @@ class SingleStageSteps:
         self._weight = Weight()
         self._lockstep = lockstep
         self._sees_parameters = False
+        self._begins = True
 
     def begin(self, method: str) -> None:
         """Prepare for the first step of this kind, once all callbacks are known."""
+        self._begins = True
         if method == "training_step":
             self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
 
@@ -71,6 +73,7 @@ class SingleStageSteps:
             draw: The seed of random numbers, equal on all ranks.
         """
         module, automatic = self._module, self._module.automatic_optimization
+        reshard(module)  # a hook may have called it before the optimizer's step, which changes the shards
         [self._weight] = self._weights.of(args[:1] or [None])
         with precision.train_step_context(), self._gradients.of_inputs():
             result = self._run("training_step", draw, args, kwargs)
@@ -97,6 +100,9 @@ class SingleStageSteps:
         return weighted_for_backward(loss, self._weight.of_gradient)
 
     def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
+        if self._begins:  # hooks may have called the module and then changed it, as to averaged weights
+            reshard(self._module)
+            self._begins = False
         with self._lockstep.step() if self._lockstep is not None else nullcontext():
             return self._run(method, draw, args, kwargs)
 

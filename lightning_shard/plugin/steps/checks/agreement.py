@@ -245,10 +245,15 @@ def first_parted(of_stages: Iterable[Mapping[str, Any]]) -> str | None:
     return next((name for name, value in named if first.setdefault(name, value) != value), None)
 
 
-def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group: Any) -> dict[str, Any]:
+def same_on_data_ranks(
+    state: dict[str, Any], parameters: Collection[str], group: Any, device: torch.device
+) -> dict[str, Any]:
     """A state dict in which entries that aren't parameters, such as BatchNorm's statistics, are the first data rank's.
 
     A collective call over the group. The module's own tensors aren't changed.
+
+    Args:
+        device: Where this rank computes, which the group's backend serves; tensors may be on the CPU all the same.
     """
     plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
     if _equal_everywhere(_digest(plain), group):
@@ -259,9 +264,10 @@ def same_on_data_ranks(state: dict[str, Any], parameters: Collection[str], group
     for name in sorted(set.intersection(*map(set, digests))):
         if any(other[name] != digests[0][name] for other in digests):
             value = plain[name]
-            agreed[name] = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+            sent = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
             # as bytes, since not every backend supports every dtype
-            dist.broadcast(as_bytes(agreed[name]), group=group, group_src=0)
+            dist.broadcast(as_bytes(sent), group=group, group_src=0)
+            agreed[name] = sent.to(value.device)
     return agreed
 
 

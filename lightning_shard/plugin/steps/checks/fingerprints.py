@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,12 @@ def are_alike(one: Outline, other: Outline, rounding: float, least: float = 0.0)
     """Whether two outlines are equal, but for the rounding of sums taken in different orders.
 
     Args:
-        rounding: Relative to the larger norm, or to ``least`` if that is larger.
+        rounding: Relative to the larger norm, or to ``least`` if that is larger. What is infinite or NaN in both
+            outlines counts as equal.
     """
-    (shape, norm, total), (other_shape, other_norm, other_total) = one, other
-    apart = max(abs(norm - other_norm), abs(total - other_total))
-    return shape == other_shape and not apart > rounding * max(norm, other_norm, least)
+    (shape, *numbers), (other_shape, *others) = one, other
+    if shape != other_shape or [*map(math.isfinite, numbers)] != [*map(math.isfinite, others)]:
+        return False
+    known = [(a, b) for a, b in zip(numbers, others) if math.isfinite(a)]
+    allowed = rounding * max([least, numbers[0], others[0]] if math.isfinite(numbers[0]) else [least])
+    return all(abs(a - b) <= allowed for a, b in known)

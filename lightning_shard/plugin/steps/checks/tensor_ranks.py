@@ -110,11 +110,23 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
 
 def _apart(values: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
     """The names whose norms and sums differ; a collective call over the axis."""
-    everyone = _everyones(torch.stack(list(values.values())), axis)
-    norms = everyone[..., 0].amax(0)
-    apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
-    is_wrong = apart > _ROUNDING * norms + _NOISE * norms.max()
+    is_wrong = differ(_everyones(torch.stack(list(values.values())), axis), _ROUNDING, _NOISE)
     return [name for name, is_apart in zip(values, is_wrong.tolist()) if is_apart]
+
+
+def differ(everyone: Tensor, rounding: float, noise: float = 0.0) -> Tensor:
+    """Where ranks' values differ, ``[values]``.
+
+    Args:
+        everyone: Norms and sums, ``[ranks, values, 2]``. What isn't finite on all ranks counts as equal.
+        rounding: The difference allowed, relative to the norm.
+        noise: Relative to the largest norm.
+    """
+    finite = everyone.isfinite()
+    known = everyone.where(finite, torch.zeros_like(everyone))  # a comparison with NaN is always false
+    norms = known[..., 0].amax(0)
+    apart = (known.amax(0) - known.amin(0)).amax(-1) > rounding * norms + noise * norms.max()
+    return apart | (finite.any(0) & ~finite.all(0)).any(-1)
 
 
 def _first_of(names: list[str]) -> str:
@@ -132,7 +144,7 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
         PlanError: On every rank of the axis, if the losses differ.
     """
     losses = _everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
-    if losses.amax() - losses.amin() > _LOSS_ROUNDING[in_32_bits] * losses.abs().amax():
+    if losses_differ(losses, in_32_bits=in_32_bits):
         raise PlanError(
             f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
             " step computes them with features or weights that tensor_parallel_plan splits. A hook on a layer between"
@@ -151,14 +163,21 @@ def check_losses_of_sequences(output: Any, group: dist.ProcessGroup, device_type
     own = torch.tensor([_value(output)], dtype=torch.float64, device=device_type)
     losses = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(losses, own, group=group)
-    values = [float(each) for each in losses]
-    if max(values) - min(values) > _LOSS_ROUNDING[in_32_bits] * max(map(abs, values)):
+    values = torch.stack(losses).flatten()
+    if losses_differ(values, in_32_bits=in_32_bits):
+        said = ", ".join(f"{each:.7g}" for each in values.tolist())
         raise StepError(
-            f"The ranks that share a sequence have different losses ({', '.join(f'{each:.7g}' for each in values)})."
+            f"The ranks that share a sequence have different losses ({said})."
             " What a block takes from an attribute, and not as an argument, has on each rank the gradient of its part"
             " of the sequence: right once parameters' gradients are averaged, but not where a step takes gradients"
             " itself, as for a penalty: pass it as an argument, or use context_parallel_size=1."
         )
+
+
+def losses_differ(losses: Tensor, *, in_32_bits: bool) -> bool:
+    """Whether ranks' losses, ``[ranks]``, differ by more than rounding; one that is NaN on some ranks only does."""
+    pairs = torch.stack([losses.abs(), losses], -1).unsqueeze(1)
+    return bool(differ(pairs, _LOSS_ROUNDING[in_32_bits]))
 
 
 def _value(output: Any) -> float:
@@ -191,8 +210,7 @@ class Buffers:
         nothing = torch.zeros(2, dtype=torch.float64)
         rows = [nothing if name in before and _same(before[name], now[name]) else now[name][1] for name in buffers]
         everyone = _everyones(torch.stack(rows), tensor_axis)
-        apart = (everyone.amax(0) - everyone.amin(0)).amax(-1)
-        wrong = [name for name, is_apart in zip(buffers, apart > _ROUNDING * everyone[..., 0].amax(0)) if is_apart]
+        wrong = [name for name, is_apart in zip(buffers, differ(everyone, _ROUNDING)) if is_apart]
         if wrong:
             raise PlanError(
                 f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}: the tensor ranks have changed"
