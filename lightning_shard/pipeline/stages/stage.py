@@ -425,6 +425,8 @@ class Stage:
     def _note(self, index: int, output: Any, before: Before | None) -> None:
         passage = self.passage
         is_handed_on = index == self.owned[-1]
+        if passage.searching or is_handed_on:
+            check_sendable(self.blocks[index], output)
         if passage.searching or passage.wanted or is_handed_on:
             for place, leaf in enumerate(tree.leaves(output)):
                 key: Key = ("block", index, place)
@@ -438,7 +440,6 @@ class Stage:
             self._note_effects(index, changed, kept)
         if passage.searching:
             assert before is not None
-            check_sendable(name, output)
             passage.blocks[index] = BlockCall(
                 tree.map_leaves(before.slot, output),
                 tuple(self._seen_inside),
