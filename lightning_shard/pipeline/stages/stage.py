@@ -37,6 +37,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     parameters_in_place,
     unknown_states,
 )
+from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
@@ -195,6 +196,7 @@ class Stage:
         with ExitStack() as stack:
             stack.enter_context(self.shown())
             stack.enter_context(parameters_crossing(root, self.passage))
+            stack.enter_context(masks_made_as_given(causal_too=self._trace is not None))
             if self._trace is not None:
                 stack.enter_context(self._trace.running())
             stack.callback(setattr, self, "in_step", self.in_step)
