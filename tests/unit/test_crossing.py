@@ -83,6 +83,26 @@ class Residual(Net):
         return self.head(self.norm(hidden + first))
 
 
+class InPairs(Net):
+    """Attention and feedforward in lists that are never called, added up around them: stages may cut within a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def pair() -> nn.ModuleList:
+            attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            return nn.ModuleList([attention, nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())])
+
+        self.blocks = nn.ModuleList(pair() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for attention, feedforward in self.blocks:
+            hidden = attention(hidden, hidden, hidden, need_weights=False)[0] + hidden
+            hidden = feedforward(hidden) + hidden
+        return self.head(self.norm(hidden))
+
+
 class UNet(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden, skips = self.embed(x), []
@@ -407,7 +427,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
-        *(Inherits, BetweenAll),
+        *(Inherits, BetweenAll, InPairs),
         *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}
