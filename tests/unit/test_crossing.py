@@ -455,6 +455,29 @@ def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> 
     assert_alike(seeded(NETWORKS[network]), loss, batches(), stages)
 
 
+class SkipsItsLast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[:3]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class SkipsItsFirst(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks[1](self.embed(x))))
+
+
+def test_blocks_that_a_step_skips_are_named_and_what_to_name_instead() -> None:
+    names = r"net\.blocks\.0, net\.blocks\.1, net\.blocks\.2"
+    all_but_last = rf"ran {names} and not net\.blocks\.3; .*\['net\.blocks\.0', 'net"
+    with pytest.raises(StepError, match=all_but_last):
+        on_stages(seeded(SkipsItsLast), loss, batches(), 2)
+    with pytest.raises(StepError, match=r"ran net\.blocks\.1 and not net\.blocks\.0; "):
+        on_stages(seeded(SkipsItsFirst), loss, batches(), 4)
+    assert_alike(seeded(SkipsItsLast), loss, batches(), 2, blocks=[f"net.blocks.{i}" for i in range(3)])
+
+
 def test_layers_by_name() -> None:
     blocks = ["first", "second", "third", "fourth"]
     assert_alike(seeded(Attributes), loss, batches(), 3, blocks=blocks)

@@ -124,6 +124,11 @@ class Stage:
         return self.index == self.count - 1
 
     @property
+    def blocks_run(self) -> list[str]:
+        """The names of the blocks called so far in this microbatch's step, here or by stand-ins."""
+        return [*self._times_run]
+
+    @property
     def place(self) -> int | None:
         """The place of the block that is being called; ``None`` if another block calls it."""
         return self._running[-1] if self._running else None
