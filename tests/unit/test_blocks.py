@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.plans import declared_plan, matches
+from lightning_shard.plugin.assembly.example import example_of
 from tests.parity import Model
 
 
@@ -38,6 +39,15 @@ def test_blocks_of_transformers_models(network: str, path: str, before: set[str]
     trained = {name for name, _ in module.named_parameters()}
     around = [*blocks.names, *blocks.before, *blocks.after]
     assert all(any(name.startswith(f"{part}.") for part in around) for name in trained)
+
+
+def test_only_a_network_that_embeds_tokens_is_run_on_some() -> None:
+    module = L.LightningModule()
+    module.embed = nn.Embedding(8, 8)
+    module.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
+    assert example_of(module, find_blocks(module)) is None
+    gpt = Model("gpt")
+    assert example_of(gpt, find_blocks(gpt)) is not None
 
 
 class Experts(nn.ModuleList):
