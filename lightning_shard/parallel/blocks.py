@@ -16,9 +16,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
 
@@ -121,6 +122,9 @@ def find_blocks(
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
     - The parts of an ``nn.Sequential``.
 
+    Modules of a list that are containers without a forward, ``ModuleList([attention, feedforward])`` say, are replaced
+    by what they hold, in order.
+
     Args:
         root: The LightningModule.
         path: A list of blocks, by its name in ``root`` or the end of that name: ``"layers"`` finds ``"model.layers"``
@@ -135,7 +139,7 @@ def find_blocks(
     lists = block_lists(root, mixed=True)
     if path is None:
         if len(lists) > 1:
-            lists = _run_by(lists, set(calls()))
+            lists = _run_by(root, lists, set(calls()))
         groups = _chain(root, lists)
         if all(_is_looped(root, path) for path in groups):
             often = _run_often(root, calls())
@@ -153,6 +157,7 @@ def find_blocks(
         names, parts = _lay_out(root, groups, network)
         if not isinstance(path, str):
             names = [name for one in found for name in groups[one]]
+    names, parts = _with_called(root, names, parts)
     around = {name: place for name, place in reversed(parts) if name not in names}  # reversed: the first place wins
     return Blocks(tuple(names), network, tuple(reversed(around.items())))
 
@@ -198,14 +203,41 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
     return {other: names for other, names in lists.items() if other == path or belongs(other)}
 
 
-def _run_by(lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
+def _run_by(root: nn.Module, lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
     """``lists`` without those that the example doesn't call, in networks of which it calls other lists.
 
     Modules of a list that is left out are held by one stage, and run there if a step calls them.
     """
-    run = {path for path, names in lists.items() if not called.isdisjoint(names)}
+    run = {path for path, names in lists.items() if any(not called.isdisjoint(_called(root, name)) for name in names)}
     networks = {path.partition(".")[0] for path in run}
     return {path: names for path, names in lists.items() if path in run or path.partition(".")[0] not in networks}
+
+
+def _called(root: nn.Module, name: str) -> list[str]:
+    """The names of the modules that are called for a block.
+
+    It is the block itself; for a container without a forward, what it holds, without what has no parameters or buffers.
+    """
+    module = root.get_submodule(name)
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward:
+        return [name]
+    first_names = _first_names(root)
+    held = (child for child in _held_by(module) if child is not None and any(True for _ in _state(child)))
+    return [called for child in held for called in _called(root, first_names[id(child)])]
+
+
+def _with_called(
+    root: nn.Module, names: Sequence[str], parts: Iterable[tuple[str, int]]
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """Blocks and parts with containers that are never called replaced by what they hold (:func:`_called`)."""
+    called = [_called(root, name) for name in names]
+    starts = [0, *accumulate(map(len, called))]
+    return [name for group in called for name in group], [(part, starts[place]) for part, place in parts]
+
+
+def _state(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _sequential(root: nn.Module) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ needs a real batch, they are estimated from the parameters.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -285,8 +286,19 @@ def _product_flops(counter: FlopCounterMode) -> int:
 def _on_fake_tensors(parts: Iterable[Part]) -> Iterator[None]:
     on_meta = any(parameter.is_meta for part in parts for parameter in _parameters(part))
     without_data = torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True)
-    with without_data, GroupedMatmuls(), nothing_packed():
+    with without_data, GroupedMatmuls(), nothing_packed(), _without_tracebacks():
         yield
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operation that fails on fake tensors: a warning says why."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class GroupedMatmuls(TorchDispatchMode):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.plans import declared_plan, matches
+from lightning_shard.plugin.assembly.example import example_of
 from tests.parity import Model
 
 
@@ -40,6 +41,23 @@ def test_blocks_of_transformers_models(network: str, path: str, before: set[str]
     assert all(any(name.startswith(f"{part}.") for part in around) for name in trained)
 
 
+def test_only_a_network_that_embeds_tokens_is_run_on_some() -> None:
+    module = L.LightningModule()
+    module.embed = nn.Embedding(8, 8)
+    module.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
+    assert example_of(module, find_blocks(module)) is None
+    gpt = Model("gpt")
+    assert example_of(gpt, find_blocks(gpt)) is not None
+
+
+class Experts(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
 class Whole(L.LightningModule):
     """The network itself, its head registered first, its position a bare parameter, experts inside the blocks."""
 
@@ -47,7 +65,7 @@ class Whole(L.LightningModule):
         super().__init__()
         self.head = nn.Linear(8, 8)
         self.embed = nn.Embedding(8, 8)
-        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(9)) for _ in range(3))
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
         self.position = nn.Parameter(torch.zeros(8))
 
     def _prepare(self, x: Tensor) -> Tensor:
@@ -56,7 +74,7 @@ class Whole(L.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         x = self._prepare(x)
         for experts in self.layers:
-            x = experts[0](x)
+            x = experts(x)
         return self.head(x)
 
 
@@ -193,7 +211,7 @@ class UsesAPartBetween(Whole):
     def forward(self, x: Tensor) -> Tensor:
         x = self._prepare(x)
         for experts in self.layers:
-            x = self.norm(experts[0](x))
+            x = self.norm(experts(x))
         return self.head(x)
 
 
@@ -221,6 +239,49 @@ def test_a_module_of_several_places_is_there_as_often_as_it_runs() -> None:
     module.blocks = nn.ModuleList([module.block, nn.Linear(8, 8)] * 2)
     assert find_blocks(module).names == ("block", "blocks.1") * 2
     assert "block" not in dict(find_blocks(module).parts)
+
+
+class InPairs(nn.Module):
+    """Lists of containers that are never called, of which one holds a list in turn; a norm after each pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norms = nn.Linear(8, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)]) for _ in range(2))
+        self.named = nn.ModuleList(
+            nn.ModuleDict({"first": nn.Linear(8, 8), "rest": nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])})
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for (before, activation, linear), norm in zip(self.layers, self.norms):
+            x = norm(x + linear(activation(before(x))))
+        for block in self.named:
+            x = block["first"](x)
+            for rest in block["rest"]:
+                x = rest(x)
+        return x
+
+
+def test_containers_that_are_never_called_are_replaced_by_what_they_hold() -> None:
+    module = Holder()
+    module.net = InPairs()
+    pairs = tuple(f"net.layers.{i}.{j}" for i in range(2) for j in (0, 2))
+    rest = tuple(f"net.named.{i}.{name}" for i in range(2) for name in ("first", "rest.0", "rest.1"))
+    found = find_blocks(module)
+    assert found.names == pairs + rest
+    assert dict(found.parts) == {"net.embed": 0, "net.norms.0": 0, "net.norms.1": 2}
+    assert find_blocks(module, calls=lambda: [*pairs, *rest]).names == pairs + rest
+    assert find_blocks(module, calls=lambda: pairs).names == pairs
+    assert find_blocks(module, "layers").names == pairs
+    assert find_blocks(module, ["named.1", "layers"]).names == (*rest[3:], *pairs)
+
+
+def test_a_module_that_several_containers_hold_has_a_place_for_each() -> None:
+    module, shared = Holder(), nn.Linear(8, 8)
+    module.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), shared]) for _ in range(2))
+    assert find_blocks(module).names == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.0.1")
 
 
 def test_what_cant_be_cut_says_what_could_be_named() -> None:

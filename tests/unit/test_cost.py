@@ -89,6 +89,12 @@ def test_a_network_that_needs_real_values_is_estimated_and_says_so():
     assert cost == network.cost()
 
 
+def test_a_run_that_fails_logs_no_traceback(caplog):
+    with pytest.warns(UserWarning, match="estimated"):
+        Network().cost(run=lambda: torch.zeros(2, 3) @ torch.zeros(2, 3))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_experts_count_for_the_tokens_that_they_get(device, caplog):
     experts, chosen = 8, 2

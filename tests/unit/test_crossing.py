@@ -83,6 +83,26 @@ class Residual(Net):
         return self.head(self.norm(hidden + first))
 
 
+class InPairs(Net):
+    """Attention and feedforward in lists that are never called, added up around them: stages may cut within a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def pair() -> nn.ModuleList:
+            attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            return nn.ModuleList([attention, nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())])
+
+        self.blocks = nn.ModuleList(pair() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for attention, feedforward in self.blocks:
+            hidden = attention(hidden, hidden, hidden, need_weights=False)[0] + hidden
+            hidden = feedforward(hidden) + hidden
+        return self.head(self.norm(hidden))
+
+
 class UNet(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden, skips = self.embed(x), []
@@ -407,7 +427,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
-        *(Inherits, BetweenAll),
+        *(Inherits, BetweenAll, InPairs),
         *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}
@@ -433,6 +453,29 @@ def loss(root: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> None:
     assert_alike(seeded(NETWORKS[network]), loss, batches(), stages)
+
+
+class SkipsItsLast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[:3]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class SkipsItsFirst(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks[1](self.embed(x))))
+
+
+def test_blocks_that_a_step_skips_are_named_and_what_to_name_instead() -> None:
+    names = r"net\.blocks\.0, net\.blocks\.1, net\.blocks\.2"
+    all_but_last = rf"ran {names} and not net\.blocks\.3; .*\['net\.blocks\.0', 'net"
+    with pytest.raises(StepError, match=all_but_last):
+        on_stages(seeded(SkipsItsLast), loss, batches(), 2)
+    with pytest.raises(StepError, match=r"ran net\.blocks\.1 and not net\.blocks\.0; "):
+        on_stages(seeded(SkipsItsFirst), loss, batches(), 4)
+    assert_alike(seeded(SkipsItsLast), loss, batches(), 2, blocks=[f"net.blocks.{i}" for i in range(3)])
 
 
 def test_layers_by_name() -> None:

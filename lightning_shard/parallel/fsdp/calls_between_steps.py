@@ -4,7 +4,8 @@ The root unit (everything outside of blocks) is unsharded only while a step runs
 a step unshards it for its own call, and once more for a backward through it. With several data ranks this is
 collective, so all of them must make the call.
 
-Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever has changed the shards meanwhile.
+Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever
+has changed the shards meanwhile.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ other microbatch is in flight meanwhile: with two stages on one rank, the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,6 +23,10 @@ from lightning_shard.pipeline.stages.stage import Stage
 
 #: Calls the user's step on microbatch ``i``, up to the end of the stage's part; returns its result, on the last stage.
 RunStep = Callable[[Stage, int], Any]
+
+
+_SHOWN = 8
+"""The most names of blocks in a message."""
 
 
 class CallsAgain(Exception):
@@ -245,13 +249,33 @@ def _nan_masks(values: Any) -> list[Tensor]:
 def check_ran(stage: Stage, passage: Passage) -> None:
     """Check that the step ran this stage's last block, and changed no memory that sent values share."""
     if not passage.finished:
-        raise StepError(
-            "The step returned without calling the network, or the network skipped its blocks; with several"
-            " pipeline stages every step calls it exactly once, and its blocks in the order of pipeline_blocks. Call"
-            " it, or use pipeline_parallel_size=1."
-        )
+        raise StepError(_skipped(stage.blocks, stage.blocks_run, stage.owned))
     if passage.memory is not None:
         passage.memory.check(passage.sent, stage.blocks)
+
+
+def _skipped(blocks: Sequence[str], run: Collection[str], owned: range) -> str:
+    """The message for a step that doesn't run all blocks at the places ``owned``."""
+    if not run:
+        return (
+            f"The step returned without calling the network, or it runs none of {_few(blocks)}; with several pipeline"
+            " stages every step calls the network once, and its blocks in order: call it, name the modules that every"
+            " step runs by pipeline_blocks, or use pipeline_parallel_size=1."
+        )
+    missing = [name for name in dict.fromkeys(blocks[owned.start : owned.stop]) if name not in run]
+    others = [name for name in blocks if name not in missing]
+    skipped = f"The step ran {_few(run)} and not {_few(missing)}" if missing else f"The step ran {_few(run)} too seldom"
+    remedy = f"pipeline_blocks={others if len(others) <= _SHOWN else '[…]'}"
+    return (
+        f"{skipped}; with several pipeline stages every step runs all blocks that a network is cut between, in order:"
+        f" name those that every step runs, as often as it does ({remedy}), or use pipeline_parallel_size=1."
+    )
+
+
+def _few(names: Collection[str]) -> str:
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def check_order(passage: Passage, crossing: Crossing) -> None:

@@ -142,7 +142,8 @@ def check_sendable(name: str, output: Any) -> None:
             raise StepError(
                 f"{name} returns a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}, which"
                 " can't be sent to another pipeline stage: return dense ones, padded, and make it of them where it is"
-                " used; or use pipeline_parallel_size=1."
+                " used (a torch.nn.TransformerEncoder does with enable_nested_tensor=False); or use"
+                " pipeline_parallel_size=1."
             )
         if isinstance(leaf, Iterator) or (_is_opaque(leaf) and _tensors_of(leaf)):
             raise StepError(

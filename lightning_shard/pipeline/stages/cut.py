@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.pipeline.stages.padded_encoders import use_dense_tensors
 from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
@@ -66,6 +67,7 @@ def cut(
         stage.elsewhere = each.modules
     _exclude_buffers(root, stages, set.intersection(*(stage.elsewhere for stage in stages)))
     _ignore_in_loads(root, nowhere, stages.foreign_buffers)
+    use_dense_tensors(root)
     for name in stages[0].places:
         _replace_block_forward(root.get_submodule(name), name, stages)
     for name in parts:

@@ -42,6 +42,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     parameters_in_place,
     unknown_states,
 )
+from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
@@ -122,6 +123,11 @@ class Stage:
         self.is_last = self.index == self.count - 1
 
     @property
+    def blocks_run(self) -> list[str]:
+        """The names of the blocks called so far in this microbatch's step, here or by stand-ins."""
+        return [*self._times_run]
+
+    @property
     def place(self) -> int | None:
         """The place of the block that is being called; ``None`` if another block calls it."""
         return self._running[-1] if self._running else None
@@ -192,7 +198,8 @@ class Stage:
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
         traced = self._trace.running() if self._trace is not None else nullcontext()
-        with self.shown(), parameters_crossing(root, self.passage), traced:
+        masks = masks_made_as_given(causal_too=self._trace is not None)
+        with self.shown(), parameters_crossing(root, self.passage), masks, traced:
             before, self.in_step = self.in_step, True
             try:
                 yield
@@ -423,6 +430,8 @@ class Stage:
     def _note(self, index: int, output: Any, before: Before | None) -> None:
         passage = self.passage
         is_handed_on = index == self.owned[-1]
+        if passage.searching or is_handed_on:
+            check_sendable(self.blocks[index], output)
         if passage.searching or passage.wanted or is_handed_on:
             for place, leaf in enumerate(tree.leaves(output)):
                 key: Key = ("block", index, place)
@@ -436,7 +445,6 @@ class Stage:
             self._note_effects(index, changed, kept)
         if passage.searching:
             assert before is not None
-            check_sendable(name, output)
             passage.blocks[index] = BlockCall(
                 tree.map_leaves(before.slot, output),
                 tuple(self._seen_inside),

@@ -408,7 +408,7 @@ def _wrap_blocks(
 def _units(module: nn.Module, stages: Stages, listed: Sequence[str]) -> list[str]:
     """The modules that become FSDP units on this rank: its blocks, and those of other lists; inner ones first."""
     owned = [stage.blocks[index] for stage in stages for index in stage.owned]
-    beside = [name for name in listed if name not in stages[0].blocks]
+    beside = [name for name in listed if not any(f"{block}.".startswith(f"{name}.") for block in stages[0].blocks)]
     held = [
         name for name in dict.fromkeys([*owned, *beside]) if any(True for _ in module.get_submodule(name).parameters())
     ]

@@ -53,7 +53,8 @@ def example_of(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[]
         if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
             return partial(_call_on_dummies, network)
     if blocks:
-        takes_tokens = any(isinstance(part_of(module, name), nn.Embedding) for name in blocks.before)
+        inside = (name for name in blocks.before if not blocks.network or name.startswith(f"{blocks.network}."))
+        takes_tokens = any(isinstance(part_of(module, name), nn.Embedding) for name in inside)
         return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
     for network in module.children():
         if any(isinstance(part, nn.Embedding) for part in network.children()):

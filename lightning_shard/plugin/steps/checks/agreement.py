@@ -44,7 +44,8 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
             raise BatchError(
                 f"Ranks {other} and {rank} hold parts of one model and read data rank {data_rank}'s batches, but their"
                 " batches differ: a dataset or sampler that deals by global rank must deal by data rank instead"
-                " (trainer.strategy.layout.data_rank of data_parallel_size)."
+                " (trainer.strategy.layout.data_rank of data_parallel_size). Data that each process makes at random"
+                " must be made from one seed: call L.seed_everything before."
             )
     batches = {digests[rank] for rank in first.values()}
     if len(batches) < len(first) and tree.tensors(batch):
