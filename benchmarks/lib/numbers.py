@@ -1,8 +1,8 @@
-"""The README's table of numbers and its picture, from the newest results of each benchmark.
+"""The table and picture of docs/numbers.md, and the README's few rows, from the newest results of each benchmark.
 
 ::
 
-    python -m benchmarks.lib.numbers    # writes both
+    python -m benchmarks.lib.numbers    # writes all three
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS, README, PICTURE = ROOT / "benchmarks" / "results", ROOT / "README.md", ROOT / "docs" / "numbers.png"
+RESULTS = ROOT / "benchmarks" / "results"
+README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "numbers.md", ROOT / "docs" / "numbers.png"
+HEADLINES = [
+    ("a training step, dp2", "Lightning's ModelParallelStrategy"),
+    ("a training step, tp2", "Lightning's ModelParallelStrategy"),
+    ("a training step, pp2", "plain torch, by hand"),
+    ("saving 1 GiB, 4 ranks", "torch.distributed.checkpoint"),
+    ("loading it, each byte verified", "torch.distributed.checkpoint"),
+    ("waiting for an asynchronous save", "torch.distributed.checkpoint"),
+]
+"""The README's rows, of CPU processes."""
 BEGIN, END = "<!-- numbers -->\n", "<!-- end of numbers -->\n"
 OURS = "lightning_shard"
 DCP = "torch DCP FileSystemWriter", "torch DCP FileSystemReader", "torch DCP async_save"
@@ -91,15 +101,25 @@ def comparisons() -> dict[str, list[Comparison]]:
 def table() -> str:
     lines = ["| | against | speed |", "|---|---|---|"]
     for machine, group in comparisons().items():
-        lines += [f"| **{machine}** | | |", *(f"| {one.what} | {one.against} | {one.speed:.2f}× |" for one in group)]
+        lines += [f"| **{machine}** | | |", *map(_row, group)]
     return "\n".join(lines) + "\n"
 
 
-def readme() -> str:
-    """With the table as the results have it."""
-    before, _, rest = README.read_text().partition(BEGIN)
+def headlines() -> str:
+    on_cpu = [one for machine, group in comparisons().items() if machine.startswith("CPU") for one in group]
+    found = {(one.what, one.against): one for one in on_cpu}
+    return "\n".join(["| | against | speed |", "|---|---|---|", *(_row(found[key]) for key in HEADLINES)]) + "\n"
+
+
+def renewed(page: Path, table: str) -> str:
+    """The page with a table between its marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return before + BEGIN + table + END + after
+
+
+def _row(one: Comparison) -> str:
+    return f"| {one.what} | {one.against} | {one.speed:.2f}× |"
 
 
 def draw(path: Path) -> None:
@@ -136,5 +156,6 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(readme())
+    README.write_text(renewed(README, headlines()))
+    PAGE.write_text(renewed(PAGE, table()))
     draw(PICTURE)

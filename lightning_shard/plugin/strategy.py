@@ -1,4 +1,4 @@
-"""The Lightning strategy ``hybrid_shard``: trains an unmodified LightningModule on pipeline × data × tensor ranks."""
+"""The Lightning strategy ``hybrid_shard``: an unmodified LightningModule over pipeline × data × tensor × expert ranks."""
 
 from __future__ import annotations
 

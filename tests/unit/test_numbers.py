@@ -1,7 +1,15 @@
-"""The README's table of numbers is that of the newest results."""
+"""The tables of numbers are those of the newest results."""
+
+from __future__ import annotations
+
+import pytest
 
 from benchmarks.lib import numbers
 
 
-def test_the_readme_says_what_was_measured() -> None:
-    assert numbers.readme() == numbers.README.read_text(), "write it: python -m benchmarks.lib.numbers"
+@pytest.mark.parametrize(
+    ("page", "table"), [(numbers.README, numbers.headlines), (numbers.PAGE, numbers.table)], ids=["README", "numbers"]
+)
+def test_the_pages_say_what_was_measured(page: numbers.Path, table: object) -> None:
+    assert callable(table)
+    assert numbers.renewed(page, table()) == page.read_text(), "write it: python -m benchmarks.lib.numbers"
