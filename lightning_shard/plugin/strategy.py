@@ -1,4 +1,4 @@
-"""The Lightning strategy ``hybrid_shard``: an unmodified LightningModule over pipeline × data × tensor × expert ranks."""
+"""The strategy ``hybrid_shard``: trains an unmodified LightningModule over pipeline, data, tensor and expert ranks."""
 
 from __future__ import annotations
 

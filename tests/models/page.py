@@ -28,9 +28,9 @@ Text models get text without padding, models of image and text get text alone.
 
 - ✓ alike
 - ≈ alike to one process that accumulates the gradients of as many parts of each batch, and not to one that has the
-  batch at once: its loss isn't the mean of its samples' (BatchNorm, contrastive losses, losses that balance experts),
-  and microbatches and data ranks have a part of the batch each. With BatchNorm each data rank also keeps statistics of
-  its own, as under DDP: that isn't compared further.
+  batch at once. Mostly its loss isn't the mean of its samples' (BatchNorm, contrastive losses, losses that balance
+  experts), and microbatches and data ranks have a part of the batch each. In a few it is rounding: so in Hiera and
+  Gemma4, whose losses are means. With BatchNorm each data rank also keeps statistics of its own: that isn't compared.
 - ulp: some number differs, in 32 and in 64 bits (what such a model computes in 32 bits all the same), by no more than
   on one process when each weight is changed in its last bit
 - a number: refused, with the reason below
@@ -69,7 +69,8 @@ def _by_family(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 def _counts(rows: list[Row], compared: list[Row], known: int) -> str:
     lines = [
-        f"**{len(compared)} architectures were compared.** Of {known}, {known - len(rows)} have yet to be run,"
+        f"**{len(compared)} architectures were compared.** Of {known},"
+        f"{f' {known - len(rows)} have yet to be run,' * (known > len(rows))}"
         f" {sum('random' in row for row in rows)} draw"
         f" random numbers that have an effect, and {sum('not built' in row for row in rows)} weren't built.\n",
         "| layout | alike | refused | no plan | in parts | ulp | not run | **different** | **error** |",
