@@ -266,6 +266,7 @@ class HybridShardStrategy(PreparedStrategy):
     def teardown(self) -> None:
         if self.model is not None:
             synchronize(self.model, None)
+        self._of_run.close()
         super().teardown()
         if self._walks is not None:
             self._walks.warn()

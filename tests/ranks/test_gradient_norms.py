@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
@@ -60,6 +60,33 @@ class Clipping(Model):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.log("norm", clip_grad_norm_(self.parameters(), 0.05))
         clip_grad_value_(self.model.head.parameters(), 1e-4)
+
+    def optimizer_step(self, _: int, __: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        self.log("own loop", clip_grad_norm_(self.parameters(), 0.04))
+        self.log("own loop, of each", grad_norm(self, norm_type=2)["grad_2.0_norm_total"])
+        optimizer.step()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.log("start", get_total_norm(self.gradients_of_ends()))
+
+    def on_before_zero_grad(self, _: Any) -> None:
+        if self.model.head.weight.grad is not None:  # as a condition, alike on all stages
+            self.log("before zero_grad", clip_grad_norm_(self.parameters(), math.inf))
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("end", get_total_norm(self.gradients_of_ends()))
+        self.log("of something else", get_total_norm([outputs["loss"] * 0 + 3, torch.full((2, 8), 1.0)]))
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Keeps gradients."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", grad_norm(self.model, norm_type=1)["grad_1.0_norm_total"])
+
+    def gradients_of_ends(self) -> list[Tensor]:
+        model: Any = self.model
+        return [p.grad for p in (model.token_embedding.weight, model.head.weight) if p.grad is not None]
 
 
 def clip(sizes: dict[str, int] | None, by_hand: bool) -> Seen:

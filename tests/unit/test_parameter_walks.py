@@ -23,14 +23,15 @@ from lightning_shard.plugin.steps.checks.parameter_walks import (
 )
 
 
-def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself() -> None:
+def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Walks, "norms_are_whole", True)
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     optimizer = torch.optim.AdamW(parameters)
     held = optimizer.param_groups[0]["params"]
     walks = Walks({})
-    with warnings.catch_warnings(), walks.showing_gradients([optimizer]):
+    with warnings.catch_warnings(), walks.warning_of_groups([optimizer]):
         warnings.simplefilter("error")
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         optimizer.step()
@@ -51,8 +52,10 @@ def test_after_a_run_who_goes_over_a_stages_parameters_is_told_until_the_next_is
     walks.warn()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         next(module.parameters())
+        with pytest.raises(UserWarning, match=r"clip_grad_norm_ \(torch.* goes over the parameters of"):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        walks._has_warned = False
         with pytest.raises(UserWarning, match=r"the parameters of the LightningModule\. .*gather_full_parameters"):
             sum(p.numel() for p in module.parameters())
         Walks({"": module}).release()

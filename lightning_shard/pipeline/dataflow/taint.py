@@ -168,7 +168,7 @@ class Hollow(Unknown):
 
     @staticmethod
     @contextmanager
-    def given_gradients(gives: Callable[[Mapping[str, Any]], bool]) -> Iterator[None]:
+    def given_gradients(gives: Callable[[Mapping[str, Any]], bool] | None) -> Iterator[None]:
         """Context in which ``grad`` isn't ``None`` for code for whose global names ``gives`` returns true."""
         before, Hollow._gives = Hollow._gives, gives
         try:

@@ -77,6 +77,8 @@ class PreparedStrategy(CheckpointedStrategy):
         self._first_checks: FirstStepChecks | None = None
         self._walks: Walks | None = None
         self._states: PartialStates | None = None
+        self._norms: WholeNorms | None = None
+        self._of_run = ExitStack()  # closed in teardown
         self._built: Built | None = None
         self._trains: list[dict[str, bool]] = []
 
@@ -137,6 +139,9 @@ class PreparedStrategy(CheckpointedStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+        assert self._norms is not None
+        self._of_run.close()  # of a setup without a teardown
+        self._of_run.enter_context(self._norms.of_functions())
 
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
         groups, layout, device = self.groups, self.layout, self.root_device
@@ -219,8 +224,8 @@ class PreparedStrategy(CheckpointedStrategy):
         super().setup_precision_plugin()
         assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
-        norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, self._walks)
-        norms.take_over(self.precision_plugin)
+        self._norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, self._walks)
+        self._norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             agree_on_overflows(scaler, self.optimizers)

@@ -2,22 +2,24 @@
 
 A hook that calls ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` or Lightning's ``grad_norm`` gets what one
 process would: the norm over all stages and shards of the tensors that the ranks pass. These functions become collective
-calls, so the hooks must run on every rank.
+calls, so the hooks must run on every rank. Of tensors that aren't the model's gradients, they give what they always do.
 
-Private, and replaced while ``on_after_backward``, ``on_before_optimizer_step`` and ``configure_gradient_clipping`` run:
+Private, and replaced from a run's setup to its end, but for the steps of a pipeline:
 
-* ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.13), which
-  ``clip_grad_norm_`` calls, however a hook has imported it; also ``_group_tensors_by_device_and_dtype`` there, with
-  which ``clip_grad_value_`` fails if it gets no gradients;
-* the code of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6), since most code imports that function by name;
-* ``Precision._after_closure`` (2.6), which calls the latter two hooks.
+* the code of ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.13), which
+  ``clip_grad_norm_`` calls, and of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6): most code imports such
+  functions by name;
+* ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no
+  gradients;
+* ``Precision._after_closure`` (2.6), which calls two of the hooks that receive gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +28,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.grads import grad_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from lightning_shard.parallel.clip import (
@@ -39,12 +42,19 @@ from lightning_shard.parallel.clip import (
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.checks.parameter_walks import Walks
+from lightning_shard.plugin.steps.checks.parameter_walks import Walks, takes_parts
 
-_TOTALS: list[tuple[Any, str]] = [(clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm")]
-_CLIPS: list[tuple[Any, str]] = [(clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")]
-
+_TOTAL: Any = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
+_CLIP: Any = clip_grad._clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
 _GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
+
+
+def _copied(function: Any) -> Any:
+    """A function of the same code, which stays when the code of the first is replaced."""
+    return FunctionType(function.__code__, function.__globals__, None, function.__defaults__)
+
+
+_OWN_TOTAL, _OWN_CLIP, _OWN_GRAD_NORM = map(_copied, (_TOTAL, _CLIP, grad_norm))
 
 
 class WholeNorms:
@@ -58,7 +68,8 @@ class WholeNorms:
         walks: The guard over parameters of incomplete modules; only with several stages.
     """
 
-    _current: WholeNorms | None = None
+    current: WholeNorms | None = None
+    """Whose norms the functions give; ``None``: their own."""
 
     def __init__(
         self,
@@ -97,28 +108,49 @@ class WholeNorms:
 
     def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         walks = self._walks
-        told = nullcontext() if walks is None else walks.showing_gradients(self._module.trainer.optimizers)
+        told = nullcontext() if walks is None else walks.warning_of_groups(self._module.trainer.optimizers)
         with self.of_functions(), told:
             return function(*args, **kwargs)
+
+    def _gives(self, names: Mapping[str, Any]) -> bool:
+        """Whether code with these globals sees unknown gradients of other stages' parameters: if there are any now."""
+        if takes_parts(names):
+            return False
+        training = [p for p in nn.Module.parameters(self._module) if p.requires_grad]
+        return not training or any(p.grad is not None for p in training)
 
     @contextmanager
     def of_functions(self) -> Iterator[None]:
         """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
         meanwhile = [
             (grad_norm, "__code__", _grad_norm.__code__),
-            *((place, name, self.total) for place, name in _TOTALS),
-            *((place, name, _clip_with_norm) for place, name in _CLIPS),
+            (_TOTAL, "__code__", _total_norm.__code__),
+            (_CLIP, "__code__", _clip_with_norm.__code__),
             (clip_grad, _GROUP.__name__, _grouped),
-            (WholeNorms, "_current", self),
+            (WholeNorms, "current", self),
+            (Walks, "norms_are_whole", True),
         ]
         before = [(place, name, getattr(place, name)) for place, name, _ in meanwhile]
+        shown = nullcontext() if self._walks is None else Hollow.given_gradients(self._gives)
         try:
             for place, name, value in meanwhile:
                 setattr(place, name, value)
-            yield
+            with shown:
+                yield
         finally:
             for place, name, value in before:
                 setattr(place, name, value)
+
+    @staticmethod
+    @contextmanager
+    def aside() -> Iterator[None]:
+        """Inside, which is a pipelined step that stages run at different times, the functions give their own norms."""
+        before, WholeNorms.current = WholeNorms.current, None
+        try:
+            with Hollow.given_gradients(None):
+                yield
+        finally:
+            WholeNorms.current = before
 
     @torch.no_grad()
     def total(
@@ -134,6 +166,8 @@ class WholeNorms:
             StepError: A tensor is computed from a value that isn't known on this stage.
         """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if self._are_others(given):
+            return _OWN_TOTAL(given, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         tied = {id(p.grad) for p in nn.Module.parameters(self._module) if is_counted_elsewhere(p)}
         counted = [tensor for tensor in given if id(tensor) not in tied and not isinstance(tensor, Hollow)]
         refuse(counted, "A total norm")
@@ -147,31 +181,53 @@ class WholeNorms:
         """Lightning's ``grad_norm``, over all stages' parameters."""
         named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
+        if self._are_others(gradients):
+            return _OWN_GRAD_NORM(module, norm_type, group_separator)  # type: ignore[no-any-return]
         norms = norms_over_stage(gradients, self._mesh, self._device, norm_type).cpu() if named else ()
         own = {f"grad_{norm_type}_norm{group_separator}{name}": norm for (name, _), norm in zip(named, norms)}
         every = {name: norm for stage in self._groups.gather_over_stages(own) for name, norm in stage.items()}
         total = self.total(gradients, norm_type)
         return every and {**every, f"grad_{norm_type}_norm_total": total}
 
+    def _are_others(self, tensors: list[Tensor]) -> bool:
+        """Whether these are another network's gradients, or what a step returned; a collective call over the pipeline.
 
-@torch.no_grad()
-def _clip_with_norm(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
-) -> None:
-    scale_to_norm([parameters] if isinstance(parameters, Tensor) else parameters, float(max_norm), total_norm)
+        They are none of the module's gradients, nor computed of these, and the same on all stages.
+        """
+        own = {id(p.grad) for p in nn.Module.parameters(self._module) if p.grad is not None}
+        whole = [tensor for tensor in tensors if not isinstance(tensor, (DTensor, Hollow)) and id(tensor) not in own]
+        norms = [(tuple(tensor.shape), float(_OWN_TOTAL([tensor]))) for tensor in whole]
+        of_stages = self._groups.gather_over_stages(norms if len(whole) == len(tensors) else None)
+        return bool(of_stages[0]) and all(each == of_stages[0] for each in of_stages)
+
+
+# Replacement code, which runs with the globals of the function whose code it replaces.
+
+
+def _total_norm(tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
+    from lightning_shard.plugin.steps.gradient_norms import _OWN_TOTAL, WholeNorms
+
+    total = _OWN_TOTAL if WholeNorms.current is None else WholeNorms.current.total
+    return total(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_with_norm(parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None) -> None:
+    from lightning_shard.plugin.steps.gradient_norms import _OWN_CLIP, WholeNorms
+
+    if WholeNorms.current is None:
+        return _OWN_CLIP(parameters, max_norm, total_norm, foreach)  # type: ignore[no-any-return]
+    scale_to_norm([parameters] if isinstance(parameters, torch.Tensor) else parameters, float(max_norm), total_norm)
+
+
+def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+    from lightning_shard.plugin.steps.gradient_norms import _OWN_GRAD_NORM, WholeNorms
+
+    norm_type = float(norm_type)
+    if WholeNorms.current is None or norm_type <= 0:
+        return _OWN_GRAD_NORM(module, norm_type, group_separator)
+    return WholeNorms.current.of_each(module, norm_type, group_separator)
 
 
 def _grouped(tensors: Any, *args: Any) -> Any:
     """As torch's function, which fails without tensors: a stage may have none of them."""
     return _GROUP(tensors, *args) if tensors[0] else {}
-
-
-def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    """The replacement code of Lightning's function, which runs with the globals of Lightning's module."""
-    from lightning_shard.plugin.steps.gradient_norms import WholeNorms
-
-    norm_type = float(norm_type)
-    if norm_type <= 0:
-        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {norm_type}")
-    assert WholeNorms._current is not None
-    return WholeNorms._current.of_each(module, norm_type, group_separator)

@@ -47,6 +47,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
@@ -180,8 +181,7 @@ class PipelinedSteps:
 
         with self._apart.batch():
             with (
-                self._logs.holding(len(parts)),
-                self._drawing(),
+                self._around_steps(len(parts)),
                 self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
                 # overlaps with the transfer of the stage's input
                 prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
@@ -236,7 +236,7 @@ class PipelinedSteps:
                 run = partial(self._run_inside, self._stages[-1], method, seed, 0, batch, args, kwargs)
                 after_call, note = partial(self._seed_after_call, seed), self._generators.remember
                 of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call)
-                with self._logs.holding(1), self._drawing():
+                with self._around_steps(1):
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
@@ -294,7 +294,7 @@ class PipelinedSteps:
 
         order = self._order(len(parts))
         step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
-        with self._logs.holding(len(parts)), self._drawing():
+        with self._around_steps(len(parts)):
             results = call_through(self._module, step)
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
@@ -395,6 +395,12 @@ class PipelinedSteps:
             put_back()
 
         return note_and_put_back
+
+    @contextmanager
+    def _around_steps(self, microbatches: int) -> Iterator[None]:
+        """Context in which a batch's steps run."""
+        with self._logs.holding(microbatches), self._drawing(), WholeNorms.aside():
+            yield
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

@@ -25,11 +25,10 @@ from torch import nn
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
 
-_TAKE_PARTS = (
-    *("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim"),
-    "torch.nn.utils.clip_grad",  # made to cover all stages by gradient_norms.py
-)
+_TAKE_PARTS = ("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim")
 """Modules and packages whose code iterates over parameters and is right with this stage's only."""
+_NORMS = "torch.nn.utils.clip_grad"
+"""Right while ``gradient_norms.py`` makes its norms cover all stages."""
 _PARAMETERS = nn.Module.parameters.__code__
 """Iterates over ``named_parameters`` on behalf of its caller."""
 _AVERAGES = "torch.optim.swa_utils"
@@ -44,6 +43,8 @@ OF_RANK = "Its parameters are DTensors, of which each rank has a part"
 
 class Walks:
     """The guard over several modules, by name, each of which is spread over several stages."""
+
+    norms_are_whole = False
 
     def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
         self._incomplete = incomplete
@@ -100,13 +101,7 @@ class Walks:
         return Walks, ({},)
 
     @contextmanager
-    def showing_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-        """For a hook that receives gradients: show those of other stages' parameters as unknown, not as None."""
-        with self._warning_of_groups(optimizers), Hollow.given_gradients(lambda names: not _takes_parts(names)):
-            yield
-
-    @contextmanager
-    def _warning_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    def warning_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
         """Inside, code that iterates over the parameters in optimizers' groups is warned."""
         held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
         for group, parameters in held:
@@ -120,12 +115,12 @@ class Walks:
                     group["params"] = parameters
 
     def warn_of(self, frame: Any, what: str) -> None:
-        if not self._has_warned and not _takes_parts(frame.f_globals):
+        if not self._has_warned and not takes_parts(frame.f_globals):
             self._has_warned = True
             rank_zero_warn(
                 f"{_code(frame)} goes over {what}. With several pipeline stages these are its stage's: work on each by"
-                " itself is right, what is taken over all isn't (torch.nn.utils.clip_grad_norm_ and Lightning's"
-                " grad_norm see all, and strategy.gather_full_parameters() gives all)."
+                " itself is right, what is taken over all isn't (in hooks, torch.nn.utils.clip_grad_norm_ and"
+                " Lightning's grad_norm see all, and strategy.gather_full_parameters() gives all)."
             )
 
 
@@ -258,7 +253,7 @@ class PartialStates:
                     module.__dict__["state_dict"] = own
 
     def begin_walk(self, frame: Any, name: str) -> _Walk | None:
-        if _takes_parts(frame.f_globals):
+        if takes_parts(frame.f_globals):
             return None
         what = f"the state_dict of {name or 'the LightningModule'}"
         if not self._has_warned:
@@ -312,16 +307,18 @@ def _missing(exception: BaseException, module: nn.Module) -> str | None:
     )
 
 
-def _takes_parts(names: Mapping[str, Any]) -> bool:
+def takes_parts(names: Mapping[str, Any]) -> bool:
     """Whether code with these globals is known to be right with this stage's parameters only."""
     module = str(names.get("__name__", ""))
+    if module == _NORMS:
+        return Walks.norms_are_whole
     return any(module == known or module.startswith(f"{known}.") for known in _TAKE_PARTS)
 
 
 def _is_right_with_parts(frame: Any) -> bool:
     if frame.f_globals.get("__name__") == _AVERAGES:
         return getattr(frame.f_locals.get("self"), "averages_parts", False)
-    return _takes_parts(frame.f_globals)
+    return takes_parts(frame.f_globals)
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
