@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
 from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
 
-__all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "watch"]
+__all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]
 
 Part = nn.Module | nn.Parameter
 
@@ -216,7 +216,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stack.callback(part.register_forward_pre_hook(start).remove)
                 stack.callback(part.register_forward_hook(stop).remove)
         try:
-            with torch.no_grad(), _on_fake_tensors(parts.values()), counter:
+            with torch.no_grad(), on_fake_tensors(p for part in parts.values() for p in _parameters(part)), counter:
                 run()
         except Exception as error:
             warnings.warn(
@@ -283,8 +283,9 @@ def _product_flops(counter: FlopCounterMode) -> int:
 
 
 @contextmanager
-def _on_fake_tensors(parts: Iterable[Part]) -> Iterator[None]:
-    on_meta = any(parameter.is_meta for part in parts for parameter in _parameters(part))
+def on_fake_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which a network with these parameters runs on fake (or meta) tensors."""
+    on_meta = any(parameter.is_meta for parameter in parameters)
     without_data = torch.device("meta") if on_meta else FakeTensorMode(allow_non_fake_inputs=True)
     with without_data, GroupedMatmuls(), nothing_packed(), _without_tracebacks():
         yield

@@ -1,8 +1,10 @@
 """Makes Lightning's ModelSummary, plain and rich, report the whole model, with a column for this rank's part.
 
-The callbacks see the module only after it is cut and sharded. Private in Lightning 2.6, used here: the callbacks'
-``_summary`` and ``_max_depth``, and a summary's ``_get_summary_data``. The column's title is one that the rich summary
-knows.
+The callbacks see the module only after it is cut and sharded. Sizes and operations are those of a run on fake tensors
+before that. Where the example can't run on these, they are left out.
+
+Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, and a summary's
+``_get_summary_data``. The column's title is one that the rich summary knows.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.pipeline.cost import on_fake_tensors
+from lightning_shard.plugin.assembly.example import restoring_state
 from lightning_shard.sharding import local_tensor
 
 _COLUMN = "Params per Device"
@@ -52,11 +56,35 @@ def summarize_before_cutting(
 ) -> None:
     """Make the callbacks report the module as it is now, after it is cut."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    example, module.example_input_array = module.example_input_array, None  # the network can't be called yet
     for callback in _summaries(callbacks):
-        found = WholeSummary.of(module, callback._max_depth)
+        found = _on_fake_tensors(module, callback._max_depth) or _without_a_run(module, callback._max_depth)
         vars(callback)["_summary"] = partial(_completed, found, sizes, gather_over_stages)
-    module.example_input_array = example
+
+
+def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | None:
+    """The summary of a run on the module's example, computing nothing; ``None`` if there is none, or it fails."""
+    if module.example_input_array is None:
+        return None
+    modes = {part: part.training for part in module.modules()}
+    try:
+        with restoring_state(module), on_fake_tensors(module.parameters()):
+            return WholeSummary.of(module, depth)
+    except Exception:
+        return None  # finding the blocks warns of the reason
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
+    example, module.example_input_array = module.example_input_array, None
+    try:
+        found = WholeSummary.of(module, depth)
+    finally:
+        module.example_input_array = example
+    if example is not None:
+        found.data = [(title, column) for title, column in found.data if title != "FLOPs"]
+    return found
 
 
 def summarize_beside(callbacks: Iterable[pl.Callback]) -> None:
