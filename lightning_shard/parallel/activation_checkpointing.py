@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.parallel.fsdp.units import class_name
 
 Recomputing = bool | int | Literal["selective"] | None
 """``None`` or ``False``: recompute nothing; ``True``: every block; ``n``: every n-th block; ``"selective"``: in every
@@ -144,7 +145,7 @@ def leave_out_caches(block: nn.Module) -> None:
                 continue
             if not hasattr(cache, "get_seq_length") or cache.get_seq_length(layer):
                 raise StepError(
-                    f"{type(block).__name__} is called with {name} that aren't empty, which activation_checkpointing"
+                    f"{class_name(block)} is called with {name} that aren't empty, which activation_checkpointing"
                     " and compile_blocks leave out in training: leave these settings out, or call the network without"
                     f" {name}."
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import Backend
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -20,6 +22,9 @@ from lightning_shard.parallel.plans import check_plan
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.parallel.tensor.styles import STYLE_NAMES
 from lightning_shard.pipeline.placement import check_policy
+
+
+_USUAL = {"schedule": "1F1B"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,24 @@ class Settings:
                 f"compile_blocks with pipeline_parallel_size={pipeline} and tensor_parallel_size={tensor} fails within"
                 f" torch {torch.__version__}: install torch 2.12 or newer, or leave one out."
             )
+
+    def warn_beside(
+        self, *, pipeline: int, tensor: int, experts: int, schedule: object, microbatches: int | None
+    ) -> None:
+        """Warn of arguments without an effect, since their axis has size 1.
+
+        No errors: several layouts may share one configuration.
+        """
+        for size, axis, given in (
+            (pipeline, "pipeline_parallel_size", {"schedule": schedule, "microbatches": microbatches}),
+            (tensor, "tensor_parallel_size", {"tensor_parallel_plan": self.tensor_parallel_plan}),
+            (experts, "expert_parallel_size", {"expert_parallel_plan": self.expert_parallel_plan}),
+        ):
+            for name, value in given.items() if size == 1 else ():
+                if value and value != _USUAL.get(name):
+                    rank_zero_warn(
+                        f"{name}={reprlib.repr(value)} has no effect with {axis}=1: set {axis} to more than 1, or leave {name} out."
+                    )
 
     @property
     def of_blocks(self) -> dict[str, Any]:

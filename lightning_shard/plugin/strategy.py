@@ -156,6 +156,13 @@ class HybridShardStrategy(PreparedStrategy):
             context_parallel_size=context_parallel_size,
         )
         self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
+        self._settings.warn_beside(
+            pipeline=pipeline_parallel_size,
+            tensor=tensor_parallel_size,
+            experts=expert_parallel_size,
+            schedule=schedule,
+            microbatches=microbatches,
+        )
         check_counts(self._schedules, pipeline_parallel_size, placement)
         self._sends_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
         self._microbatches = self._schedules[0].microbatches

@@ -245,7 +245,7 @@ def test_a_file_is_of_one_layout(tmp_path: Path) -> None:
     [
         ("1F", 2, 4, None, "isn't one of"),
         ("1F1B", 4, 3, None, r"must be at least pipeline_parallel_size \(4\)"),
-        ("DualPipeV", 4, 7, None, r"at least 2 × pipeline_parallel_size \(4\).*use 16 or more"),
+        ("DualPipeV", 4, 7, None, r"at least 2 × pipeline_parallel_size \(4\).*use 8 or more"),
         ("GPipe", 2, 0, None, "integer of at least 1"),
         ("GPipe", 2, True, None, "integer of at least 1"),
         ("1F1B", 2, 4, 2, "can't have 2 stages on each rank: use 1."),

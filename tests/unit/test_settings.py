@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, PlacementError, PlanError, StepError
+from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.plugin.steps.loss_weight import LossWeights
 
 PP2 = {"pipeline_parallel_size": 2}
@@ -92,3 +95,51 @@ def test_compiled_blocks_on_stages_and_tensor_ranks_need_a_newer_torch(monkeypat
         HybridShardStrategy(**sizes, compile_blocks=True)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0"))
     HybridShardStrategy(**sizes, compile_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"schedule": "GPipe"}, r"schedule='GPipe' has no effect with pipeline_parallel_size=1: set"),
+        ({"schedule": "ZBVZeroBubble"}, r"schedule='ZBVZeroBubble' has no effect"),
+        ({"microbatches": 4}, r"microbatches=4 has no effect .*or leave microbatches out"),
+        ({"tensor_parallel_plan": {"up": "colwise"}}, r"tensor_parallel_plan=.* no effect with tensor_parallel_size=1"),
+        ({"expert_parallel_plan": {"moe": "experts"}}, r"expert_parallel_plan=.* no effect with expert_parallel_size=1"),
+    ],
+)
+def test_what_has_no_effect_without_its_axis_is_warned_of(arguments: dict[str, Any], says: str) -> None:
+    with pytest.warns(UserWarning, match=says):
+        HybridShardStrategy(**arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HybridShardStrategy()
+        HybridShardStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, schedule="GPipe", microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"placement": [1, 3]}, r"placement \(\[1, 3\]\) has 2 numbers, and pipeline_parallel_size=1 has one stage: set"),
+        (
+            {"placement": [1, 3], "schedule": "DualPipeV", "pipeline_parallel_size": 2},
+            r"placement \(\[1, 3\]\) has 2 numbers, and schedule='DualPipeV' .* has 4 stages: give one for each",
+        ),
+        (
+            {"microbatches": 2, "schedule": "ZBVZeroBubble", "pipeline_parallel_size": 2},
+            r"at least 2 × pipeline_parallel_size \(2\).*use 4 or more",
+        ),
+    ],
+)
+def test_numbers_of_stages_and_microbatches_that_do_not_fit_are_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        HybridShardStrategy(**arguments)
+
+
+def test_errors_name_the_users_class_and_not_fsdps() -> None:
+    class Block(torch.nn.Linear):
+        pass
+
+    unit: Any = Block(2, 2)
+    unit.__class__ = type("FSDPBlock", (FSDPModule, Block), {})
+    assert class_name(unit) == "Block"
+    assert class_name(Block(2, 2)) == "Block"

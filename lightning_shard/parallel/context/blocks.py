@@ -32,6 +32,7 @@ from lightning_shard.parallel.context.check_positions import (
     random_state,
 )
 from lightning_shard.parallel.context.chunks import Cut, Part, join, share
+from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 
 _LIBRARIES = ("torch.", "lightning_shard.")
@@ -186,7 +187,7 @@ class ShardedSequences:
                 return value
             if value.get_seq_length() or block in self._caches.setdefault(value, set()):
                 raise StepError(
-                    f"{type(block).__name__} is called with keys and values of an earlier call, which"
+                    f"{class_name(block)} is called with keys and values of an earlier call, which"
                     " context_parallel_size keeps none of: call generate(), or use context_parallel_size=1."
                 )
             self._caches[value].add(block)
@@ -204,7 +205,7 @@ def _hidden_states(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     if first is None or first.ndim != 3 or not first.is_floating_point():
         what = "no tensor" if first is None else f"{first.dtype} of shape {tuple(first.shape)}"
         raise StepError(
-            f"{type(block).__name__} is given {what} first: with context_parallel_size blocks are given hidden states"
+            f"{class_name(block)} is given {what} first: with context_parallel_size blocks are given hidden states"
             f" [batch, sequence, features].{_ONE}"
         )
     return first
@@ -220,7 +221,7 @@ def _each_tensor(block: nn.Module, hidden: Tensor, given: Any, take: Callable[[T
         return {name: _each_tensor(block, hidden, value, take) for name, value in given.items()}
     if not isinstance(given, PLAIN):
         raise StepError(
-            f"{type(block).__name__} is given a {type(given).__name__}, of which it isn't known what it holds of a"
+            f"{class_name(block)} is given a {type(given).__name__}, of which it isn't known what it holds of a"
             f" sequence: give it tensors, or tuples and dicts of them.{_ONE}"
         )
     return given
@@ -270,7 +271,7 @@ def _refuse_hooks(block: nn.Module, inner: Sequence[nn.Module]) -> None:
     for module in inner:
         if has_other_hooks(module, _LIBRARIES):
             raise StepError(
-                f"A {type(module).__name__} within {type(block).__name__} has a forward hook, which with"
+                f"A {class_name(module)} within {class_name(block)} has a forward hook, which with"
                 " context_parallel_size would see this rank's part of sequences: put it on the block, which sees"
                 " whole ones. (transformers puts some there for output_hidden_states, output_attentions and"
                 f" output_router_logits.){_ONE}"

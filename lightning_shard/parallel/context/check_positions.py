@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ShardError, StepError
 from lightning_shard.parallel.context.attention import attention_by
+from lightning_shard.parallel.fsdp.units import class_name
 
 POSITIONS = 64
 """Maximum number of positions, of a rank's part, that the check runs on."""
@@ -64,7 +65,7 @@ def check_positions(
     Raises:
         StepError: The block can't be run on a part of a sequence, or that can't be known.
     """
-    half, name = count // 2, type(block).__name__
+    half, name = count // 2, class_name(block)
     device = next((p.device for p in block.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), _noisy(block), trial_runs(block) as changes:
@@ -102,7 +103,7 @@ _NEEDED = (
 
 def draws(block: nn.Module) -> str:
     return (
-        f"{type(block).__name__} draws random numbers, and context ranks would draw others than one process: set its"
+        f"{class_name(block)} draws random numbers, and context ranks would draw others than one process: set its"
         " dropout to 0, or use context_parallel_size=1."
     )
 

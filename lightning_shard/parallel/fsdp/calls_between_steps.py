@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.units import check_before_gather, gather_for_backward, groups_of, is_set_up
+from lightning_shard.parallel.fsdp.units import check_before_gather, class_name, gather_for_backward, groups_of, is_set_up
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 
@@ -101,7 +101,7 @@ class _Calls:
         if (whole := unsharded_of(self._root)) is not None:
             return whole.is_gathered
         if not isinstance(self._root, FSDPModule):
-            raise StepError(COPIED.format(kind=type(self._root).__name__))
+            raise StepError(COPIED.format(kind=class_name(self._root)))
         return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
 
     def _gather(self) -> None:

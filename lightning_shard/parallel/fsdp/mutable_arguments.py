@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.units import class_name
 
 _LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
 
@@ -64,7 +65,7 @@ class _Call:
             if id(copy) not in returned:
                 kind = type(copy).__name__
                 raise StepError(
-                    f"A {type(unit).__name__.removeprefix('FSDP')} changes a {kind} that it is given, and the code"
+                    f"A {class_name(unit)} changes a {kind} that it is given, and the code"
                     " around it doesn't see that where its parameters are sharded over data ranks: return what it adds,"
                     f" or the {kind} itself."
                 )
@@ -83,7 +84,7 @@ def _refuse_unseen(unit: nn.Module, filled: Iterable[Any]) -> None:
     for each in filled:
         if _isnt_seen(each) and any(tensor.requires_grad for tensor in tree.tensors(each)):
             raise StepError(
-                f"A {type(unit).__name__.removeprefix('FSDP')} returns or changes a {type(each).__name__}, and FSDP2 of"
+                f"A {class_name(unit)} returns or changes a {type(each).__name__}, and FSDP2 of"
                 f" torch {torch.__version__} looks into no dataclasses, so its backward can't be run: install torch"
                 " 2.12 or newer, or have the block return tensors, a tuple or a dict."
             )

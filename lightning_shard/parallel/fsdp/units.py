@@ -54,6 +54,11 @@ def groups_of(unit: FSDPModule) -> Iterator[Any]:
     yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's own class: FSDP2 makes units objects of a class that it derives from theirs."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)).__name__
+
+
 def is_set_up(root: FSDPModule) -> bool:
     """Whether FSDP2 has initialised itself for the units of ``root``, as it does in the first call of ``root``."""
     state: Any = root._get_fsdp_state()
@@ -120,7 +125,7 @@ class _Watched:
     def _text(self, what: str, remedy: str) -> str:
         module, name = self._slots[0]
         shape = tuple(self._parameter.sharded_param.shape)
-        return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
+        return f"The parameter {name!r} of a {class_name(module)}, of shape {shape}, {what}{remedy}"
 
 
 _REPLACED = (

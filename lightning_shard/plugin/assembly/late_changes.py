@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.pipeline.dataflow.taint import Hollow
 
 _REMEDY = (
@@ -67,7 +68,7 @@ def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
     for part in module.modules():
         can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
         if isinstance(part, FSDPModule) or (can_be_cut and _has_parameters(part)):
-            part.__dict__["__deepcopy__"] = partial(_refuse_copy, type(part).__name__.removeprefix("FSDP"))
+            part.__dict__["__deepcopy__"] = partial(_refuse_copy, class_name(part))
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -39,7 +39,14 @@ def candidates(
     if not isinstance(setting, str) or (setting not in SCHEDULES and not setting.endswith(".csv")):
         choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
         raise ConfigurationError(f"schedule={setting!r} isn't one of {choices}.")
-    return [build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))]
+    stages = _stages_per_rank(setting, ranks, placement)
+    if stages is not None and stages < (least := SCHEDULES[setting].stages[0]):
+        raise PlacementError(
+            f"placement ({[*placement]}) has {len(placement)} numbers, and schedule={setting!r} with"
+            f" pipeline_parallel_size={ranks} has {least * ranks} stages"
+            f'{" or more" if SCHEDULES[setting].stages[1] is None else ""}: give one for each, or use "auto".'
+        )
+    return [build(setting, ranks, microbatches, stages)]
 
 
 def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:
@@ -48,8 +55,13 @@ def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -
     Raises:
         PlacementError: There are more or fewer.
     """
-    if ranks == 1 or isinstance(placement, str) or any(len(placement) == each.stages for each in schedules):
+    if isinstance(placement, str) or any(len(placement) == each.stages for each in schedules):
         return
+    if ranks == 1:
+        raise PlacementError(
+            f"placement ({[*placement]}) has {len(placement)} numbers, and pipeline_parallel_size=1 has one stage: set"
+            ' pipeline_parallel_size, or use "auto".'
+        )
     stages = sorted({each.stages for each in schedules})
     name = f"schedule={schedules[0].name!r}" if len(schedules) == 1 else 'schedule="auto"'
     raise PlacementError(
