@@ -56,8 +56,9 @@ but the first."""
 _TAKES_SOME = _WITHOUT_VALUES | _LIKE_OTHERS
 
 REMEDY = (
-    "With several pipeline stages, a stage has what its blocks hand on and what earlier stages compute: use"
-    " pipeline_parallel_size=1, or tell us of this network."
+    "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
+    " parameters: move this code into a block or behind the last one, use pipeline_parallel_size=1, or report this"
+    " network as an issue."
 )
 
 
