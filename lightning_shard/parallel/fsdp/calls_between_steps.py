@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.units import check_before_gather, class_name, gather_for_backward, groups_of, is_set_up
+from lightning_shard.parallel.fsdp.units import (
+    check_before_gather,
+    class_name,
+    gather_for_backward,
+    groups_of,
+    is_set_up,
+)
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 
