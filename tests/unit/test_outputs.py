@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,3 +97,42 @@ def test_losses_take_the_place_of_those_that_were_returned() -> None:
     assert merged["loss"] == 0.5
     assert merged["x"].shape == (2, 3)
     assert merge(with_losses([torch.ones(1), torch.zeros(1)], losses), 1) == 0.5
+
+
+def parts_of(step: Callable[[Tensor], Any], size: int) -> list[Any]:
+    batch = torch.arange(8 * 3.0).reshape(8, 3)
+    return [step(part) for part in batch.split(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_flat_view_of_rows_is_that_of_the_batch(size: int) -> None:
+    merged = merge(parts_of(lambda x: (x * 2).flatten(), size), size)
+    assert torch.equal(merged, torch.arange(8 * 3.0) * 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("step", [lambda x: torch.ones(10), lambda x: np.ones(10)], ids=["tensor", "array"])
+def test_a_vector_with_an_element_for_each_class_is_refused(step: Callable[[Tensor], Any], size: int) -> None:
+    with pytest.raises(StepError, match=rf"has shape \(10,\) for each, of {size} samples"):
+        merge(parts_of(step, size), size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_dict_by_places_in_the_microbatch_is_refused(size: int) -> None:
+    with pytest.raises(StepError, match="may be places in the microbatch"):
+        merge(parts_of(lambda x: {place: float(row.sum()) for place, row in enumerate(x)}, size), size)
+
+
+def test_a_dict_of_parts_with_integer_keys_is_merged_by_key() -> None:
+    merged = merge(parts_of(lambda x: {0: x, 1: -x}, 2), 2)
+    assert torch.equal(merged[1], -torch.arange(8 * 3.0).reshape(8, 3))
+
+
+def test_places_as_nonzero_gives_them_are_refused() -> None:
+    with pytest.raises(StepError, match="begin with places in the microbatch"):
+        merge(parts_of(lambda x: (x > 4).nonzero(), 2), 2)
+
+
+def test_ragged_integers_are_concatenated() -> None:
+    found = [torch.tensor([[7, 9], [3, 4]]), torch.tensor([[5, 5]])]
+    assert merge(found, 2).tolist() == [[7, 9], [3, 4], [5, 5]]

@@ -2,14 +2,15 @@
 
 The merge is the inverse of the split into microbatches:
 
-- Tensors and arrays are concatenated along their first dimension, in order, if they have a row per sample, are flat
-  with equally many elements per sample, or differ in length, such as detections.
+- Tensors and arrays are concatenated along their first dimension, in order, if they have a row per sample, are a flat
+  view of one that has, or differ in length, such as detections.
 - Floats, and floating-point tensors without dimensions, are means over the batch: they are averaged.
 - Lists are concatenated if they have an entry per sample, or differ in length. A list of different results, such as
   ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
-Anything else is ambiguous, such as a vector with an element per class: it is refused by its key.
+Anything else is ambiguous, such as a vector with an element per class, or places in the microbatch (as keys of a dict,
+or as ``torch.nonzero`` gives them): it is refused by its key.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
         keys = [[key for key, _ in tree.children(part)] for part in parts]
         if any(own != keys[0] for own in keys):
             _refuse(path, "it has other keys, or another length, for each", "return the same for every batch")
+        if _are_places(keys[0], first, size):
+            _refuse(
+                path,
+                f"its keys are the numbers up to {size - 1}, which may be places in the microbatch of {size} samples",
+                "return a list with an entry for each sample",
+            )
         columns = zip(*([child for _, child in tree.children(part)] for part in parts))
         return tree.rebuild(first, [_merge(c, size, (*path, str(k))) for k, c in zip(keys[0], columns)])
     if isinstance(first, (float, np.floating)):
@@ -82,12 +89,17 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
         )
     if first.ndim:
         lengths = {len(part) for part in parts}
-        rows = len(first) == size or (first.ndim == 1 and len(first) % size == 0)
-        if len(lengths) == 1 and not rows:
+        if len(lengths) == 1 and len(first) != size and not _is_flat_view(first, size):
             _refuse(
                 path,
                 f"it has shape {tuple(first.shape)} for each, of {size} samples",
-                "return a row for each sample, or means without dimensions",
+                "return a row for each sample ([samples, …], not flattened), or means without dimensions",
+            )
+        if lengths != {size} and all(_begins_with_places(part, size) for part in parts):
+            _refuse(
+                path,
+                f"its rows seem to begin with places in the microbatch of {size} samples, as torch.nonzero gives them",
+                "return a list with the rows of each sample",
             )
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
     if is_tensor and first.is_floating_point():
@@ -99,6 +111,30 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
         f"it is {first}, of which isn't known whether it counts samples",
         "return a floating-point tensor for a mean, or one with an entry for each sample",
     )
+
+
+def _are_places(keys: list[Any], value: Any, size: int) -> bool:
+    """Whether a dict's keys may be places in the microbatch: its values don't have a row per sample."""
+    if not isinstance(value, Mapping) or keys != list(range(size)):
+        return False
+    arrays = [child for child in value.values() if isinstance(child, (Tensor, np.ndarray))]
+    return not all(each.ndim and len(each) == size for each in arrays) or len(arrays) < len(keys)
+
+
+def _is_flat_view(value: Any, size: int) -> bool:
+    """Whether a vector is a view of a tensor or array that has a row per sample, as ``flatten()`` gives it."""
+    base = value._base if isinstance(value, Tensor) else value.base
+    return value.ndim == 1 and isinstance(base, (Tensor, np.ndarray)) and base.ndim > 1 and len(base) == size
+
+
+def _begins_with_places(value: Any, size: int) -> bool:
+    """Whether the first column counts up within the samples. Reads values; asked of integers only."""
+    if value.ndim != 2 or value.shape[1] < 2 or not len(value):
+        return False
+    column = value[:, 0].tolist()
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in column[:1]):
+        return False
+    return all(0 <= each < size for each in column) and column == sorted(column)
 
 
 def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool:
