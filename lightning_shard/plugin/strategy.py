@@ -298,7 +298,7 @@ class HybridShardStrategy(PreparedStrategy):
 
     def on_train_end(self) -> None:
         if self._walks is not None:
-            self._walks.release()
+            self._walks.guard(shows_all=True)
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -138,6 +138,40 @@ def test_clipping_in_64_bits_rounds_to_no_fewer(sizes: dict[str, int]) -> None:
     assert largest_difference(ours.parameters, plain.parameters) < 1e-14
 
 
+class Counting(Model):
+    """Counts its parameters before it trains, and freezes some."""
+
+    def on_fit_start(self) -> None:
+        self.counts = [self.count(self)]
+        for parameter in self.model.head.parameters():
+            parameter.requires_grad = False
+        self.counts += [self.count(self.model.head), self.count(self.model.token_embedding)]
+
+    def on_validation_start(self) -> None:
+        self.counts.append(self.count(self) if self.trainer.sanity_checking else 0)
+
+    def on_train_start(self) -> None:
+        self.counts.append(self.count(self.model.blocks))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append(self.count(self.model.head))
+        self.log_dict({f"count {i}": float(count) for i, count in enumerate(self.counts[:6])})
+
+    def count(self, module: Any) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+
+def count(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=partial(Counting, "gpt"), steps=2, trainer={"num_sanity_val_steps": 1})
+
+
+def test_parameters_are_counted_and_frozen_in_hooks_as_on_one_process() -> None:
+    sizes = layout(pipeline=2)
+    ours, plain = combine(run_ranks(count, 2, sizes, elastic=True), sizes), count(None)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=1e-4)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
 class Average(Model):
     """Keeps an average by hand, as many do."""
 
@@ -178,6 +212,22 @@ def walk(kind: Any) -> None:
 def test_going_over_a_stages_parameters_as_if_they_were_all_is_refused(kind: Any, module: str) -> None:
     with pytest.raises(RanksFailed, match=f"StepError: .* goes over the parameters of {module}, .*EMAWeightAveraging"):
         run_ranks(walk, 2, kind, elastic=True)
+
+
+class Weights(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        model: Any = self.model
+        model.token_embedding.weight.detach().norm().item()
+
+
+@pytest.mark.long
+def test_a_value_of_another_stages_parameter_is_refused_in_a_hook_with_the_way_to_have_it() -> None:
+    said = "A hook asks for what is computed from model.token_embedding.weight, .*gather_full_parameters"
+    with pytest.raises(RanksFailed, match=f"StepError: {said}"):
+        run_ranks(walk, 2, Weights, elastic=True)
 
 
 @pytest.mark.long

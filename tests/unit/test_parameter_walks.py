@@ -88,6 +88,35 @@ def part_of(module: nn.Module) -> Walks:
     return walks
 
 
+def test_before_training_parameters_shows_those_of_other_stages_without_values() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
+    names = [name for name, _ in net.named_parameters()]
+    for path, elsewhere in (("0", ("weight", "bias")), ("1", ("bias",))):
+        part = net.get_submodule(path)
+        for key in elsewhere:
+            hollow = Hollow.of(part._parameters.pop(key), torch.device("cpu"), f"{path}.{key}", 1, fail)  # type: ignore[arg-type]
+            vars(part)[key] = hollow
+    incomplete = {"": net, "0": net[0], "1": net[1]}
+    for module in incomplete.values():
+        vars(module)["named_parameters"] = module.named_parameters
+    in_step = [False]
+    walks = Walks(incomplete, names, lambda: in_step[0])
+    walks.guard(shows_all=True)
+    assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 9 + 16 + 25
+    assert [tuple(p.shape) for p in net.parameters()] == [(3, 2), (3,), (4, 3), (4,), (5, 4), (5,)]  # in order
+    assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+    assert len([*net[0].parameters()]) == 2
+    assert len([*net.parameters(recurse=False)]) == 0
+    in_step[0] = True
+    assert len([*net[2].parameters()]) == 2
+    in_step[0] = False
+    walks.guard()
+    assert sum(p.numel() for p in net[0].parameters()) == 9  # all of it elsewhere: nothing to take for all
+    for module in (net, net[1]):
+        with pytest.raises(StepError, match=r"goes over the parameters of .*only its stage's"):
+            sum(p.numel() for p in module.parameters())
+
+
 def test_what_fails_beside_a_part_is_refused_as_that() -> None:
     whole, part = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)), nn.Linear(2, 4)
     walks = part_of(part)

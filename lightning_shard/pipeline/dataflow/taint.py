@@ -60,6 +60,17 @@ REMEDY = (
     " parameters: move this code into a block or behind the last one, use pipeline_parallel_size=1, or report this"
     " network as an issue."
 )
+_REMEDY_IN_HOOKS = (
+    "With several pipeline stages, a stage has its own parameters only between steps:"
+    " trainer.strategy.gather_full_parameters(), called on all ranks, gives rank 0 all of them; or use"
+    " pipeline_parallel_size=1."
+)
+
+
+def said_of_hook(sentence: str) -> str:
+    """The same message, where it isn't a step that misses a value but a hook."""
+    said = sentence.removesuffix(REMEDY)
+    return said.replace("The step", "A hook", 1) + _REMEDY_IN_HOOKS if said != sentence else sentence
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,15 @@ class Hollow(Unknown):
         hollow.fqn, hollow.holder, hollow.trains = name, stage, parameter.requires_grad
         return hollow
 
+    def as_parameter(self) -> Hollow:
+        """Another one that passes for a parameter, which trains if the one that it stands for does."""
+        one: Any = _nan_like(self, self.device)
+        one.origin, one.fqn, one.holder, one.trains = self.origin, self.fqn, self.holder, self.trains
+        one._is_param = True
+        with torch._C.DisableTorchFunctionSubclass():
+            one.requires_grad_(self.trains)
+        return one  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def fill(self, value: float) -> None:
         """Set its single element."""
@@ -212,7 +232,8 @@ def mark(tensor: Tensor, origin: Origin) -> Tensor:
     if isinstance(tensor, Unknown):
         return tensor
     if type(tensor) is not Tensor:
-        raise StepError(f"A {type(tensor).__name__} is made of {origin.text} on a stage that doesn't know it. {REMEDY}")
+        said = f"A {type(tensor).__name__} is made of {origin.text} on a stage that doesn't know it. {REMEDY}"
+        origin.on_missing((), said)
     tensor.__class__ = Unknown  # torch's lazy parameters change their class likewise
     tensor.origin = origin  # type: ignore[attr-defined]
     return tensor

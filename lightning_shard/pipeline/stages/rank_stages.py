@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, said_of_hook
 from lightning_shard.pipeline.stages.stage import Stage
 
 _ABSENT = object()
@@ -123,8 +123,8 @@ class Stages(Sequence[Stage]):
                             view.add(hooks, number, _nothing)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
-        if self._current is None:
-            raise StepError(sentence)
+        if not self.in_step or self._current is None:
+            raise StepError(said_of_hook(sentence))
         self._current.on_missing(values, sentence)
 
     @contextmanager

@@ -142,6 +142,8 @@ class PreparedStrategy(CheckpointedStrategy):
         assert self._norms is not None
         self._of_run.close()  # of a setup without a teardown
         self._of_run.enter_context(self._norms.of_functions())
+        if self._walks is not None:
+            self._walks.guard(shows_all=True)
 
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
         groups, layout, device = self.groups, self.layout, self.root_device
@@ -166,7 +168,8 @@ class PreparedStrategy(CheckpointedStrategy):
             return
         reshard(module)
         refuse_synced_generation(module)
-        self._walks = Walks(known.stages.incomplete)
+        stages = known.stages
+        self._walks = Walks(stages.incomplete, known.names, lambda: stages.in_step)
         self._steps = PipelinedSteps(
             module,
             known.stages,

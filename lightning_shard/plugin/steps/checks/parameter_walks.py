@@ -1,10 +1,15 @@
 """Guards iteration over a module's parameters between steps, where a pipeline stage holds only a part of them.
 
 User code that sums over all parameters, takes a norm, or zips them with another module's would use this stage's only.
-So ``parameters()`` raises when it is iterated past the first. ``named_parameters()``, mostly used to treat each
-parameter separately, warns once; so do an optimizer's groups in hooks that receive gradients, and ``state_dict()``.
-Steps have a guard of their own (``pipeline/stages/stage.py``), and ``configure_optimizers`` runs before this one is
-set. After a run both iterators warn.
+
+- Before training begins, and in evaluations, ``parameters()`` shows those of other stages too, without values
+  (``taint.Hollow``), so that they can be counted and frozen; always of a module that other stages hold as a whole.
+- While a model trains it raises when it is iterated past the first: averages and norms are mostly taken then.
+- ``named_parameters()``, mostly used to treat each parameter separately, warns once; so do an optimizer's groups in
+  hooks that receive gradients, and ``state_dict()``.
+
+Steps have a guard of their own (``pipeline/stages/cut.py``), and so has ``configure_optimizers``
+(``assembly/all_parameters.py``). After a run both iterators warn.
 """
 
 from __future__ import annotations
@@ -42,19 +47,39 @@ OF_RANK = "Its parameters are DTensors, of which each rank has a part"
 
 
 class Walks:
-    """The guard over several modules, by name, each of which is spread over several stages."""
+    """The guard over the modules of which this rank lacks parameters.
+
+    Args:
+        incomplete: The modules, by name.
+        names: All names of parameters, in the whole module's order.
+        is_in_step: Whether a user's step runs.
+    """
 
     norms_are_whole = False
 
-    def __init__(self, incomplete: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        incomplete: Mapping[str, nn.Module],
+        names: Iterable[str] = (),
+        is_in_step: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._incomplete = incomplete
+        self._place = {name: place for place, name in enumerate(names)}
+        self._is_in_step = is_in_step
+        self._shows_all = False
         self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
         self._has_warned = False
         self._known_walks: _KnownWalks = {}
         self._states = PartialStates(incomplete, OF_STAGE, self._known_walks)
         self.release()
 
-    def guard(self) -> None:
+    def guard(self, *, shows_all: bool = False) -> None:
+        """Guard the modules until the next call.
+
+        Args:
+            shows_all: ``parameters()`` shows other stages' without values, rather than raising.
+        """
+        self._shows_all = shows_all
         for name, module in self._incomplete.items():
             # no closures: code that copies a module copies these along with it
             module.__dict__["parameters"] = partial(_parameters, self, name, module)
@@ -96,6 +121,20 @@ class Walks:
         if self._incomplete.get(name) is module:
             return self._of_stage[name](*args, **kwargs)  # type: ignore[no-any-return]
         return type(module).named_parameters(module, *args, **kwargs)  # a copy, which no step uses
+
+    def all_of(self, name: str, module: nn.Module, recurse: bool) -> list[nn.Parameter] | None:
+        """All parameters, other stages' without values; ``None`` where only this stage's are to be seen."""
+        if self._incomplete.get(name) is not module or self._is_in_step():
+            return None
+        start = f"{name}." if name else ""
+        named: dict[str, Any] = {f"{start}{key}": p for key, p in self._of_stage[name]("", recurse)}
+        if named and not self._shows_all:
+            return None
+        for path, part in module.named_modules() if recurse else [("", module)]:
+            inner = f"{start}{path}." if path else start
+            named |= {f"{inner}{key}": p.as_parameter() for key, p in vars(part).items() if isinstance(p, Hollow)}
+        first = {getattr(p, "fqn", key): p for key, p in sorted(named.items(), key=lambda item: self._place[item[0]])}
+        return [*first.values()]
 
     def __reduce__(self) -> Any:
         return Walks, ({},)
@@ -163,21 +202,31 @@ def _of_stage(name: str, module: nn.Module) -> Any:
 def _parameters(walks: Walks, name: str, module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
     what = _parameters_of(name)
     walk = None
+    everyone = _is_right_with_parts(sys._getframe(1)) or walks.all_of(name, module, recurse)
+    if isinstance(everyone, list):
+        yield from everyone
+        return
     try:
+        place = -1
         for place, parameter in enumerate(type(module).parameters(module, recurse)):
             if place < 2 and recurse and not _is_right_with_parts(frame := sys._getframe(1)):
                 walk = walks.begin_walk(frame, what)
                 if place == 1:
-                    raise StepError(
-                        f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its stage's:"
-                        " for gradient norms and clipping use torch.nn.utils.clip_grad_norm_ or Lightning's grad_norm,"
-                        " which see all; for averages, Lightning's EMAWeightAveraging; for work on each parameter by"
-                        " itself, named_parameters()."
-                    )
+                    raise _refused_walk(frame, what)
             yield parameter
+        if place == 0 and walk is not None:  # its only one here, but not the module's
+            raise _refused_walk(sys._getframe(1), what)
     finally:
         if walk is not None:
             walk.end(sys._getframe())
+
+
+def _refused_walk(frame: Any, what: str) -> StepError:
+    return StepError(
+        f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its stage's: for gradient"
+        " norms and clipping use torch.nn.utils.clip_grad_norm_ or Lightning's grad_norm, which see all; for averages,"
+        " Lightning's EMAWeightAveraging; for work on each parameter by itself, named_parameters()."
+    )
 
 
 def _named_parameters(
