@@ -463,6 +463,14 @@ class SkipsItsLast(Net):
         return self.head(self.norm(hidden))
 
 
+class Backwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[::-1]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 class SkipsItsFirst(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks[1](self.embed(x))))
@@ -473,7 +481,9 @@ def test_blocks_that_a_step_skips_are_named_and_what_to_name_instead() -> None:
     all_but_last = rf"ran {names} and not net\.blocks\.3; .*\['net\.blocks\.0', 'net"
     with pytest.raises(StepError, match=all_but_last):
         on_stages(seeded(SkipsItsLast), loss, batches(), 2)
-    with pytest.raises(StepError, match=r"ran net\.blocks\.1 and not net\.blocks\.0; "):
+    with pytest.raises(StepError, match=r"came to net\.blocks\.3 before net\.blocks\.0, net\.blocks\.1; "):
+        on_stages(seeded(Backwards), loss, batches(), 2)
+    with pytest.raises(StepError, match=r"came to net\.blocks\.1 before net\.blocks\.0; "):
         on_stages(seeded(SkipsItsFirst), loss, batches(), 4)
     assert_alike(seeded(SkipsItsLast), loss, batches(), 2, blocks=[f"net.blocks.{i}" for i in range(3)])
 

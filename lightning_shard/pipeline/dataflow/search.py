@@ -263,6 +263,13 @@ def _skipped(blocks: Sequence[str], run: Collection[str], owned: range) -> str:
             " step runs by pipeline_blocks, or use pipeline_parallel_size=1."
         )
     missing = [name for name in dict.fromkeys(blocks[owned.start : owned.stop]) if name not in run]
+    later = [name for name in run if name in blocks[owned.stop :] and name not in blocks[: owned.stop]]
+    if later and missing:
+        return (
+            f"The step came to {_few(later)} before {_few(missing)}; with several pipeline stages every step runs all"
+            " blocks that a network is cut between, in order: name those that every step runs, in running order"
+            " (pipeline_blocks=[…]), or use pipeline_parallel_size=1."
+        )
     others = [name for name in blocks if name not in missing]
     skipped = f"The step ran {_few(run)} and not {_few(missing)}" if missing else f"The step ran {_few(run)} too seldom"
     remedy = f"pipeline_blocks={others if len(others) <= _SHOWN else '[…]'}"
