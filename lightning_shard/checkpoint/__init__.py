@@ -1,6 +1,6 @@
-"""Sharded checkpoints: safetensors per rank and a manifest, written last.
+"""Sharded checkpoints: one safetensors file per rank and section, and a manifest that is written last.
 
-Works with plain tensors or DTensors, with a process group or without; see ``docs/format.md`` for the bytes.
+Works with plain tensors and DTensors, with a process group or without one. ``docs/format.md`` specifies the bytes.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # importing torch.distributed.checkpoint costs time that only its users need spend
+    # lazy, since importing torch.distributed.checkpoint is slow
     if name in ("DcpReader", "DcpWriter"):
         from lightning_shard.checkpoint import dcp
 

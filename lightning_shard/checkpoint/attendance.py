@@ -1,9 +1,9 @@
-"""Who takes part: where ranks lose each other, an error names those that haven't come.
+"""Finds which ranks are missing when a collective fails, so that the error can name them.
 
-gloo says that a connection was closed, or that the time is over, and not whose fault it is. So each rank counts the
-exchanges that it comes to, in the process group's store, where the others read it when one fails.
+gloo reports that a connection was closed or timed out, but not which rank caused it. So each rank counts the exchanges
+that it joins, in the process group's store. When an exchange fails, the others read these counts.
 
-Private parts of torch 2.11 to 2.13 used: ``distributed_c10d._get_process_group_store``.
+Private part of torch 2.11 to 2.13: ``distributed_c10d._get_process_group_store``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from weakref import WeakKeyDictionary
 from torch.distributed import distributed_c10d
 
 GRACE_S = 1.0
-"""So long is waited for ranks that are on their way, before they are counted."""
+"""Time for slower ranks to join before the counts are read."""
 ANSWER_S = 5.0
-"""So long is waited for the store, which may live in the process that is gone or stopped."""
+"""Limit for reading the store, which may live in the process that has ended or is stopped."""
 _PREFIX = "lightning_shard/exchanges"
 
 _of_groups: WeakKeyDictionary[Any, Attendance] = WeakKeyDictionary()
 
 
 class Attendance:
-    """Counts of the exchanges that the ranks of one process group have come to."""
+    """Counts of the exchanges that each rank of one process group has joined."""
 
     def __init__(self, group: Any, rank: int, members: Sequence[int]) -> None:
         self._store = distributed_c10d._get_process_group_store(group)  # None for some backends, such as MPI
@@ -43,15 +43,15 @@ class Attendance:
         return known
 
     def come(self) -> None:
-        """Say that this rank comes to the next exchange; doesn't wait for an answer."""
+        """Record that this rank joins the next exchange; doesn't wait for the others."""
         self._count += 1
         if self._store is None or self._lost:
-            return  # a store that has once been silent may hold whoever asks it
-        with contextlib.suppress(RuntimeError):  # the exchange itself tells
+            return  # a store that failed to answer once may block the next caller
+        with contextlib.suppress(RuntimeError):  # the exchange itself will raise
             self._store.set(f"{_PREFIX}/{self._rank}", str(self._count))
 
     def account(self) -> str:
-        """After an exchange has failed: which ranks haven't come to it, as far as that can be known."""
+        """After a failed exchange: a text that says which ranks didn't join it, as far as that can be known."""
         if self._store is None:
             return "which isn't known"
         self._lost = True

@@ -1,4 +1,7 @@
-"""Boxes of a tensor: plain integer arithmetic, no torch, no I/O."""
+"""Boxes (hyperrectangles) of a tensor: intersection, cutting, and whether boxes tile a tensor exactly.
+
+Plain integer arithmetic, no torch, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 SEARCHED_BOXES = 2000
-"""Among more, two that overlap aren't searched for: the time grows with the square of their number."""
+"""With more boxes, no overlapping pair is searched for an error message: that takes quadratic time."""
 _PRIME = 2**127 - 1
 
 
@@ -33,16 +36,16 @@ class Box:
         return intersection(self.offsets, self.sizes, other)
 
     def first(self, shape: Sequence[int]) -> int:
-        """The place of its first element in a row-major tensor of that shape."""
+        """The flat index of the box's first element in a row-major tensor of ``shape``."""
         return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(self.offsets))
 
     def within(self, outer: Box) -> Box:
-        """The same box, counted from the corner of ``outer``."""
+        """The same box, with offsets relative to the first corner of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
 def intersection(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box | None:
-    """The elements of a box that are also in the one at ``offsets`` of ``sizes``; None where there are none."""
+    """The intersection of ``box`` with the box (``offsets``, ``sizes``); None if it is empty."""
     corner, extent = [], []
     for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
         start = a if a > b else b
@@ -55,7 +58,7 @@ def intersection(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box 
 
 
 def rows_of(box: Box, dim: int | None, first: int, last: int) -> Box:
-    """The rows ``first`` to ``last`` of a box along a dim."""
+    """The part of a box from row ``first`` up to ``last`` (exclusive) along ``dim``, counted from the box's corner."""
     assert dim is not None
     offsets, sizes = list(box.offsets), list(box.sizes)
     offsets[dim] += first
@@ -64,9 +67,9 @@ def rows_of(box: Box, dim: int | None, first: int, last: int) -> Box:
 
 
 def slabs(box: Box, elements: int, multiple: Callable[[int], int] = lambda dim: 1) -> Iterator[Box]:
-    """Boxes that follow on one another in row-major order, none of more ``elements``; none for an empty box.
+    """Cut a box into boxes of at most ``elements`` each, in row-major order; yields none for an empty box.
 
-    ``multiple`` says of how many rows along a dim a box should be, where so many fit in.
+    ``multiple(dim)``: the number of rows along ``dim`` should be a multiple of it, where that many fit into a box.
     """
     if box.numel == 0:
         return
@@ -81,7 +84,7 @@ def slabs(box: Box, elements: int, multiple: Callable[[int], int] = lambda dim: 
 
 
 def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with boxes that should make up a tensor, each element once; None where nothing is."""
+    """Check that boxes cover a tensor, each element exactly once. Returns a text of the fault, or None."""
     if is_grid(shape, [(box.offsets, box.sizes) for box in boxes]):
         return None
     whole = Box.whole(shape)
@@ -102,12 +105,13 @@ def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _make_up(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether boxes within a whole make it up, each element once, in time proportional to their number.
+    """Whether boxes inside ``whole`` cover it, each element exactly once, in time linear in their number.
 
-    A measure that adds up as the volume does, but for which no box stands for another: every coordinate of every dim
-    has a random number, and a box measures the product over its dims of what the numbers at its end and its begin
-    differ by. Boxes that don't make up the whole measure as much with a probability of ``ndim / _PRIME`` (Schwartz and
-    Zippel's lemma: the measure is a polynomial of the numbers, which only for them is that of the whole).
+    Compares a random measure, which is additive as the volume is, but differs between boxes of equal volume: each
+    coordinate of each dim gets a random number, and a box measures the product over dims of (number at its end − number
+    at its begin). Boxes that don't cover the whole have the same measure with a probability of ``ndim / _PRIME``
+    (Schwartz–Zippel lemma: the sum of measures is a polynomial in the random numbers, and is identical to the whole's
+    only for an exact cover).
     """
     if sum(box.numel for box in boxes) != whole.numel:
         return False
@@ -123,9 +127,9 @@ def _make_up(whole: Box, boxes: Sequence[Box]) -> bool:
 
 
 def is_grid(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes (offsets, sizes) are all the cells of one grid over the shape, as nearly every layout gives.
+    """Whether boxes (offsets, sizes) are exactly the cells of one grid over the shape, as nearly every layout gives.
 
-    Told fast, and for whatever numbers and lengths the boxes have.
+    A fast check, and safe for boxes of any values and lengths, also invalid ones.
     """
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         return False
@@ -140,12 +144,12 @@ def is_grid(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[
             end = offset + length
         if end != size:
             return False
-    # as many different ones as there are cells, and each is one of these
+    # each box is a cell by construction; distinct boxes, as many as cells, are therefore all of the cells
     return cells == len(boxes) == len({offsets for offsets, _ in boxes})
 
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that overlap. Sweeps along the dim with the most starts, so that few are compared."""
+    """Find two boxes that overlap, by a sweep along the dim with the most distinct offsets, to compare few pairs."""
     if len(boxes) < 2:
         return None
     ndim = len(boxes[0].sizes)

@@ -1,7 +1,7 @@
-"""Reports on their way to the first rank: in each group of ranks the leader gathers them, and joins them to one.
+"""Two-level gather: each group's leader gathers its ranks' reports and joins them; the first rank gathers the joined.
 
-So what the first rank has to look through grows with the groups. Up to :data:`GROUP_RANKS` ranks are one group, which
-the first rank leads.
+So the first rank's work grows with the number of groups, not of ranks. Up to :data:`GROUP_RANKS` ranks form one group,
+led by the first rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_shard.checkpoint.ranks import Failure, Ranks, attempt, conclude, raised_or_given
 
 GROUP_RANKS = 64
-"""About the square root of the largest worlds: so a leader has about as many ranks as the first rank has leaders."""
+"""About the square root of the largest world sizes, so that both levels of the gather have about the same fan-in."""
 Report = TypeVar("Report")
 Joined = TypeVar("Joined")
 Outcome = TypeVar("Outcome")
@@ -29,14 +29,14 @@ def exchange_by_groups(
     join: Callable[[Sequence[Report], int], Joined],
     decide: Callable[[list[Joined]], Outcome],
 ) -> tuple[BaseException | None, Outcome | Failure]:
-    """As :func:`~lightning_shard.checkpoint.ranks.exchange`, whose results each group's leader joins to one.
+    """As :func:`~lightning_shard.checkpoint.ranks.exchange`, but each group's leader joins its ranks' results to one.
 
     Args:
-        count: Of something that is numbered through all results in the ranks' order, how much one has.
-        join: Given a group's results, and how much those before them have.
+        count: How many items one result has, of a kind (files) that is numbered through all results in rank order.
+        join: Joins a group's results; its second argument is the number of items in all groups before.
 
     Raises:
-        RanksLost: They could not talk to the end.
+        RanksLost: A collective failed, so the outcome is unknown.
     """
     own, report = attempt(ranks, work)
     leaders = _Leaders(ranks)
@@ -56,17 +56,21 @@ def together_by_groups(
     join: Callable[[Sequence[Report]], Joined],
     decide: Callable[[list[Joined]], Outcome],
 ) -> Outcome:
-    """As :func:`~lightning_shard.checkpoint.ranks.together`, whose results each group's leader joins to one."""
+    """As :func:`~lightning_shard.checkpoint.ranks.together`, but each group's leader joins its ranks' results."""
     own, outcome = exchange_by_groups(ranks, work, lambda _: 0, lambda reports, _: join(reports), decide)
     return raised_or_given(ranks, own, outcome)
 
 
 class _Leaders:
-    """The ranks in groups, each led by its first one. All ranks call each method: they are counted."""
+    """The ranks in groups, each led by its first rank.
+
+    All ranks must call each method, also those that neither send nor receive: the calls are counted
+    (:mod:`~lightning_shard.checkpoint.attendance`).
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # between single ranks only gloo sends at no cost: nccl sets up a communicator, on the device, for each pair
+        # point-to-point sends are cheap only over gloo: nccl sets up a communicator, on the device, for each pair
         several = len(ranks.members) > GROUP_RANKS and "cpu:gloo" in dist.get_backend_config(ranks.group)
         size = GROUP_RANKS if several else len(ranks.members)
         self._leaders = ranks.members[::size]
@@ -75,19 +79,19 @@ class _Leaders:
         self.leads = ranks.rank in self._leaders
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of a leader's ranks, in order, on the leader; elsewhere nothing."""
+        """Gather to each leader the values of its group, in rank order; the other ranks get an empty list."""
         if len(self._leaders) == 1:
             return self._ranks.gather(value)
         return self._to_first_of(self._group, value)
 
     def bring(self, value: Any) -> list[Any]:
-        """The leaders' values, in order, on the first rank; elsewhere nothing."""
+        """Gather the leaders' values to the first rank, in rank order; the other ranks get an empty list."""
         if len(self._leaders) == 1:
             return [value] if self.leads else []
         return self._to_first_of(self._leaders, value)
 
     def sum_before(self, value: int | Failure) -> int | Failure:
-        """On a leader what those before it have together, or what failed first; elsewhere 0."""
+        """Exclusive prefix sum over the leaders: the sum before this one, or the first failure; 0 on other ranks."""
         values = self.bring(value)
         failure = Failure.first(values)
         sums = [failure] * len(values) if failure else [0, *itertools.accumulate(values)][:-1]

@@ -1,4 +1,8 @@
-"""Ranks that work together: what one knows, all know; where one fails, all stop with the first cause."""
+"""Collectives for ranks that save or load together, and errors that reach every rank.
+
+Each exchange gathers every rank's result, or its failure, to the first rank, which decides and broadcasts the outcome.
+A failed rank takes part like any other, so no rank waits for it: all ranks raise, with the first failure as the cause.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,16 @@ from lightning_shard.errors import CheckpointError, RankFailure, ShardError
 
 
 class RankCheckpointFailure(RankFailure, CheckpointError):
-    """Another rank failed to save or load its part, or didn't come to do so."""
+    """Another rank failed to save or load its part, or never joined the collective."""
 
 
 class RanksLost(RankCheckpointFailure):
-    """The ranks can't talk any more, so what the others know is unknown."""
+    """Communication between the ranks broke down, so this rank doesn't know the others' outcome."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that save or load together; one alone where there is no process group."""
+    """The ranks that save or load together; a single one where there is no process group."""
 
     rank: int = 0
     members: tuple[int, ...] = (0,)
@@ -32,7 +36,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """Those of ``group``, by default of the whole world."""
+        """The ranks of ``group``; by default, of the whole world."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         group = group if group is not None else dist.group.WORLD
@@ -47,7 +51,7 @@ class Ranks:
         return len(self.members) == 1
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order, on the first rank; elsewhere nothing."""
+        """Gather every rank's value to the first rank, in rank order; the other ranks get an empty list."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * len(self.members)
@@ -56,7 +60,7 @@ class Ranks:
         return values if self.first else []
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's value."""
+        """Broadcast the first rank's value."""
         if self.alone:
             return value
         box = [value]
@@ -65,7 +69,7 @@ class Ranks:
         return box[0]
 
     def any(self, *values: bool) -> list[bool]:
-        """Of each value, whether it is true on some rank: one round, where objects take four."""
+        """For each value, whether it is true on any rank. One all-reduce, where exchanging objects takes four."""
         if self.alone:
             return list(values)
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else None
@@ -76,10 +80,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def talking(self) -> Iterator[None]:
-        """Run a collective of the group; if ranks are lost in it, say which.
+        """Context for one collective of the group: if it fails, the error names the ranks that didn't join it.
 
         Raises:
-            RanksLost: The connection to a rank was lost, or the group's timeout is over.
+            RanksLost: The connection to a rank was lost, or the group's timeout expired.
         """
         from lightning_shard.checkpoint.attendance import Attendance
 
@@ -98,13 +102,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as it travels between ranks."""
+    """An error in the form that is sent between ranks."""
 
     rank: int
     kind: str
     message: str
     files_stay: bool = False
-    """Whether what was being committed may have become the checkpoint all the same."""
+    """Whether the files must be kept, since the commit may have succeeded despite the error."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -112,11 +116,14 @@ class Failure:
 
     @classmethod
     def first(cls, reports: Iterable[Any]) -> Failure | None:
-        """That of the first rank among those that failed, if any did."""
+        """The failure of the first failed rank, or None if no rank failed."""
         return next((report for report in reports if isinstance(report, Failure)), None)
 
     def raise_here(self, rank: int) -> None:
-        """Raise it on a rank that didn't fail itself: as the same error of ours, so that every rank can catch it."""
+        """Raise the error on a rank that didn't fail itself.
+
+        An error class of :mod:`lightning_shard.errors` stays the same class, so that every rank can catch it alike.
+        """
         kind = getattr(errors, self.kind, None)
         ours = isinstance(kind, type) and issubclass(kind, CheckpointError)
         text = self.message if ours else f"{self.kind}: {self.message}"
@@ -132,20 +139,20 @@ Outcome = TypeVar("Outcome")
 def exchange(
     ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]
 ) -> tuple[BaseException | None, Outcome | Failure]:
-    """Do each rank's work, and on the first rank what follows from all their results; a collective call.
+    """Run ``work`` on each rank, then ``decide`` on the first rank with all results. A collective call.
 
     Returns:
-        This rank's own error, and on every rank what the first one decided, or what failed first.
+        This rank's own error, if any; and, the same on every rank, the first rank's decision or the first failure.
 
     Raises:
-        RanksLost: They could not talk to the end.
+        RanksLost: A collective failed, so the outcome is unknown.
     """
     own, report = attempt(ranks, work)
     return conclude(ranks, own, ranks.gather(report), decide)
 
 
 def attempt(ranks: Ranks, work: Callable[[], Result]) -> tuple[BaseException | None, Result | Failure]:
-    """This rank's own error, and what its work gave, or the error as it travels."""
+    """Run ``work``; returns (None, result), or the error and the :class:`Failure` to send."""
     try:
         return None, work()
     except BaseException as error:
@@ -155,7 +162,7 @@ def attempt(ranks: Ranks, work: Callable[[], Result]) -> tuple[BaseException | N
 def conclude(
     ranks: Ranks, own: BaseException | None, reports: list[Any], decide: Callable[[list[Result]], Outcome]
 ) -> tuple[BaseException | None, Outcome | Failure]:
-    """The end of an exchange: the first rank decides on the reports, which it alone has, and all are told."""
+    """Second half of an exchange: the first rank, which alone has the reports, decides and broadcasts the outcome."""
     outcome: Any = None
     if ranks.first:
         outcome = Failure.first(reports)
@@ -165,12 +172,12 @@ def conclude(
 
 
 def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
-    """The same, raising what failed: the ranks that failed raise their own error, the others that of the first one."""
+    """:func:`exchange` that raises on failure: failed ranks raise their own error, the others the first failure."""
     return raised_or_given(ranks, *exchange(ranks, work, decide))
 
 
 def raised_or_given(ranks: Ranks, own: BaseException | None, outcome: Outcome | Failure) -> Outcome:
-    """What an exchange has come to: its outcome, or on all ranks the error."""
+    """Return the outcome of an exchange, or raise on all ranks."""
     try:
         if own is not None:
             raise own
@@ -183,9 +190,9 @@ def raised_or_given(ranks: Ranks, own: BaseException | None, outcome: Outcome | 
 
 
 def raised_by_all(error: BaseException) -> bool:
-    """Whether all ranks that work together raise at this moment, so that a collective may follow.
+    """Whether all ranks raise at this point, so that a collective may follow.
 
-    Also where a rank raises another error from the one that it was told: those that had no such error do not.
+    Also true where a rank wraps the shared error in another one (``raise … from``), which the other ranks don't.
     """
     known: BaseException | None = error
     while known is not None and not getattr(known, _RAISED_BY_ALL, False):
@@ -195,7 +202,7 @@ def raised_by_all(error: BaseException) -> bool:
 
 @dataclass
 class Vote:
-    """``yes`` may be set on any rank while a block runs. If that succeeds, it is then true on all if it was on one."""
+    """A flag that is or-reduced: any rank may set ``yes`` in the block; if the block succeeds, all ranks see it."""
 
     yes: bool = False
 
@@ -204,7 +211,7 @@ class Vote:
 def all_or_none(group: Any = None) -> Iterator[Vote]:
     """Run a block on every rank of a group; if it fails on one, every rank raises. A collective call.
 
-    The failing ranks raise their own error; the others the one of the first rank that failed.
+    The failing ranks raise their own error, the others that of the first rank that failed.
     """
     own: list[BaseException] = []
     vote = Vote()

@@ -1,7 +1,7 @@
-"""From a DTensor's placements to the boxes that a rank holds: plain integer arithmetic, no torch, no I/O.
+"""Computes from a DTensor's placements the boxes that a rank holds: plain integer arithmetic, no torch, no I/O.
 
 Terms: a *run* is a half-open interval of indices along one dim; a *box* is one run per dim. A rank's local tensor is
-the product, over dims, of one list of runs each; the rows of the local tensor are the runs' indices in order.
+the Cartesian product, over dims, of one list of runs each; its rows along a dim are the runs' indices in order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Runs = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class Split:
-    """One mesh axis that shards dim ``dim`` into ``parts`` of which this rank has the ``index``-th.
+    """One mesh axis that shards tensor dim ``dim`` into ``parts``; this rank holds the ``index``-th.
 
-    ``split_factor`` > 1 is torch's strided shard: the dim is first cut into that many pieces, and each is then cut into
-    ``parts``. Fully sharded data parallelism over tensor parallelism on the same dim is written so.
+    ``split_factor`` > 1 is torch's ``_StridedShard``: the dim is first cut into that many pieces, and each is then cut
+    into ``parts``. FSDP over tensor parallelism on the same dim has such placements.
     """
 
     dim: int
@@ -33,21 +33,21 @@ class Split:
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of the global tensor, and where it begins in the rank's local tensor."""
+    """A box of the global tensor, and its offsets in the rank's local tensor."""
 
     box: Box
     local_offsets: tuple[int, ...]
 
 
 def cut(runs: Runs, parts: int, index: int) -> Runs:
-    """The ``index``-th of ``parts`` pieces, as ``torch.chunk`` cuts: ⌈n/parts⌉ each, and the last fewer or none."""
+    """The ``index``-th of ``parts`` pieces, cut as by ``torch.chunk``: ⌈n/parts⌉ each, the last ones fewer or none."""
     total = sum(stop - start for start, stop in runs)
     step = -(-total // parts)
     return _take(runs, min(total, index * step), min(total, (index + 1) * step))
 
 
 def shard(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Runs, ...]:
-    """This rank's runs per dim, with ``splits`` applied left to right, as a DTensor's placements are defined."""
+    """This rank's runs per dim: ``splits`` applied left to right, as DTensor placements are defined."""
     runs: list[Runs] = [((0, size),) for size in shape]
     for split in splits:
         before = runs[split.dim]
@@ -60,10 +60,10 @@ def shard(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Runs, ...]:
 
 
 def shard_strided_last(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Runs, ...]:
-    """The same with strided splits applied last, from right to left, as plain ones: what FSDP2 does to a DTensor.
+    """As :func:`shard`, but strided splits come last, from right to left, as plain ones: how FSDP2 shards a DTensor.
 
-    For sizes that divide evenly this equals :func:`shard`; for others FSDP2's placements don't describe its shards,
-    and this does. Only meaningful where :func:`strided_factors_fit`.
+    For sizes that divide evenly this equals :func:`shard`. For uneven sizes FSDP2's placements don't describe its
+    shards, and this function does. Only valid where :func:`strided_factors_fit`.
     """
     plain = [split for split in splits if split.split_factor == 1]
     strided = [Split(s.dim, s.parts, s.index) for s in splits if s.split_factor > 1]
@@ -71,7 +71,7 @@ def shard_strided_last(shape: Sequence[int], splits: Sequence[Split]) -> tuple[R
 
 
 def strided_factors_fit(splits: Sequence[Split]) -> bool:
-    """Whether each strided split counts exactly the pieces that later mesh axes make of its dim."""
+    """Whether each ``split_factor`` equals the number of pieces that later mesh axes cut the same dim into."""
     for position, split in enumerate(splits):
         later = math.prod(other.parts for other in splits[position + 1 :] if other.dim == split.dim)
         if split.split_factor not in (1, later):
@@ -80,7 +80,7 @@ def strided_factors_fit(splits: Sequence[Split]) -> bool:
 
 
 def local_boxes(runs: Sequence[Runs]) -> list[LocalBox]:
-    """The boxes that the product of the runs is made of; none where it is empty."""
+    """The boxes of the product of the runs; an empty list for an empty local tensor."""
     per_dim = []
     for dim_runs in runs:
         position, places = 0, []
@@ -100,7 +100,7 @@ def local_shape(runs: Sequence[Runs]) -> tuple[int, ...]:
 
 
 def _take(runs: Runs, first: int, last: int) -> Runs:
-    """The indices at positions ``first`` to ``last`` of the runs."""
+    """The runs of the indices at positions ``first`` up to ``last`` (exclusive) of ``runs``."""
     taken, position = [], 0
     for start, stop in runs:
         low, high = max(first - position, 0), min(last - position, stop - start)

@@ -1,4 +1,4 @@
-"""What each of several equal holders writes, or reads, of the tensors that all of them hold. Pure."""
+"""Divides replicated tensors among the ranks that hold them: each writes (or reads) about as many bytes. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ MIN_PART_BYTES = 64 * 2**10
 
 
 POOL_BYTES = 64 * 2**10
-"""So much of the smallest items is one holder's: whoever reads them all, such as optimizers' steps, opens one file."""
+"""The smallest items, up to this many bytes in all, are written by one rank, so that a reader of many small tensors
+(such as optimizers' steps) opens one file."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Boxes of one tensor that several ranks hold alike, ``item_bytes`` per element."""
+    """A box of one tensor that several ranks hold as replicas; ``item_bytes`` is bytes per element."""
 
     box: Box
     item_bytes: int
@@ -29,21 +30,21 @@ class Shared:
 
 
 def share(items: Sequence[Shared], holders: int, index: int) -> list[Box | None]:
-    """What the ``index``-th of ``holders`` writes of each item, so that all write alike much.
+    """The part of each item that the ``index``-th of ``holders`` writes; all write about as many bytes.
 
-    The smallest items, up to :data:`POOL_BYTES`, are the first holder's. The others, laid end to end, are cut into
-    ``holders`` equal lengths; a cut that falls into an item moves to the nearest of its rows. Every rank reckons this
-    alike and without talking, and each element has exactly one writer.
+    The first holder writes the smallest items, up to :data:`POOL_BYTES`. The others, laid end to end, are cut into
+    ``holders`` equal lengths; a cut that falls into an item moves to its nearest row boundary. Each element has exactly
+    one writer. No collective: every rank computes the same result.
 
     Returns:
-        Per item the part that this holder writes, or None.
+        For each item the part that this holder writes, or None.
     """
     cuts = _Cuts(items, holders)
     return [cuts.part(number, index) for number in range(len(items))]
 
 
 def deal(items: Sequence[Shared], holders: int) -> Iterator[tuple[int, int, Box]]:
-    """The same for all holders at once: an item's number, a holder's index, and what that holder has of it."""
+    """:func:`share` for all holders at once; yields (item number, holder index, part)."""
     cuts = _Cuts(items, holders)
     for number, item in enumerate(items):
         for index in cuts.near(number) if item.box.numel else ():
@@ -63,14 +64,14 @@ class _Cuts:
         self._total = self._positions[-1]
 
     def near(self, number: int) -> range:
-        """Of the holders, those that may have a part of an item."""
+        """A range that includes all holders that have a part of an item."""
         if number in self._pooled:
             return range(1)
         first, last = (at * self._holders // self._total for at in self._positions[number : number + 2])
         return range(max(first - 1, 0), min(last + 2, self._holders))
 
     def part(self, number: int, index: int) -> Box | None:
-        """What a holder has of an item."""
+        """The part of item ``number`` that holder ``index`` has, or None."""
         item, position = self._items[number], self._positions[number]
         if number in self._pooled:
             return item.box if index == 0 else None
@@ -99,7 +100,7 @@ def _pool(sizes: Sequence[int]) -> set[int]:
 
 
 def _nearest_row(nbytes: float, row_bytes: float, rows: int) -> int:
-    """The row boundary nearest to a byte position, none at which a part would be very small."""
+    """The row boundary nearest to a byte position, but none that leaves a part under :data:`MIN_PART_BYTES`."""
     row = min(max(round(nbytes / row_bytes), 0), rows)
     if 0 < row * row_bytes < MIN_PART_BYTES:
         return 0

@@ -1,13 +1,13 @@
-"""What a torch tensor or DTensor is to the plan, told once: this rank's part of it, where that lies, who else holds it.
+"""Normal form of tensors and DTensors: the local tensor, the boxes of the global tensor in it, and its replicas' ranks.
 
-:func:`locate` is the door: behind it no function asks what a DTensor is. What follows from a layout and a shape alone
-is reckoned once and kept for all tensors alike, a :class:`Spread`.
+:func:`locate` converts to this form; code after it never asks whether a tensor is a DTensor. What follows from layout
+and shape alone (:class:`Spread`) is computed once and cached for all tensors that share them.
 
-The only file of the checkpoint that knows DTensor's private parts, as of torch 2.11 to 2.13:
+The only file of ``checkpoint/`` that knows private parts of DTensor, as of torch 2.11 to 2.13:
 
 - ``DTensor._local_tensor``: ``to_local()`` would record a graph and wait on nothing we need.
-- ``placement_types._StridedShard``: FSDP2 over a tensor that is sharded on the same dim already; not public.
-- ``DeviceMesh._get_root_mesh``: finds the ranks that hold like tensors where the caller didn't name them.
+- ``placement_types._StridedShard``: FSDP2 over a tensor that is already sharded on the same dim; not public.
+- ``DeviceMesh._get_root_mesh``: finds the ranks that hold the same list of tensors where the caller passed no mesh.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Spread:
-    """How a tensor lies over the ranks, as far as this rank needs to know: the same for all of one layout and shape.
+    """How a tensor is laid out over the ranks, as far as this rank needs to know.
 
-    One object for all of them, so it is compared by identity.
+    All tensors of one layout and shape share one object, so it is compared by identity.
 
     Attributes:
-        shape: Of the global tensor.
-        boxes: The parts of it that this rank's local tensor is made of. Of a tensor without elements, the whole.
-        mesh: Over which it is spread, None for a plain tensor.
-        placements: One for each of the mesh's axes.
+        shape: The global shape.
+        boxes: The boxes of the global tensor that the local tensor consists of. The whole, for a tensor without
+            elements.
+        mesh: The mesh of a DTensor; None for a plain tensor.
+        placements: One for each mesh axis.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +65,7 @@ class Spread:
 
 
 class Located(NamedTuple):
-    """A tensor of this rank's state in its normal form; ``local`` shares its memory, and never has a graph."""
+    """A tensor of this rank's state in normal form; ``local`` shares its memory and is detached from autograd."""
 
     name: str
     local: Tensor
@@ -72,9 +73,9 @@ class Located(NamedTuple):
 
 
 class Frame:
-    """The ranks that hold one list of tensors, such as those of a pipeline stage, as a box of ranks.
+    """The grid of ranks that hold the same list of tensors, such as the ranks of one pipeline stage.
 
-    A tensor that isn't a DTensor is held alike by all of them; a DTensor on some of the axes alike along the others.
+    A plain tensor is replicated on all of them. A DTensor over some of the grid's axes is replicated along the others.
     """
 
     def __init__(self, grid: Tensor, rank: int) -> None:
@@ -94,7 +95,7 @@ class Frame:
 
     @classmethod
     def of(cls, mesh: Place | None, ranks: tuple[int, ...], rank: int) -> Frame:
-        """From a mesh, or from all ranks that save where there is none. Of each there is one, which may be a key."""
+        """The frame of a mesh, or of all ranks that save if there is none. Cached per mesh, so it can be a key."""
         if mesh is None:
             return _frame_of_ranks(ranks, rank)
         if mesh.frame is None or mesh.frame.rank != rank:
@@ -102,23 +103,23 @@ class Frame:
         return mesh.frame
 
     def holders_of(self, name: str, spread: Spread) -> tuple[int, ...]:
-        """The ranks that hold the same parts of a tensor as this one, itself included, in an order they agree on.
+        """The ranks that hold the same part of a tensor as this rank, itself included, in the same order on each.
 
         Raises:
-            CheckpointError: It is spread over ranks that don't save, or over a part of the axes.
+            CheckpointError: The tensor's mesh has ranks that don't save, or isn't made of whole axes of the grid.
         """
         if spread.mesh is None or 0 in spread.shape:
-            # a tensor without elements is in no rank's part, and one rank must write the name all the same
+            # no rank's part has elements of such a tensor, but one rank must write its name all the same
             return self.ranks
         if spread.mesh.coordinate is None:
             return (self.rank,)
         return self.holders(name, spread.mesh.ranks, spread.sharded_axes)
 
     def holders(self, name: str, mesh_ranks: Tensor, shard_axes: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks that hold what this rank holds of a tensor that ``shard_axes`` of ``mesh_ranks`` shard."""
+        """The ranks that hold the same part as this rank of a tensor sharded over ``shard_axes`` of ``mesh_ranks``."""
         key = (id(mesh_ranks), shard_axes)
         if key not in self._holders:
-            # with the tensor, so that no other one gets its id
+            # the value keeps mesh_ranks alive, so that no other tensor gets its id
             self._holders[key] = mesh_ranks, self._find_holders(name, mesh_ranks, shard_axes)
         return self._holders[key][1]
 
@@ -158,7 +159,7 @@ def _frame_of_ranks(ranks: tuple[int, ...], rank: int) -> Frame:
 
 
 def is_dtensor(value: Any) -> bool:
-    # where the module hasn't been imported there are none, and importing it costs a second
+    # if the module isn't imported no DTensor exists, and importing it takes a second
     if type(value) in (Tensor, torch.nn.Parameter):
         return False
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -166,11 +167,11 @@ def is_dtensor(value: Any) -> bool:
 
 
 def locate(name: str, tensor: Tensor) -> Located:
-    """The normal form of a tensor.
+    """Convert a tensor or DTensor to normal form.
 
     Raises:
-        UnsupportedStateError: A placement that isn't a part of the tensor (``Partial``).
-        CheckpointError: The local tensor isn't of the shape that the placements say.
+        UnsupportedStateError: A placement under which ranks hold no part of the tensor (``Partial``).
+        CheckpointError: The local tensor doesn't have the shape that the placements imply.
     """
     if is_dtensor(tensor):
         value: Any = tensor
@@ -216,7 +217,7 @@ def _boxes_of(
 
 
 def common_mesh(tensors: Iterable[Located], ranks: tuple[int, ...]) -> Place | None:
-    """The largest mesh that the DTensors of a state come from, if it is made of exactly ``ranks``."""
+    """A mesh of exactly ``ranks`` among the DTensors' root meshes and meshes; None if there is none."""
     meshes = {id(tensor.spread.mesh): tensor.spread.mesh for tensor in tensors}
     for place in meshes.values():
         mesh = place.mesh() if place is not None else None
@@ -228,10 +229,11 @@ def common_mesh(tensors: Iterable[Located], ranks: tuple[int, ...]) -> Place | N
 
 @lru_cache(maxsize=4096)
 def _boxes(shape: tuple[int, ...], splits: tuple[Split, ...], local: tuple[int, ...]) -> tuple[LocalBox, ...] | None:
-    """This rank's boxes; None where no reading of the placements gives the local shape.
+    """This rank's boxes; None if no interpretation of the placements gives the local shape.
 
-    A strided shard of uneven size has two readings: what FSDP2 does, and what DTensor's own redistribution does. The
-    first comes first, as FSDP2 is who makes them; should the shapes fit it by chance, the commit finds the overlap.
+    A strided shard of uneven size has two interpretations: how FSDP2 shards, and how DTensor's own redistribution does.
+    FSDP2's is tried first, since FSDP2 makes most of them. If the shape fits it only by chance, the commit's coverage
+    check finds the overlap.
     """
     readings: list[tuple[Runs, ...]] = []
     if any(split.split_factor > 1 for split in splits) and strided_factors_fit(splits):
@@ -266,9 +268,10 @@ def _splits(
 
 @dataclass(eq=False)
 class Place:
-    """A mesh and this rank's coordinate in it, None if it isn't in it, which meshes reckon anew whenever asked.
+    """Per-mesh cache: this rank's coordinate (None if it isn't in the mesh), which DeviceMesh computes on each call.
 
-    With what is made once for all tensors on it: their spreads, and the frame where it is the mesh of all that save.
+    It also keeps what is computed once for all tensors on the mesh: their spreads, and the frame if it is the mesh of
+    all ranks that hold the same list of tensors.
     """
 
     mesh: ref[DeviceMesh]
@@ -282,7 +285,7 @@ class Place:
         return tuple(self.ranks.shape)
 
     def replicated_over(self, placements: tuple[Any, ...]) -> Any:
-        """The process group of the largest axis along which a tensor is replicated; None where there is none."""
+        """The process group of the largest mesh axis that replicates a tensor; None if there is none."""
         mesh = self.mesh()
         if self.coordinate is None or mesh is None:
             return None
@@ -292,16 +295,16 @@ class Place:
             return None
         try:
             return mesh.get_group(max(axes, key=sizes.__getitem__))
-        except RuntimeError:  # a mesh that was made without groups
+        except RuntimeError:  # a mesh without process groups
             return None
 
 
-# By identity: meshes of two process groups, one after the other, are equal where this process has another rank.
+# Keyed by identity: after a new init_process_group an equal mesh may give this process another rank.
 _places: dict[int, Place] = {}
 
 
 def place_of(mesh: DeviceMesh) -> Place:
-    """The same object for a mesh whenever asked."""
+    """The cached :class:`Place` of a mesh: always the same object for the same mesh."""
     known = _places.get(id(mesh))
     if known is not None and known.mesh() is mesh:
         return known
@@ -323,10 +326,10 @@ def _short(ranks: Any) -> str:
 
 
 def flatten(state: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
-    """Nested dicts of tensors to one dict, names joined by ``.``.
+    """Flatten nested dicts of tensors (or a module's state dict) to one dict, keys joined by ``.``.
 
     Raises:
-        UnsupportedStateError: A leaf that isn't a tensor, or two tensors of one name.
+        UnsupportedStateError: A leaf isn't a tensor, or two tensors get the same name.
     """
     flat: dict[str, Tensor] = {}
 
@@ -349,9 +352,9 @@ def flatten(state: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
 
 
 def identity(tensor: Located) -> Any:
-    """Equal for tensors that are the same memory; None where there is none to tell by.
+    """A key that is equal for tensors that are the same memory; None for a tensor without memory to compare.
 
-    A rank whose shard is empty can't tell that two DTensors are one, and needn't: it writes nothing of either.
+    A rank with an empty shard can't tell whether two DTensors share memory, and needn't: it writes nothing of either.
     """
     local = tensor.local
     if local.numel() == 0 or local.layout is not torch.strided or local.device.type == "meta":
