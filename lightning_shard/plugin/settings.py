@@ -23,7 +23,6 @@ from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.parallel.tensor.styles import STYLE_NAMES
 from lightning_shard.pipeline.placement import check_policy
 
-
 _USUAL = {"schedule": "1F1B"}
 
 
@@ -98,7 +97,8 @@ class Settings:
             for name, value in given.items() if size == 1 else ():
                 if value and value != _USUAL.get(name):
                     rank_zero_warn(
-                        f"{name}={reprlib.repr(value)} has no effect with {axis}=1: set {axis} to more than 1, or leave {name} out."
+                        f"{name}={reprlib.repr(value)} has no effect with {axis}=1: set {axis} to more than 1, or leave"
+                        f" {name} out."
                     )
 
     @property

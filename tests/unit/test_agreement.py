@@ -48,7 +48,7 @@ def test_a_tensor_on_the_host_that_differs_is_sent_over_the_groups_device(monkey
     sent = []
 
     def gather(into: list[Any], own: Any, group: Any) -> None:
-        into[:] = [own, {name: "another digest" for name in own} if isinstance(own, dict) else "another digest"]
+        into[:] = [own, dict.fromkeys(own, "another digest") if isinstance(own, dict) else "another digest"]
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)

@@ -4,7 +4,8 @@ The root unit (everything outside of blocks) is unsharded only while a step runs
 a step unshards it for its own call, and once more for a backward through it. With several data ranks this is
 collective, so all of them must make the call.
 
-Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever has changed the shards meanwhile.
+Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever
+has changed the shards meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.units import check_before_gather, class_name, gather_for_backward, groups_of, is_set_up
+from lightning_shard.parallel.fsdp.units import (
+    check_before_gather,
+    class_name,
+    gather_for_backward,
+    groups_of,
+    is_set_up,
+)
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 

@@ -1,7 +1,7 @@
 """Let data ranks call FSDP2 units unequally in an evaluation step, as when they generate text or skip blocks.
 
-Each call of a sharded unit all-gathers its parameters from all data ranks, so a rank that calls one more than the others
-would wait for them forever. Therefore all ranks make the same all-gathers in the same order, in each step:
+Each call of a sharded unit all-gathers its parameters from all data ranks, so a rank that calls one more than the
+others would wait for them forever. Therefore all ranks make the same all-gathers in the same order, in each step:
 
 1. Those of the *expected* units: the ones that an earlier step gathered, each once, in its order. A rank that skips one
    takes part in its all-gather all the same. No message is needed.
@@ -9,8 +9,8 @@ would wait for them forever. Therefore all ranks make the same all-gathers in th
    model's order is gathered; ranks that call another one, or whose step is over, take part, and announce theirs again.
 
 A step that calls each unit once costs one small all-reduce, at its end; the first step, and one after the calls have
-changed, costs one for each call more. With expert parallelism every call is announced: calls send tokens to other ranks'
-experts, in which a rank that makes no such call can't take part, so unequal calls are refused.
+changed, costs one for each call more. With expert parallelism every call is announced: calls send tokens to other
+ranks' experts, in which a rank that makes no such call can't take part, so unequal calls are refused.
 """
 
 from __future__ import annotations
