@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardError, OSError, ImportError, ValueError) as error:
         # an error of ours says what to do; one of the system or of a store says what it met
         text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
+        if arguments.verb is _gather:
+            text = _with_flags(text)
         if arguments.json:
             _print_json({"ok": False, "error": type(error).__name__, "message": str(error)})
         print(f"lightning-shard: {_printable(text)}", file=sys.stderr)
@@ -145,7 +147,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         extra = {"bytes": report.bytes, "imbalance": report.imbalance}
         _print_json({**dataclasses.asdict(report), **extra})
         return 0
-    console = Console()
+    console = _console()
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -196,7 +198,7 @@ def _list(arguments: argparse.Namespace) -> int:
         committed = entry.committed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
         facts = ("", "damaged") if entry.fault else (_bytes(entry.bytes), entry.attempt)
         table.add_row(entry.name, "" if entry.step is None else str(entry.step), committed, *facts)
-    Console().print(table)
+    _console().print(table)
     for entry in entries:
         if entry.fault:
             print(f"{entry.name}: {entry.fault}")
@@ -222,7 +224,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         table.add_row(*map(_cell, (fault.file, fault.tensor or "", fault.what)))
     count = len(report.faults)
     print(f"{report.path}: {count} {'fault' if count == 1 else 'faults'} ({checked})")
-    Console().print(table)
+    _console().print(table)
     if count > FAULTS_SHOWN:
         print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
     return 1
@@ -289,13 +291,29 @@ def _diff(arguments: argparse.Namespace) -> int:
     table.add_column("difference", overflow="fold")
     for difference in report.differences[:FAULTS_SHOWN]:
         table.add_row(*map(_cell, (difference.section, difference.name, difference.what)))
-    Console().print(table)
+    _console().print(table)
     if count > FAULTS_SHOWN:
         print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
     return 1
 
 
 # -- what people see --------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    """Standard output; where it isn't a terminal, wide enough for whole names, and a line for each row."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_UNLIMITED)
+
+
+_UNLIMITED = 1 << 16
+
+
+def _with_flags(text: str) -> str:
+    """An error of :func:`checkpoint.gather` with its arguments as flags of the command line."""
+    named = r"(format|optimizer|dtype|strip_prefix|rename|config|base|max_shard_bytes)"
+    of_python = rf"(?<![\w./'-]){named}(?:=True|=(?=[,.\s])|(=)|(?= \()|(?= asks))"
+    return re.sub(of_python, lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", text)
 
 
 @contextlib.contextmanager

@@ -442,3 +442,4 @@ class HybridShardStrategy(PreparedStrategy):
 
 trainer_private.name_refused_precisions(HybridShardStrategy)
 trainer_private.find_rates_by_all_data(HybridShardStrategy)
+trainer_private.refuse_batch_size_search(HybridShardStrategy)

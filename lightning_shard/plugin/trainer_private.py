@@ -17,6 +17,7 @@
 * ``_results.log`` (reached through the module's ``_trainer``, where it has one): every ``self.log`` ends here, by
   whatever name it is called.
 * ``_AcceleratorConnector._validate_precision_choice``: its refusals of precisions name ``ModelParallelStrategy``.
+* ``tuner.tuning._check_scale_batch_size_configuration``: its refusal says no remedy.
 * ``tuner.lr_finder._LRCallback``: reads the loss of rank 0's own data only.
 * ``PyTorchProfiler._register``: the hooks that it sets on all modules; ``_record_module_names``: whether it sets them.
 """
@@ -30,10 +31,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import tuning
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -83,6 +85,30 @@ def find_rates_by_all_data(strategy: type) -> None:
         of_own_data(callback, trainer, module, outputs, *args)
 
     _LRCallback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign,assignment]
+
+
+def refuse_batch_size_search(strategy: type) -> None:
+    """Refuse Lightning's search for a batch size by our own error, which says what to do instead."""
+    check, setup = tuning._check_scale_batch_size_configuration, BatchSizeFinder.setup
+
+    def refuse(trainer: pl.Trainer) -> None:
+        if isinstance(trainer.strategy, strategy) and trainer._accelerator_connector.is_distributed:
+            raise ConfigurationError(
+                "Tuner.scale_batch_size and BatchSizeFinder can't search with HybridShardStrategy: a batch that one"
+                " rank has no memory for ends the run of all. Predict the memory of a step by `lightning-shard plan`,"
+                ' or search with strategy="auto" on one device.'
+            )
+
+    def check_configuration(trainer: pl.Trainer) -> None:
+        refuse(trainer)
+        check(trainer)
+
+    def set_up(callback: Any, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        refuse(trainer)
+        setup(callback, trainer, *args, **kwargs)
+
+    tuning._check_scale_batch_size_configuration = check_configuration
+    BatchSizeFinder.setup = set_up  # type: ignore[method-assign,assignment]
 
 
 def skip_backward(trainer: pl.Trainer) -> None:

@@ -159,7 +159,7 @@ class OneProcess:
         except RanksFailed as failed:
             failed.add_note("This was a plain Trainer on one process: it has to run there first.")
             _raise_refusal(failed)
-        if not any(moment.outputs for moment in self.record.values()):
+        if not any(name.startswith("training batch") for name in self.record):
             raise ConfigurationError("make_batches gave no batch: there is nothing to compare.")
         parting = first_parting(self.record, [again], parse("dp1", {}), 0.0)
         if parting is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lightning_shard.testing.compare import Facts, Parting
 from lightning_shard.testing.layouts import NamedLayout
 
@@ -44,7 +46,7 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
             " over. Weigh them by their numbers (HybridShardStrategy(loss_weight=…)), give all samples equally many for"
             " this test, or divide a sum by a number that doesn't depend on the part."
         )
-    if parts > 1 and first.ratio is not None and first.kind in ("output", "gradient", "gradient norm"):
+    if parts > 1 and _is_of_a_sum(first.ratio, parts) and first.kind in ("output", "gradient", "gradient norm"):
         return (
             f"It is {first.ratio:.4g} times as large. A batch is cut into {parts} parts here, whose losses and numbers"
             " are averaged: a sum (reduction='sum'), or a count of samples, becomes a mean of the parts' sums. Divide"
@@ -61,6 +63,11 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
             " its input (rowwise), and what runs between them must work on each feature by itself."
         )
     return "If nothing in the module explains it, please report it with this text."
+
+
+def _is_of_a_sum(ratio: float | None, parts: int) -> bool:
+    """Whether a quantity is as many times as large, or as small, as there are parts."""
+    return ratio is not None and any(math.isclose(abs(ratio), of, rel_tol=0.05) for of in (parts, 1 / parts))
 
 
 def _of_logs(ratio: float | None, parts: int, stages: int, data: int) -> str:

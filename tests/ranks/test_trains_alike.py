@@ -227,6 +227,28 @@ def test_a_step_without_gradients_is_compared_too() -> None:
     assert_trains_alike(LeavesOutABatch, batches, "dp1", steps=2)
 
 
+class OptimizesItself(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        optimizer.step()
+
+
+def nothing() -> list[Tensor]:
+    return []
+
+
+def test_a_module_that_returns_no_loss_is_compared_and_one_without_batches_is_not() -> None:
+    assert_trains_alike(OptimizesItself, batches, "dp1", steps=1)
+    with pytest.raises(ConfigurationError, match="make_batches gave no batch"):
+        assert_trains_alike(Module, nothing, "dp1")
+
+
 def test_functions_that_other_processes_cannot_import_are_refused() -> None:
     def local() -> Module:
         return Module()

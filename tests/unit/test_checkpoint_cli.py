@@ -1,13 +1,14 @@
 """The command line on checkpoints: exit codes, JSON, tables that fit, one-line errors."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lightning_shard import checkpoint
-from lightning_shard.cli import main
+from lightning_shard.cli import _with_flags, main
 
 
 @pytest.fixture
@@ -27,13 +28,41 @@ def saved(tmp_path):
 
 
 def test_inspect_prints_a_table_that_fits(saved, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("TERM", "dumb")
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     assert "3 in epoch 1" in out
     assert "tensor_parallel_size 2" in out
     assert "12,000 elements" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_in_a_file_names_are_whole_and_a_row_is_a_line(saved, capsys):
+    assert main(["inspect", str(saved)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model.layers.")]
+    assert len(rows) == 10
+    assert all(" 50 × 20 " in row and ".a_rather_long_module_name.gate_projection.weight " in row for row in rows)
+    long = saved.parent / ("a" * 100)
+    long.mkdir()
+    saved.rename(long / saved.name)
+    renamed = (long / saved.name).rename(long / f"{'b' * 100}.ckpt")
+    assert main(["list", str(long)]) == 0
+    [_, row] = capsys.readouterr().out.splitlines()
+    assert row.startswith(renamed.name)
+    assert row.split()[1] == "3"
+
+
+def test_errors_of_gather_name_flags(saved, tmp_path, capsys):
+    folder = str(tmp_path / "base=x")
+    for arguments, says in {
+        ("--format", "transformers", "--optimizer"): "--format 'transformers' has no place .*leave out --optimizer\\.",
+        ("--format", "transformers"): r"Give it as --config, a transformers config .* as --strip-prefix\.",
+    }.items():
+        assert main(["gather", str(saved), folder, *arguments]) == 1
+        assert re.search(says, capsys.readouterr().err), says
+    kept = "'base=x' is 'a base=b' at /base=c: pass base=, or strip_prefix='a.' or 'b.'"
+    assert _with_flags(kept).endswith("/base=c: pass --base, or --strip-prefix 'a.' or 'b.'")
 
 
 def test_inspect_for_machines(saved, capsys):

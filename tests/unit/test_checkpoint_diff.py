@@ -268,7 +268,8 @@ def test_two_stores_with_options_of_their_own(tmp_path):
 
 
 def test_the_verb_tells_by_its_exit_code_in_a_table_that_fits(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("TERM", "dumb")
     names = [f"model.layers.{i}.a_rather_long_module_name.gate_projection.weight" for i in range(30)]
     a = str(save(tmp_path / "a", {name: torch.ones(5) for name in names}, trainer_state={"epoch": 1}))
     b = str(save(tmp_path / "b", {name: torch.ones(5) + 1e-3 for name in names}, trainer_state={"epoch": 2}))
@@ -280,6 +281,7 @@ def test_the_verb_tells_by_its_exit_code_in_a_table_that_fits(tmp_path, capsys, 
     assert "5 of 5 elements" in out
     assert "and 11 more" in out
     assert max(map(len, out.splitlines())) <= 80
+    monkeypatch.delenv("FORCE_COLOR")
     assert main(["diff", a, b, "--atol", "0.01", "--only", "model", "--only", "optimizer"]) == 0
     capsys.readouterr()
     assert main(["diff", a, b, "--rtol", "0.01", "--json"]) == 1

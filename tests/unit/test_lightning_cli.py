@@ -36,8 +36,9 @@ def command_line(*arguments: str, run: bool = False) -> Any:
     return LightningCLI(Sized, BoringDataModule, run=run, args=[*arguments], **kind)
 
 
-def test_the_strategys_arguments_are_in_its_config() -> None:
-    strategy = "--trainer.strategy=lightning_shard.HybridShardStrategy"
+@pytest.mark.parametrize("name", ["lightning_shard.HybridShardStrategy", "HybridShardStrategy"])
+def test_the_strategys_arguments_are_in_its_config(name: str) -> None:
+    strategy = f"--trainer.strategy={name}"
     plan = '--trainer.strategy.tensor_parallel_plan={"a": "colwise"}'
     made = command_line(*QUIET, strategy, plan, "--trainer.strategy.loss_weight=builtins.len")
     assert made.trainer.strategy._settings.tensor_parallel_plan == {"a": "colwise"}

@@ -104,7 +104,10 @@ def test_compiled_blocks_on_stages_and_tensor_ranks_need_a_newer_torch(monkeypat
         ({"schedule": "ZBVZeroBubble"}, r"schedule='ZBVZeroBubble' has no effect"),
         ({"microbatches": 4}, r"microbatches=4 has no effect .*or leave microbatches out"),
         ({"tensor_parallel_plan": {"up": "colwise"}}, r"tensor_parallel_plan=.* no effect with tensor_parallel_size=1"),
-        ({"expert_parallel_plan": {"moe": "experts"}}, r"expert_parallel_plan=.* no effect with expert_parallel_s"),
+        (
+            {"expert_parallel_plan": {"moe": "experts"}},
+            r"expert_parallel_plan=.* no effect with expert_parallel_size=1",
+        ),
     ],
 )
 def test_what_has_no_effect_without_its_axis_is_warned_of(arguments: dict[str, Any], says: str) -> None:
@@ -119,7 +122,10 @@ def test_what_has_no_effect_without_its_axis_is_warned_of(arguments: dict[str, A
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"placement": [1, 3]}, r"placement \(\[1, 3\]\) has 2 numbers, and pipeline_parallel_size=1 has one stage"),
+        (
+            {"placement": [1, 3]},
+            r"placement \(\[1, 3\]\) has 2 numbers, and pipeline_parallel_size=1 has one stage: set",
+        ),
         (
             {"placement": [1, 3], "schedule": "DualPipeV", "pipeline_parallel_size": 2},
             r"placement \(\[1, 3\]\) has 2 numbers, and schedule='DualPipeV' .* has 4 stages: give one for each",

@@ -6,6 +6,7 @@ read as before. A path that isn't a file, which was an error, is tried as a shar
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -38,6 +39,9 @@ def take_over_reading() -> None:
 def take_over_command_line() -> None:
     """Make LightningCLI take hyperparameters from a sharded checkpoint as it does from a file; imports nothing.
 
+    The strategy is imported where a command line is made: jsonargparse finds a class by its bare name, as in
+    ``--trainer.strategy=HybridShardStrategy``, only among those that are imported.
+
     Private in Lightning 2.6: ``LightningCLI._parse_ckpt_path``, which handles files only.
     """
     cli: Any = sys.modules["lightning.pytorch.cli"].LightningCLI
@@ -62,7 +66,13 @@ def take_over_command_line() -> None:
             self.config = self.parser.parse_object({command: {"model": kept}}, self.config)
         return None
 
-    cli._parse_ckpt_path = parse
+    set_up_parser = cli.setup_parser
+
+    def set_up(self: Any, *args: Any, **kwargs: Any) -> None:
+        importlib.import_module("lightning_shard.plugin.strategy")
+        set_up_parser(self, *args, **kwargs)
+
+    cli._parse_ckpt_path, cli.setup_parser = parse, set_up
 
 
 def _read_ours(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any] | None:
