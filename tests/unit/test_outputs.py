@@ -43,6 +43,12 @@ STEPS: dict[str, Any] = {
     "parts in a tuple": lambda x, names: (x, [*names]),
     "parts by name": lambda x, names: {"pair": Pair(x, x[:, 0]), "found": Found(x, list(names)), "none": None},
     "means": lambda x, names: {"loss": x.mean(), "plain": float(x.mean()), "numpy": x.numpy().mean()},
+    "by number, a row per sample": lambda x, names: {0: x, 1: x + 1},
+    "means by number": lambda x, names: {n: x.mean() for n in range(9)},
+    "integers that were found": lambda x, names: x[x[:, 0] != 3].long(),
+    "integers that begin with small ones": lambda x, names: torch.stack([x[:, 0] * 0 + 1, -x[:, 1]], 1)[
+        x[:, 0] != 3
+    ].long(),
     "what doesn't differ": lambda x, names: {"split": "train", "ok": True, "dtype": x.dtype},
 }
 
@@ -83,6 +89,10 @@ def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
         (lambda x: ["cat", "dog", "cow"], r"a list of 3 for each"),
         (lambda x: {"k" + str(int(x[0, 0])): x}, r"other keys"),
         (lambda x: x if float(x[0, 0]) else [], r"another type"),
+        (lambda x: {"p": {i: float(row[0]) for i, row in enumerate(x)}}, r"\['p'\].*keys, 0 to 1, may be the places"),
+        (lambda x: {"at": torch.nonzero(x % 5 > 1)}, r"\['at'\].*begin with the places of samples, 0 to 1"),
+        (lambda x: np.argwhere(x.numpy() % 5 > 1), r"begin with the places of samples"),
+        (lambda x: torch.tensor([[i, int(row[0])] for i, row in enumerate(x)]), r"begin with the places of samples"),
         (lambda x: {"cache": object()}, r"\['cache'\].*an? object that differs"),
     ],
 )
@@ -119,7 +129,7 @@ def test_a_vector_with_an_element_for_each_class_is_refused(step: Callable[[Tens
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_dict_by_places_in_the_microbatch_is_refused(size: int) -> None:
-    with pytest.raises(StepError, match="may be places in the microbatch"):
+    with pytest.raises(StepError, match="may be the places of the"):
         merge(parts_of(lambda x: {place: float(row.sum()) for place, row in enumerate(x)}, size), size)
 
 
@@ -129,7 +139,7 @@ def test_a_dict_of_parts_with_integer_keys_is_merged_by_key() -> None:
 
 
 def test_places_as_nonzero_gives_them_are_refused() -> None:
-    with pytest.raises(StepError, match="begin with places in the microbatch"):
+    with pytest.raises(StepError, match="begin with the places of samples"):
         merge(parts_of(lambda x: (x > 4).nonzero(), 2), 2)
 
 

@@ -9,8 +9,8 @@ The merge is the inverse of the split into microbatches:
   ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
-Anything else is ambiguous, such as a vector with an element per class, or places in the microbatch (as keys of a dict,
-or as ``torch.nonzero`` gives them): it is refused by its key.
+Anything else is ambiguous, such as a vector with an element per class: it is refused by its key. So are indices of
+samples within the microbatch, where they can be recognised: the keys of a dict, and rows such as ``torch.nonzero``'s.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
         keys = [[key for key, _ in tree.children(part)] for part in parts]
         if any(own != keys[0] for own in keys):
             _refuse(path, "it has other keys, or another length, for each", "return the same for every batch")
-        if _are_places(keys[0], first, size):
+        if isinstance(first, Mapping) and _has_keys_by_place(first, size):
             _refuse(
                 path,
-                f"its keys are the numbers up to {size - 1}, which may be places in the microbatch of {size} samples",
-                "return a list with an entry for each sample",
+                f"its keys, 0 to {size - 1}, may be the places of the {size} samples in a microbatch",
+                "return a list with an entry for each sample, or texts as keys",
             )
         columns = zip(*([child for _, child in tree.children(part)] for part in parts))
         return tree.rebuild(first, [_merge(c, size, (*path, str(k))) for k, c in zip(keys[0], columns)])
@@ -95,11 +95,11 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
                 f"it has shape {tuple(first.shape)} for each, of {size} samples",
                 "return a row for each sample ([samples, …], not flattened), or means without dimensions",
             )
-        if lengths != {size} and all(_begins_with_places(part, size) for part in parts):
+        if first.ndim == 2 and _begin_with_places(parts, size):
             _refuse(
                 path,
-                f"its rows seem to begin with places in the microbatch of {size} samples, as torch.nonzero gives them",
-                "return a list with the rows of each sample",
+                f"its rows begin with the places of samples, 0 to {size - 1}, in a microbatch, as torch.nonzero's",
+                "return the tensor that they index, or a list with an entry for each sample",
             )
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
     if is_tensor and first.is_floating_point():
@@ -113,28 +113,40 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
     )
 
 
-def _are_places(keys: list[Any], value: Any, size: int) -> bool:
-    """Whether a dict's keys may be places in the microbatch: its values don't have a row per sample."""
-    if not isinstance(value, Mapping) or keys != list(range(size)):
-        return False
-    arrays = [child for child in value.values() if isinstance(child, (Tensor, np.ndarray))]
-    return not all(each.ndim and len(each) == size for each in arrays) or len(arrays) < len(keys)
-
-
 def _is_flat_view(value: Any, size: int) -> bool:
     """Whether a vector is a view of a tensor or array that has a row per sample, as ``flatten()`` gives it."""
     base = value._base if isinstance(value, Tensor) else value.base
     return value.ndim == 1 and isinstance(base, (Tensor, np.ndarray)) and base.ndim > 1 and len(base) == size
 
 
-def _begins_with_places(value: Any, size: int) -> bool:
-    """Whether the first column counts up within the samples. Reads values; asked of integers only."""
-    if value.ndim != 2 or value.shape[1] < 2 or not len(value):
+def _has_keys_by_place(result: Mapping[Any, Any], size: int) -> bool:
+    """Whether a dict's keys are 0 to ``size - 1``, in order, and its values aren't parts with a row per sample."""
+    if [*result] != [*range(size)] or not all(type(key) is int for key in result):
         return False
-    column = value[:, 0].tolist()
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in column[:1]):
+    return not all(isinstance(v, (Tensor, np.ndarray)) and v.ndim and len(v) == size for v in result.values())
+
+
+_ROWS = 4
+"""Fewer rows of integers may begin with small numbers, in order, by chance."""
+
+
+def _begin_with_places(parts: Sequence[Any], size: int) -> bool:
+    """Whether all parts' rows are integers, in order, that begin with the place of a sample in the microbatch."""
+    arrays = [
+        part.detach().cpu().numpy() if isinstance(part, Tensor) and not _is_real(part) else part for part in parts
+    ]
+    if not all(isinstance(a, np.ndarray) and np.issubdtype(a.dtype, np.integer) and a.shape[1] for a in arrays):
         return False
-    return all(0 <= each < size for each in column) and column == sorted(column)
+    if all(len(a) == size for a in arrays):
+        return size > 1 and all((a[:, 0] == np.arange(size)).all() for a in arrays)
+    if sum(map(len, arrays)) < _ROWS or not any(map(len, arrays[1:])):
+        return False
+    rows = [[tuple(row) for row in a.tolist()] for a in arrays]
+    return all(own == sorted(set(own)) and all(0 <= row[0] < size for row in own) for own in rows)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool:
