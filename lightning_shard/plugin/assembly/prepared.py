@@ -39,6 +39,7 @@ from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
+from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
@@ -151,6 +152,7 @@ class PreparedStrategy(CheckpointedStrategy):
         weights = LossWeights(self._loss_weight, groups.data, device)
         parts = self._microbatches if is_pipelined else 1
         means = UnequalMeans(parts, groups.data, device, is_weighted=self._loss_weight is not None)
+        warn_of_balancing(module, parts * layout.data_parallel_size)
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None

@@ -46,6 +46,7 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
+from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
@@ -130,6 +131,7 @@ class PipelinedSteps:
         self._logs = HeldLogs(module, self._block)
         self._weights = weights
         self._means = means
+        self._sums = SummedLosses(schedule.microbatches)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -158,6 +160,7 @@ class PipelinedSteps:
 
         def scaled(i: int, result: Any) -> Tensor:
             self._means.note(_loss(result))
+            self._sums.note(_loss(result), tree.batch_size(parts[i]))
             loss = weighted_for_backward(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
@@ -206,6 +209,7 @@ class PipelinedSteps:
             self._has_trained = True
             if self._stages.is_last:
                 self._means.warn()
+                self._sums.end_step()
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)

@@ -1,0 +1,92 @@
+"""Warns of losses on pipeline stages that are sums over samples, and of balancing losses of experts.
+
+Microbatches are averaged, as batches are where gradients are accumulated. Of a mean over samples that is the whole
+batch's. Of a sum it is one process's divided by the number of microbatches, and so are its gradients. A loss that
+balances experts isn't linear in its tokens: that of the whole batch is another one.
+
+Limits: sums are read from the autograd graph of the first steps. One that is multiplied or divided by anything on its
+way to the loss isn't taken for one, nor is one inside of a custom or compiled function.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+_STEPS = 2
+_NODES = 64
+_SUM = 2
+"""How autograd nodes store ``reduction="sum"``."""
+_UNCHANGED = ("Add", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy")
+"""Operations that leave a sum a sum."""
+
+
+def is_sum_over_samples(loss: Tensor, size: int) -> bool:
+    """Whether a loss, or a summand of it, is a sum over ``size`` samples; to be called before a backward.
+
+    A sum over a multiple of ``size`` elements counts, since losses may have been taken for each token.
+    """
+    pending: list[Any] = [loss.grad_fn]
+    for _ in range(_NODES):
+        node = pending.pop() if pending else None
+        if node is None:
+            if not pending:
+                return False
+            continue
+        kind, _, version = node.name().partition("Backward")
+        following = [before for before, _ in node.next_functions]
+        if not version:
+            continue  # a custom autograd Function
+        if kind == "Sum":
+            sizes = getattr(node, "_saved_self_sym_sizes", None) or (0,)
+            if len(sizes) and math.prod(sizes) > 1 and sizes[0] and sizes[0] % size == 0 and not _joins(following):
+                return True
+        elif getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        elif kind in _UNCHANGED:
+            pending += following
+    return False
+
+
+def _joins(following: list[Any]) -> bool:
+    """Whether a few losses are added up, such as those of several tasks."""
+    return any(before is not None and before.name().startswith(("Stack", "Cat")) for before in following)
+
+
+class SummedLosses:
+    """Looks at the training losses of one LightningModule's first steps.
+
+    Args:
+        microbatches: How many a batch is split into; of one nothing is said.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._left = _STEPS if microbatches > 1 else 0
+
+    def note(self, loss: Any, size: int) -> None:
+        """Look at a microbatch's loss, before its backward frees the graph; warns once."""
+        if self._left and isinstance(loss, Tensor) and is_sum_over_samples(loss, size):
+            self._left = 0
+            rank_zero_warn(
+                "The training loss is a sum over samples, and the microbatches of a pipeline are averaged: loss and"
+                f" gradients are 1/{self._microbatches} of those of one process that has the batch at once. Divide the"
+                " loss by the number of samples (reduction='mean'), which is the same on every layout."
+            )
+
+    def end_step(self) -> None:
+        self._left = max(0, self._left - 1)
+
+
+def warn_of_balancing(module: nn.Module, parts: int) -> None:
+    """Warn once of transformers' losses that balance experts, where a batch comes in several parts."""
+    configs = (getattr(part, "config", None) for part in module.modules())
+    if parts > 1 and any(getattr(config, "output_router_logits", False) is True for config in configs):
+        rank_zero_warn(
+            "A transformers model adds the loss that balances its experts (output_router_logits=True). It is taken of"
+            f" each of the {parts} parts of a batch, on data ranks and in microbatches, and averaged, as under DDP and"
+            " with accumulated gradients. That of the whole batch, which one process takes, is another one."
+        )

@@ -1,0 +1,67 @@
+"""Which losses are taken for sums over samples, and warned of on stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses, is_sum_over_samples, warn_of_balancing
+
+SAMPLES = 6
+TARGETS = torch.arange(SAMPLES) % 3
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x: x.sum(),
+        lambda x: F.cross_entropy(x, TARGETS, reduction="sum"),
+        lambda x: F.mse_loss(x, x.detach() + 1, reduction="sum"),
+        lambda x: F.cross_entropy(x, TARGETS, reduction="none").sum(),
+        lambda x: x.mean() + x.square().sum(),
+    ],
+)
+def test_sums_over_samples_are_seen(loss_of: Callable[[Tensor], Tensor]) -> None:
+    assert is_sum_over_samples(loss_of(torch.ones(SAMPLES, 3, requires_grad=True) * 1), SAMPLES)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x: x.mean(),
+        lambda x: x.sum() / SAMPLES,
+        lambda x: x.sum() * (1 / SAMPLES),
+        lambda x: x.sum(-1).mean(),
+        lambda x: F.cross_entropy(x, TARGETS),
+        lambda x: torch.stack([x.mean(), x.square().mean()] * SAMPLES).sum(),
+        lambda x: F.kl_div(x, x.detach(), reduction="batchmean"),
+    ],
+)
+def test_means_and_scaled_sums_are_not(loss_of: Callable[[Tensor], Tensor]) -> None:
+    assert not is_sum_over_samples(loss_of(torch.ones(SAMPLES, 3, requires_grad=True) * 1), SAMPLES)
+
+
+def test_a_sum_is_warned_of_once_and_only_in_several_microbatches() -> None:
+    loss = torch.ones(SAMPLES, requires_grad=True).mul(1).sum()
+    looks = SummedLosses(4)
+    with pytest.warns(UserWarning, match="is a sum over samples.*1/4 of those"):
+        looks.note(loss, SAMPLES)
+    looks.end_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        looks.note(loss, SAMPLES)
+        SummedLosses(1).note(loss, SAMPLES)
+
+
+def test_balanced_experts_are_warned_of_where_a_batch_has_parts() -> None:
+    module = nn.Module()
+    module.config = SimpleNamespace(output_router_logits=True)
+    warn_of_balancing(module, 1)
+    with pytest.warns(UserWarning, match="balances its experts .*each of the 4 parts"):
+        warn_of_balancing(module, 4)
