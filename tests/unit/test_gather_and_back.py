@@ -283,4 +283,4 @@ def test_gather_on_the_command_line(saved, tmp_path, capsys):
     assert set(load_file(tmp_path / "m.safetensors")) == {"w", "v", "n", "metric"}
     assert main(["gather", str(saved), str(out), "--dtype", "float33"]) == 2
     assert main(["gather", str(saved), str(tmp_path / "hf"), "--format", "transformers"]) == 1
-    assert "config=" in capsys.readouterr().err
+    assert "--config" in capsys.readouterr().err
