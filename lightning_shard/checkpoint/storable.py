@@ -13,11 +13,11 @@ from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError
 
 _storable: set[tuple[Any, ...]] = set()
-"""Kinds of tensors that passed the check. ``is_quantized`` isn't in the key: quantized tensors have their own dtypes."""
+"""Kinds of tensors that passed. ``is_quantized`` isn't part of the kind: quantized tensors have their own dtypes."""
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise UnsupportedStateError for a tensor that has no bytes to write, or whose layout or dtype the format lacks."""
+    """Raise UnsupportedStateError for a tensor without bytes to write, or whose layout or dtype the format lacks."""
     if is_lazy(tensor):
         raise UnsupportedStateError(
             f"{name!r} is not initialized yet, as in a lazy module: run the module once before saving."
