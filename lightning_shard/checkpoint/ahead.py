@@ -1,4 +1,4 @@
-"""A pool's results in order, without a future for each of millions of items."""
+"""Ordered map over an executor with bounded look-ahead: no future for each of millions of items at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 def in_order(
     pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item, and what the function gives of it; so many items are taken ahead of what is asked for, and no more."""
+    """Yield (item, ``function(item)``) in order; at most ``ahead`` items are submitted and not yet yielded."""
     running: deque[tuple[Item, Future[Result]]] = deque()
     try:
         for item in items:

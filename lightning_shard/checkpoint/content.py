@@ -1,8 +1,8 @@
-"""A number for a tensor's content that is the same on every layout, and needs no rank to hold the whole tensor.
+"""A 64-bit hash of a tensor's content that is the same on every layout; no rank needs the whole tensor.
 
-The elements' bits ``b`` and their places ``i`` in the row-major tensor give ``Σ mix(b + (i + 1) · γ) mod 2⁶⁴``, with γ
-and ``mix`` of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Each rank sums
-over its part. It tells other weights from the same ones; against someone who wants to deceive it is no help.
+The hash is ``Σ mix(b + (i + 1) · γ) mod 2⁶⁴`` over all elements, where ``b`` is an element's bits, ``i`` its flat
+row-major index, and γ and ``mix`` are SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+2014). Each rank sums over its shard. The hash detects different weights; it is not cryptographic.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _GAMMA, _FIRST, _SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""As int64, whose products wrap around."""
+"""As int64: products wrap around."""
 _SLAB_ELEMENTS = 2**18
 _STORED_SLAB_ELEMENTS = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def content_sum(pieces: Iterable[Piece]) -> int:
-    """Of chunks of one tensor; those of all its chunks add up, modulo 2⁶⁴, to the same however it has been cut."""
+    """The sum over some chunks of one tensor. Over all of its chunks, however cut, the sums add up to its hash."""
     return sum(_sum(piece.data, piece.box, piece.shape) for piece in pieces) % 2**64
 
 
 def content_of_all(
     tensors: Mapping[str, Tensor], mesh: DeviceMesh | None = None, group: object = None
 ) -> dict[str, str]:
-    """The content of tensors and DTensors by name, those of all ranks; as 16 hexadecimal digits. A collective call.
+    """Hash all ranks' tensors and DTensors. A collective call.
 
     Args:
-        mesh: The ranks that hold this same list, as of :func:`save`.
+        mesh: The ranks that hold this same list of tensors, as for :func:`save`.
+
+    Returns:
+        The hash of each tensor, of all ranks, as 16 hexadecimal digits by name.
     """
     ranks = Ranks.of(group)
 
@@ -70,7 +73,7 @@ def content_of_all(
         holders: dict[str, tuple[int, ...]] = {}
         for mesh_ranks, one in everyone:
             for name, value in one.items():
-                # what several stages hold alike is counted of the first
+                # a tensor that several stages hold (tied weights) is counted once, from the first stage
                 if holders.setdefault(name, mesh_ranks) == mesh_ranks:
                     sums[name] = sums.get(name, 0) + value
         return {name: _text(value) for name, value in sums.items()}
@@ -79,7 +82,7 @@ def content_of_all(
 
 
 def content_of_stored(stored: StoredTensor) -> str:
-    """The same of a tensor in a checkpoint, which is read a part at a time."""
+    """The hash of a tensor in a checkpoint, as 16 hexadecimal digits; reads it slab by slab."""
     whole = Box.whole(stored.shape)
     return _text(sum(_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS)))
 
@@ -89,7 +92,7 @@ def _text(value: int) -> str:
 
 
 def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Of a box of a tensor of that shape, over elements of up to 8 bytes; a wider one is a last dim of two."""
+    """The sum over a box of a tensor of global shape ``shape``. A 16-byte element counts as a last dim of two."""
     data = data.detach()
     if data.element_size() > 8:
         data = torch.view_as_real(data.resolve_conj())
@@ -116,5 +119,5 @@ def _mixed(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Logical (zero-filling) right shift."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

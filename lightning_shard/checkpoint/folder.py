@@ -1,10 +1,10 @@
-"""Checkpoints as folders: what is in one, whether it is a checkpoint, and removing it.
+"""A checkpoint's directory: what is in it, whether it is a checkpoint, and removal.
 
-Removing keeps to three rules, so that it never takes what another save or reader needs:
+Removal follows three rules, so that it never takes files that another save or a reader needs:
 
-- A manifest is removed only if it is the one that was looked at.
-- Of the files, those go that this manifest named, by names that only this format gives.
-- Files that no manifest names may be those of a save under way: they go when they are old.
+- A manifest is removed only if it is still the one that was read.
+- Then only files are removed that this manifest names, and whose names only this format makes.
+- Files that no manifest names may belong to a save in progress, so they are removed only when they are old.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lightning_shard.checkpoint.store import LocalStore, Stamp, Store, open_stor
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
 LEFTOVER_AGE_S = 3600.0
-"""So long after its newest file was written, an attempt that hasn't been committed is taken for a crashed one's."""
+"""Age of an uncommitted attempt's newest file after which the attempt is taken for a crashed save's."""
 
-# Found in text, not parsed: so it works for manifests that are torn or of a later version, too.
+# Matched as text, not parsed, so that torn manifests and later format versions work, too.
 _OURS = re.compile(rb'"format"\s*:\s*"lightning_shard"')
 _NAMED = re.compile(rb'"path"\s*:\s*"(' + OWN_FILE.pattern.encode() + rb')"')
 _ATTEMPT = re.compile(rb'"attempt"\s*:\s*"([^"]*)"')
@@ -34,7 +34,7 @@ _TEMPORARY = re.compile(rf"(?:{re.escape(MANIFEST_NAME)}|{OWN_FILE.pattern})\.(?
 
 @dataclass(frozen=True)
 class Earlier:
-    """What is at a path before something is done there: the manifest's stamp, its attempt, the files that it names."""
+    """The manifest at a path before an operation: its stamp, its attempt, and the files that it names."""
 
     stamp: Stamp | None = None
     attempt: str = ""
@@ -42,14 +42,14 @@ class Earlier:
 
 
 def look(store: Store) -> Earlier:
-    """The manifest that is there now, also a damaged one of ours: a torn or empty manifest is no checkpoint.
+    """Note the manifest that is there now. A torn or empty one is noted, too, although it is no checkpoint.
 
     Raises:
         CheckpointError: There is a ``manifest.json`` of another program.
     """
     data = b""
     stamp, seen = store.stamp(MANIFEST_NAME), None
-    while stamp is not None and stamp != seen:  # until what was read is what the stamp is of
+    while stamp is not None and stamp != seen:  # until the stamp is of the bytes that were read
         try:
             data = store.read(MANIFEST_NAME)
         except FileNotFoundError:
@@ -67,16 +67,16 @@ def look(store: Store) -> Earlier:
 
 
 def named_files(manifest: bytes) -> frozenset[str]:
-    """The files that a manifest names, of those that only this format gives such names."""
+    """The files that a manifest names, as far as their names are ones that only this format makes."""
     return frozenset(match[1].decode() for match in _NAMED.finditer(manifest))
 
 
 def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
-    """Remove a checkpoint: its manifest first, so that a half-removed one is none; nothing if none is there.
+    """Remove a checkpoint; does nothing if there is none.
 
-    Only files that it names are removed, leftovers of crashed saves that are older than an hour, and the format's own
-    folders if they are empty then. Of a symbolic link, only the link is removed. What another save commits meanwhile
-    stays.
+    The manifest is removed first, so that a half-removed checkpoint isn't taken for one. Then only the files that it
+    names are removed, leftovers of crashed saves that are older than an hour, and the format's own folders if they are
+    empty. Of a symbolic link, only the link is removed. A checkpoint that another save commits meanwhile stays.
 
     Raises:
         CheckpointError: There is a ``manifest.json`` of another program.
@@ -85,7 +85,7 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
 
 
 def remove_attempt(path: str | os.PathLike[str], attempt: str, storage_options: dict[str, Any] | None) -> bool:
-    """The same of a checkpoint that was looked at before, unless another has taken its place since; whether it went."""
+    """Remove the checkpoint of ``attempt``, unless another one has replaced it; returns whether it was removed."""
     return _remove(open_store(path, storage_options), attempt)
 
 
@@ -101,7 +101,7 @@ def _remove(store: Store, attempt: str | None) -> bool:
         try:
             store.remove(MANIFEST_NAME, only=earlier.stamp)
         except CheckpointConflictError:
-            return False  # a save has just replaced it, which removes what it has replaced
+            return False  # another save has just replaced it, and removes the old files itself
     remove_files(store, earlier.files)
     if not store.exists(MANIFEST_NAME):
         remove_leftovers(store, clock=lambda: _clock(store))
@@ -110,23 +110,23 @@ def _remove(store: Store, attempt: str | None) -> bool:
 
 
 def exists(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:
-    """Whether a committed checkpoint is at the path: its manifest is."""
+    """Whether there is a committed checkpoint at the path, that is, a manifest."""
     return open_store(path, storage_options).exists(MANIFEST_NAME)
 
 
 def remove_files(store: Store, names: Iterable[str]) -> None:
-    """Remove files; a failure to is no failure of the checkpoint."""
+    """Remove files, ignoring errors: a file left behind doesn't harm the checkpoint."""
     for name in sorted(names):
         with contextlib.suppress(Exception):
             store.remove(name)
 
 
 def remove_leftovers(store: Store, *, keep: Iterable[str] = (), clock: Callable[[], float | None]) -> None:
-    """Remove what crashed saves have left; a failure to is no failure of the checkpoint.
+    """Remove old files of crashed saves, ignoring errors: a file left behind doesn't harm the checkpoint.
 
     Args:
         keep: The files that the manifest names.
-        clock: Gives the time by the store's own clock; asked only where there are leftovers.
+        clock: Returns the time by the store's own clock; called only if there are leftovers.
     """
     with contextlib.suppress(Exception):
         attempts: dict[str, list[str]] = {}
@@ -145,7 +145,7 @@ def remove_leftovers(store: Store, *, keep: Iterable[str] = (), clock: Callable[
 
 
 def _clock(store: Store) -> float | None:
-    """The time by the store's own clock, which may differ from this machine's: when an empty file was written."""
+    """The time by the store's own clock, which may differ from this machine's: the mtime of a file written now."""
     name = f"{MANIFEST_NAME}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         store.write(name, [], 0, durable=False)

@@ -1,13 +1,13 @@
-"""Tensors that a load has begun to write and did not finish: what is in them is no checkpoint's, so none is made of it.
+"""Marks tensors that a failed load has overwritten in part, so that ``save`` refuses them.
 
-Told by memory, since a state dict gives other tensor objects each time; views of one storage are told apart by the
-bytes from their first element to their last. Those of a view with gaps, as some columns are, are marked as a whole, and
-only filling the same view, or all of these bytes, ends that: a neighbour in the gaps may be refused, and never is
-anything saved that wasn't filled. What is written past a load, as by torch's own ``load_state_dict``, isn't seen: for
-that there is :func:`declare_filled`.
+Marks are kept per storage, not per tensor object, since a state dict makes new tensor objects each time. Within a
+storage a view is its byte span, from its first element to its last. A view with gaps (some columns, say) marks its
+whole span, and only filling the same view, or the whole span, clears the mark. So a tensor that lies in the gaps may be
+refused needlessly, but an unfilled one is never saved. Limit: writes by anything but a load, such as torch's own
+``load_state_dict``, aren't seen; :func:`declare_filled` is for these.
 
-Of torch's private parts this uses ``StorageWeakRef`` (2.11 to 2.13): Python's own weak references die with a storage's
-Python object, not with its memory.
+Private part of torch 2.11 to 2.13: ``StorageWeakRef``, since Python's weak references die with a storage's Python
+object, not with its memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CHANGED = "The tensors that were loaded into have changed in part, and can't be 
 
 
 class _Span(NamedTuple):
-    """The bytes of a storage from a view's first element to its last."""
+    """The byte span in a storage from a view's first element to its last."""
 
     begin: int
     end: int
     view: tuple[tuple[int, ...], tuple[int, ...]] | None
-    """Shape and strides of a view with gaps; None where all of these bytes are its own."""
+    """Shape and strides of a view with gaps; None if the view fills its span."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Span:
@@ -46,7 +46,7 @@ class _Span(NamedTuple):
         return self.begin < other.end and other.begin < self.end
 
     def without(self, filled: _Span) -> list[_Span]:
-        """What is left to be filled."""
+        """The spans that are still unfilled after ``filled`` has been written."""
         if self == filled:
             return []
         if filled.view is not None or not self.overlaps(filled):
@@ -58,11 +58,11 @@ class _Span(NamedTuple):
 
 
 _marked: dict[int, tuple[StorageWeakRef, list[_Span]]] = {}
-"""By storage."""
+"""The unfilled spans by storage."""
 
 
 def mark(tensors: Iterable[Tensor]) -> None:
-    """Before the first byte is written into them."""
+    """Mark tensors as half loaded. Called before a load writes the first byte into them."""
     for tensor in tensors:
         storage = StorageWeakRef(tensor.untyped_storage())
         _, spans = _marked.setdefault(storage.cdata, (storage, []))
@@ -71,7 +71,7 @@ def mark(tensors: Iterable[Tensor]) -> None:
 
 
 def clear(tensors: Iterable[Tensor]) -> None:
-    """When all of them hold what they should."""
+    """Remove the marks of tensors that have been filled completely."""
     for tensor in tensors if _marked else ():
         key = StorageWeakRef(tensor.untyped_storage()).cdata
         if key in _marked:
@@ -82,7 +82,7 @@ def clear(tensors: Iterable[Tensor]) -> None:
 
 
 def refuse(tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError where one of the (local) tensors is marked."""
+    """Raise CheckpointError if one of the (local) tensors is marked."""
     for key in [key for key, (storage, _) in _marked.items() if storage.expired()]:
         del _marked[key]
     if not _marked:
@@ -98,14 +98,14 @@ def refuse(tensors: Mapping[str, Tensor]) -> None:
 
 
 def declare_filled(state: Mapping[str, Any] | nn.Module) -> None:
-    """Say that tensors hold what they should, though a load into them failed and no other has succeeded since.
+    """Declare that tensors are complete again, after a load into them failed and no other load has succeeded since.
 
-    :func:`save` refuses tensors that a failed load has changed in part. A load that succeeds ends that; whoever fills
-    them by other means, such as torch's ``load_state_dict`` or by initialising them anew, says so by this call. It
-    changes no tensor, and isn't collective: call it on each rank that has filled its part.
+    :func:`save` refuses tensors that a failed load has overwritten in part, until a load into them succeeds. Call this
+    after filling them by other means, such as torch's ``load_state_dict`` or a new initialisation. It changes no
+    tensor, and isn't collective: call it on each rank that has filled its part.
 
     Args:
-        state: A module, of which it means all parameters and buffers; or tensors and DTensors as for :func:`save`.
+        state: A module, for all of its parameters and buffers; or tensors and DTensors as for :func:`save`.
     """
     if isinstance(state, nn.Module):
         tensors: Iterable[Tensor] = (*state.parameters(), *state.buffers())

@@ -1,6 +1,6 @@
-"""A CPU tensor's memory as bytes, views of its boxes, and what lies between it and devices.
+"""Tensor memory: byte views of CPU tensors, views of boxes, batched copies, pinned memory, and waiting for devices.
 
-Of torch's private parts this uses ``_foreach_copy_`` (2.11 to 2.13): one call for many small tensors.
+Private part of torch 2.11 to 2.13: ``_foreach_copy_``, one call that copies many small tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOR_ALL_DEVICES = 1
 
 
 def byte_view(tensor: Tensor) -> Buffer:
-    """A contiguous CPU tensor's memory."""
+    """The memory of a contiguous CPU tensor as bytes, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
     array: Any = as_bytes(tensor).numpy()
@@ -30,13 +30,13 @@ def byte_view(tensor: Tensor) -> Buffer:
 
 
 SMALL_BYTES = 2**16
-"""Tensors up to this are copied by one call for all: one for each would take longer than its bytes."""
+"""Tensors up to this size are copied in one batched call, since a call costs more than copying their bytes."""
 
 
 def rooms_like(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Buffer]]:
-    """For each tensor new CPU memory of its shape and dtype, in row-major order without gaps, and the bytes of it.
+    """Allocate for each tensor a contiguous CPU tensor of its shape and dtype; returns it with its bytes.
 
-    Those of one dtype lie in one piece: making each by itself takes longer than the bytes of small ones.
+    Tensors of one dtype share one allocation, since allocating each small one costs more than copying its bytes.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -54,7 +54,11 @@ def rooms_like(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Buffer]]:
 
 
 def fill(copies: Iterable[tuple[Tensor, Tensor, Buffer]]) -> None:
-    """Fill tensors with what is in others of the same shape and dtype, whose bytes are given too."""
+    """Copy tensors.
+
+    Args:
+        copies: Triples of target, source (a contiguous CPU tensor of the same shape and dtype), and the source's bytes.
+    """
     small: list[tuple[Tensor, Tensor]] = []
     for target, data, memory in copies:
         if target.device.type != "cpu" or target.is_conj() or target.is_neg():
@@ -64,7 +68,7 @@ def fill(copies: Iterable[tuple[Tensor, Tensor, Buffer]]) -> None:
         else:
             small.append((target, data))
     if small:
-        with torch.inference_mode():  # where tensors of that mode may be written to as well
+        with torch.inference_mode():  # only here may inference tensors be written in place
             torch._foreach_copy_([target for target, _ in small], [data for _, data in small])
 
 
@@ -74,31 +78,31 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """The tensor with its elements as they are, where they are still to be conjugated or negated; before copying it.
+    """The tensor with a lazy conjugation or negation carried out; needed before copying it.
 
-    Copying such a tensor from a CUDA device isn't right in torch 2.11: one that isn't contiguous comes as if it were
-    neither; others, copied without waiting, are conjugated or negated on the host before they have arrived.
+    torch 2.11 copies such tensors from a CUDA device incorrectly: a non-contiguous one arrives without the conjugation
+    or negation; in a non-blocking copy it is applied on the host before the bytes have arrived.
     """
     return tensor.resolve_conj().resolve_neg()
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Wait until all that was launched on the tensors' devices is done, on whatever stream.
+    """Wait until all work on the tensors' devices is done, on all streams.
 
-    Before they are read or written by another thread, whose stream is another one, or by the host.
+    Needed before the host or another thread, which has another current stream, reads or writes the tensors.
     """
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
-    """Bytes in host memory; ``pinned``, which devices copy to by themselves, while the host does something else.
+    """Allocate host memory as a uint8 tensor; ``pinned`` for asynchronous copies from devices.
 
-    Pinned memory is of just this size, and is freed with the tensor. Torch's own (``pin_memory=True``) is of the next
-    power of two, and kept by its allocator until the process ends.
+    Pinned memory has exactly this size, and is freed with the tensor. With torch's ``pin_memory=True`` it would have
+    the next power of two, and the allocator would keep it until the process ends.
 
     Raises:
-        CheckpointError: The system doesn't let so much memory be pinned.
+        CheckpointError: The system refuses to pin so much memory.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
@@ -109,7 +113,7 @@ def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
                 f"{nbytes / 2**20:.0f} MiB of memory for the copy of what is saved can't be pinned (cudaHostRegister:"
                 f" error {error}): leave the host more memory, or save synchronously."
             )
-        # not at exit, when the driver may be gone: the process's memory goes with it
+        # not at exit, when the driver may be unloaded: the memory is freed with the process
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 

@@ -1,4 +1,4 @@
-"""Other names for tensors on their way out of a checkpoint, or into a state."""
+"""Renames tensors when they are read from a checkpoint or loaded into a state."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from lightning_shard.errors import StateMismatchError
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
-"""Beginnings of names to what takes their place (the longest that fits; ``""`` fits all), or a function of the name
-that gives the new one, or None to leave the tensor out."""
+"""A mapping from prefixes to their replacements (the longest matching prefix counts; ``""`` matches all); or a function
+from a name to the new one, or to None to leave the tensor out."""
 
 
 def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Rename | None = None) -> dict[str, str]:
-    """The new name of each tensor to its own: first the prefix is taken off names that have it, then ``rename``.
+    """Map new names to old ones: first ``strip_prefix`` is removed from names that have it, then ``rename`` is applied.
 
     Raises:
-        StateMismatchError: No name has the prefix, or two tensors would have one name.
+        StateMismatchError: No name has the prefix, or two tensors would get the same name.
     """
     old = list(names)
     if strip_prefix and old and not any(name.startswith(strip_prefix) for name in old):
@@ -37,9 +37,9 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
 
 
 def prefix_of(stored: Collection[str], names: set[str]) -> str:
-    """What the names that a module has for stored tensors begin with, if these have one beginning more.
+    """The prefix that a module's names (``names``) have before the stored ones; ``""`` if there is none.
 
-    So it is with a transformers model's file, where a LightningModule holds the model as ``self.model``.
+    For example ``"model."`` for a transformers model's file, where a LightningModule holds the model as ``self.model``.
     """
     if not names.isdisjoint(stored) or not stored:
         return ""

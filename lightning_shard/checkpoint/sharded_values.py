@@ -1,7 +1,8 @@
-"""DTensors anywhere in the trainer's state: saved in parts like the model's, and laid out anew when they come back.
+"""DTensors anywhere in the trainer state: saved as shards like the model's, and resharded when they are loaded.
 
-In the trainer's state a reference stands for each. A mapping that holds a DTensor is state by name, as a callback's
-averages of parameters are: all that it holds is merged over the pipeline's stages, and each stage is given its own.
+In the saved trainer state a reference replaces each DTensor. A mapping that holds a DTensor is taken to be keyed by
+parameter name, such as a callback's averages of parameters: saving merges its entries over the pipeline stages, and
+loading gives each stage only its own.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ Path = tuple[Any, ...]
 
 
 def lift(tree: Any, name: str, *, with_siblings: bool = False) -> tuple[Any, dict[str, Tensor]]:
-    """A tree of dicts, lists and tuples with a reference for each DTensor, and the tensors by the references' names.
+    """Replace each DTensor in a tree of dicts, lists and tuples by a reference.
 
     Args:
-        tree: Left as it is.
-        name: The names begin so.
-        with_siblings: Also take out the plain tensors of a mapping that holds a DTensor: buffers beside parameters.
+        tree: Not modified.
+        name: The prefix of the references' names.
+        with_siblings: Also replace the plain tensors of a mapping that holds a DTensor: buffers beside parameters.
+
+    Returns:
+        The new tree, and the tensors by the references' names.
 
     Raises:
-        UnsupportedStateError: Two tensors would have one name.
+        UnsupportedStateError: Two tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -47,13 +51,13 @@ def lift(tree: Any, name: str, *, with_siblings: bool = False) -> tuple[Any, dic
 
 
 def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
-    """Complete a tree of :func:`lift` by what other stages hold in mappings of references; collective.
+    """Add to a tree of :func:`lift` the entries that other stages have in mappings of references. A collective call.
 
     Args:
-        gather: Every stage's value of one.
+        gather: All-gathers a value over the stages.
 
     Raises:
-        UnsupportedStateError: On every rank, a reference that isn't in a mapping: which stage's it is can't be told.
+        UnsupportedStateError: A reference isn't in a mapping, so its stage can't be determined; raised on every rank.
     """
     found: list[tuple[Path, Any]] = []
     _collect(tree, (), found)
@@ -78,12 +82,15 @@ def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
 def lay_out(
     tree: Any, live: Mapping[str, Tensor], elsewhere: Collection[str]
 ) -> tuple[Any, list[tuple[StoredTensor, Tensor]]]:
-    """A tree with an empty tensor for each stored tensor, and what goes into them.
+    """Replace each stored tensor in a tree by an uninitialised tensor to load it into.
 
     Args:
-        live: The module's tensors by name. What has the name and shape of one is laid out like it; any other is whole
-            and on the CPU.
-        elsewhere: Names that other stages hold: left out of mappings of sharded values.
+        live: The module's tensors by name. A stored tensor with the name and shape of one gets its layout; any other
+            becomes a whole CPU tensor.
+        elsewhere: Names that other stages hold; they are left out of mappings of stored tensors.
+
+    Returns:
+        The new tree, and pairs of a stored tensor and the tensor that it is to be loaded into.
     """
     pairs: list[tuple[StoredTensor, Tensor]] = []
 
@@ -111,7 +118,7 @@ def _has(mapping: Mapping[Any, Any], kind: type) -> bool:
 
 
 def rebuilt(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """A node with ``function(key, child)`` for each child; anything else itself."""
+    """A new dict, list or tuple with ``function(key, child)`` in place of each child; any other value as it is."""
     if type(value) in _MAPPINGS:
         return type(value)((key, function(key, item)) for key, item in value.items())
     if type(value) in (list, tuple):
@@ -124,7 +131,7 @@ def _copied(value: Any) -> Any:
 
 
 def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
-    """Mappings that hold references, with their paths; references elsewhere by themselves."""
+    """Collect, with their paths, mappings that hold references, and each reference that isn't in a mapping."""
     if isinstance(value, Reference):
         found.append((path, value))
     elif type(value) in _MAPPINGS and _has(value, Reference):

@@ -1,4 +1,4 @@
-"""Which tensors are plain elements in memory: the others are refused by name before anything is read of them."""
+"""Refuses, by name, tensors whose data isn't plain elements in memory, before anything is read from them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError
 
 _storable: set[tuple[Any, ...]] = set()
-"""Kinds of tensors that were found to be. As for what isn't in the kind: quantized tensors have dtypes of their own."""
+"""Kinds of tensors that passed. ``is_quantized`` isn't part of the kind: quantized tensors have their own dtypes."""
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise UnsupportedStateError for tensors that have no bytes to write, or none that the format knows."""
+    """Raise UnsupportedStateError for a tensor without bytes to write, or whose layout or dtype the format lacks."""
     if is_lazy(tensor):
         raise UnsupportedStateError(
             f"{name!r} is not initialized yet, as in a lazy module: run the module once before saving."

@@ -1,4 +1,4 @@
-"""Digests: one 128-bit hash for each block of a chunk's bytes."""
+"""Block digests: a 128-bit hash (xxh3_128) for each block of a chunk's bytes, and its verification."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DIGEST_ALGORITHM = "xxh3_128"
 DIGEST_HEX_CHARS = 32
 BLOCK_BYTES = 4 * 2**20
 Digest = str
-"""32 lowercase hexadecimal digits of an xxh3_128, as its canonical (big-endian) bytes."""
+"""32 lowercase hexadecimal digits: the canonical (big-endian) bytes of an xxh3_128 hash."""
 
 
 def digest_at(digests: str, block: int) -> Digest:
-    """The digest of one of the blocks whose digests follow on one another."""
+    """The digest of block number ``block``, from the concatenated digests of all blocks."""
     return digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
 
 
@@ -26,7 +26,7 @@ def digest(data: Any) -> Digest:
 
 
 def digest_of_parts(parts: Iterable[Any]) -> Digest:
-    """Of what the parts are one after another."""
+    """The digest of the concatenation of ``parts``."""
     hasher = xxhash.xxh3_128()
     for part in parts:
         hasher.update(part)
@@ -34,7 +34,7 @@ def digest_of_parts(parts: Iterable[Any]) -> Digest:
 
 
 def check_digest(found: str, expected: str, name: str, begin: int, end: int, file: str) -> None:
-    """Raise CorruptCheckpointError if the bytes ``begin`` to ``end`` of a file, a part of ``name``, aren't as saved."""
+    """Raise CorruptCheckpointError if bytes ``begin`` to ``end`` of a file, a part of tensor ``name``, have changed."""
     if found != expected:
         raise CorruptCheckpointError(
             f"{file}: bytes {begin:,} to {end:,}, a part of {name!r}, differ from their digest: the file is damaged,"

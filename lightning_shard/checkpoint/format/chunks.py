@@ -1,8 +1,8 @@
-"""A tensor's chunks: the boxes that make it up, and where in which file the bytes of each lie.
+"""A tensor's chunks: the boxes that tile it, and the file and byte range of each. Parsed lazily.
 
-A large run has hundreds of thousands of chunks, most tensors are cut alike, and a rank needs few of the chunks of each.
-So their text is only taken apart; boxes are made and checked once for all tensors that are cut alike
-(:class:`Tiling`), and a chunk's numbers are looked at when it is asked for.
+A large run has hundreds of thousands of chunks. Most tensors are cut in the same way, and a rank needs few chunks of
+each. So a tensor's chunk text is only split; boxes are parsed and checked once for all tensors with the same cuts
+(:class:`Tiling`); and a chunk's numbers are parsed when the chunk is accessed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts, chunk_texts_in
 
 TILINGS_KEPT = 32
-"""Models have few shapes, most of them in each layer."""
+"""Size of the cache of tilings: models have few shapes, which repeat in each layer."""
 PARTS_KEPT = 1024
-"""Of the boxes that are read of these."""
+"""Size of the cache of overlaps between a tiling and a box that is read."""
 LONG_BYTES = 4096
-"""Shorter text is faster taken apart chunk by chunk than by columns."""
+"""Shorter text is faster parsed chunk by chunk than by columns."""
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and its bytes (row-major) in a file.
+    """A box of a tensor, and the byte range in a file that has its elements in row-major order.
 
-    ``offsets`` and ``sizes`` are in elements, one per dim; ``begin`` and ``end`` are bytes from the start of the file;
-    ``digests`` holds one digest per block of ``block_bytes`` counted from ``begin``, or nothing.
+    ``offsets`` and ``sizes`` are in elements, one per dim. ``begin`` and ``end`` are bytes from the start of the file,
+    whose index is ``file``. ``digests`` has one digest per block of ``block_bytes`` from ``begin`` on, or is empty.
     """
 
     file: int
@@ -51,10 +51,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """All chunks of a tensor, checked, without an object for each.
+    """All chunks of a tensor, checked, in columns instead of an object for each.
 
-    ``files``, ``begins`` and ``ends`` have a number for each chunk, ``tiling`` has their boxes. ``digests`` are all
-    chunks', one after another; each chunk's end at its number of ``digest_ends``.
+    ``files``, ``begins`` and ``ends`` have one number per chunk, and ``tiling`` has their boxes. ``digests`` is the
+    concatenation of all chunks' digests; chunk ``i``'s end at ``digest_ends[i]``.
     """
 
     files: Integers
@@ -90,9 +90,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its dtype by the format's name, its global shape, and its chunks, which make it up.
+    """A tensor in a manifest: its dtype by the format's name, its global shape, and its chunks.
 
-    Each of its elements is in one chunk: :class:`Chunks` sees to that.
+    Each element is in exactly one chunk, which :class:`Chunks` checks.
     """
 
     dtype: str
@@ -104,32 +104,32 @@ class TensorEntry:
         return math.prod(self.shape) * item_bytes(self.dtype)
 
     def check_coverage(self) -> None:
-        """Raise CorruptCheckpointError if its chunks don't make it up, each element once."""
+        """Raise CorruptCheckpointError unless the chunks cover the tensor, each element exactly once."""
         if isinstance(self.chunks, Chunks):
             self.chunks.check_coverage()
 
     def columns(self) -> Columns:
-        """All of its chunks at once; of a tensor that a manifest has."""
+        """All chunks at once. Only for an entry that was parsed from a manifest."""
         assert isinstance(self.chunks, Chunks)
         return self.chunks.columns()
 
     def same_chunks(self, other: TensorEntry) -> bool:
-        """Whether another tensor's are written in the same words: of the same files, bytes, boxes and digests."""
+        """Whether another tensor's chunks have the same text: the same files, bytes, boxes and digests."""
         assert isinstance(self.chunks, Chunks)
         assert isinstance(other.chunks, Chunks)
         return self.chunks.written_as(other.chunks)
 
     def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
-        """The chunks that hold a part of the box, each with that part."""
+        """The chunks that overlap with a box, each with the intersection."""
         if isinstance(self.chunks, Chunks):
             return self.chunks.overlapping(box)
         parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in self.chunks)
         return [(chunk, part) for chunk, part in parts if part is not None]
 
     def in_files(self, files: Collection[int]) -> Iterable[Chunk]:
-        """The chunks that lie in some files, by number.
+        """The chunks that lie in the files of these indices.
 
-        Whether all together make up the tensor isn't looked at: who takes whole files sees that chunks make these up.
+        Coverage of the tensor isn't checked: a caller that copies whole files checks that chunks cover the files.
         """
         if isinstance(self.chunks, Chunks):
             return self.chunks.in_files(files)
@@ -137,17 +137,17 @@ class TensorEntry:
 
 
 class Chunks(Sequence[Chunk]):
-    """A tensor's chunks as text, each checked when it is needed, and not kept.
+    """A tensor's chunks as text. Each is parsed and checked when it is needed, and not cached.
 
-    That together they make up the tensor is checked when they are first looked at, whichever of them is needed: readers
-    of other parts would else read other values where two overlap.
+    Coverage of the whole tensor is checked on first access, whichever chunk is needed: if two chunks overlapped,
+    readers of different parts could otherwise read different values.
 
     Args:
-        text: Gives them, joined by commas.
-        tile: Gives the tiling that the boxes are; raises if they are none.
-        check: Gives a chunk of its text and its box; raises if its numbers don't fit.
-        fit: Whether the numbers of all chunks fit.
-        unchecked: Gives their text, where it doesn't matter what else is in it.
+        text: Returns the chunks' text, joined by commas; checks its layout.
+        tile: Returns the tiling of the boxes; raises if they don't tile the tensor.
+        check: Makes a chunk from its text and box; raises if its numbers are invalid.
+        fit: Whether the numbers of all chunks are valid.
+        unchecked: Returns the chunks' text without checking its layout.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class Chunks(Sequence[Chunk]):
             self._look()
 
     def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
-        """Those that hold a part of the box, each with that part."""
+        """The chunks that overlap with a box, each with the intersection."""
         texts, tiling = self._look()
         return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
 
     def columns(self) -> Columns:
-        """All of them, by columns of their text where it is long and as expected; else one by one, as for errors."""
+        """All chunks: parsed by columns if the text is long and valid; else one by one, which raises the errors."""
         text = self._unchecked()
         parsed = parse_columns(text) if len(text) >= LONG_BYTES else None
         if parsed is not None:
@@ -195,11 +195,11 @@ class Chunks(Sequence[Chunk]):
         return Columns.of(chunks, self._tiling)
 
     def written_as(self, other: Chunks) -> bool:
-        """Whether their text is the same."""
+        """Whether both have the same text."""
         return self._unchecked() == other._unchecked()
 
     def in_files(self, files: Collection[int]) -> Iterator[Chunk]:
-        """Those that lie in some files. The others' text, most of a large manifest, isn't looked at."""
+        """The chunks that lie in ``files``. The text of others, most of a large manifest, isn't parsed."""
         for text in chunk_texts_in(self._unchecked(), frozenset(files)):
             yield self._check(text, _box(_place(text)))
 
@@ -210,7 +210,7 @@ class Chunks(Sequence[Chunk]):
         return list(iter(self))[index]
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Their text is taken apart for this, as for their number: ``list(chunks)`` asks for both, ``iter`` for one."""
+        """Splits the text, as does ``len``: ``list(chunks)`` splits it twice, ``list(iter(chunks))`` once."""
         texts, tiling = self._look()
         return map(self._check, texts, tiling.boxes)
 
@@ -231,10 +231,12 @@ def _box(place: bytes) -> Box:
 
 
 class Tiling:
-    """Boxes that make up a tensor, each element once. One object for all tensors that are cut alike, told by identity.
+    """Boxes that cover a tensor, each element exactly once.
+
+    Tensors with the same cuts share one object (:data:`tiling_of`), which is compared by identity.
 
     Raises:
-        ValueError: They don't make it up; says why.
+        ValueError: The boxes don't cover the tensor; the message says why.
     """
 
     def __init__(self, shape: tuple[int, ...], places: Places) -> None:
@@ -254,13 +256,15 @@ class Tiling:
 
     @cached_property
     def numels(self) -> Integers:
-        """Of each box."""
+        """The number of elements of each box."""
         return np.array([box.numel for box in self.boxes], np.int64)
 
     @cached_property
     def in_row_major_order(self) -> list[int] | None:
-        """The numbers of the boxes whose elements, one box after another, are the tensor's; None where there is no such
-        order. Boxes of no elements are left out."""
+        """The order of boxes whose concatenation is the row-major tensor, as indices; None if there is none.
+
+        Boxes without elements are left out.
+        """
         numbers = sorted((n for n, box in enumerate(self.boxes) if box.numel), key=lambda n: self.boxes[n].offsets)
         position = 0
         for number in numbers:
@@ -273,13 +277,13 @@ class Tiling:
 
     @cached_property
     def sizes(self) -> set[tuple[int, ...]]:
-        """Of the boxes that have elements."""
+        """The distinct sizes of the boxes that have elements."""
         return {box.sizes for box in self.boxes if box.numel}
 
     def parts(self, box: Box) -> list[tuple[int, Box]]:
-        """The numbers of the boxes that overlap with this one, each with what they have in common."""
+        """The indices of the boxes that overlap with ``box``, each with the intersection."""
         number = self._numbers.get(box)
-        # the layout that saved, as nearly always
+        # fast path: same layout as the save, as nearly always
         return [(number, box)] if number is not None and box.numel else _parts(self, box)
 
     def _search(self, box: Box) -> list[tuple[int, Box]]:

@@ -1,7 +1,7 @@
-"""All chunks of a tensor at once, as columns: for whoever looks at every chunk of a large run, which has millions.
+"""Columnar parsing of all chunks of a tensor at once, for tools that visit every chunk of a run with millions.
 
-The text is cut at its quotes, which takes a fraction of what a regular expression over all of it does, and each column
-is checked as a whole. Nothing is taken for chunks that the expression wouldn't take for them.
+Splitting the text at its quotes takes a fraction of the time of matching a regular expression over all of it. Each
+column is then checked as a whole. It accepts no text that the regular expression of ``text`` would refuse.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from lightning_shard.checkpoint.format.text import NUMBER, NUMBERS
 
 CUTS_KEPT = 32
-"""Models have few shapes, and cut most of them alike."""
+"""Size of the cache of boxes' texts: models have few shapes, and cut most tensors of one shape in the same way."""
 MAX_DIGITS = 18
-"""Numbers of more may not fit into 64 bits."""
+"""Numbers with more digits may not fit into 64 bits."""
 Integers = NDArray[np.int64]
 _PARTS = 12
-"""Into so many a chunk with digests is cut at its quotes, the last of them what stands between two chunks."""
+"""A chunk with digests splits at its quotes into so many parts, including the separator between two chunks."""
 _FILE, _SPAN, _OFFSETS, _SIZES, _DIGESTS = 2, 4, 6, 8, 11
 _CONSTANT = ((1, b"file"), (3, b"bytes"), (5, b"offsets"), (7, b"sizes"), (9, b"digests"), (10, b":"))
 _HEX = b"0123456789abcdef"
 
 
 def _column(part: bytes) -> re.Pattern[bytes]:
-    """Parts joined by quotes, which no part has in it."""
+    """A pattern for a column: parts joined by quotes, which no part contains."""
     return re.compile(b'(?:%b")*+%b' % (part, part))
 
 
@@ -39,22 +39,22 @@ _ALL_LISTS = _column(b":%b," % NUMBERS)
 
 
 class Parsed(NamedTuple):
-    """The columns of a tensor's ``n`` chunks, as far as text tells."""
+    """The columns of a tensor's ``n`` chunks, checked for syntax only."""
 
     files: Integers
-    """Their numbers, of shape ``(n,)``."""
+    """File indices, of shape ``(n,)``."""
     spans: Integers
-    """Where their bytes begin and end, of shape ``(n, 2)``."""
+    """Begin and end in the file, in bytes, of shape ``(n, 2)``."""
     places: tuple[bytes, ...]
-    """Their boxes, as text."""
+    """The boxes, as text."""
     digests: bytes
-    """Of all chunks, one after another."""
+    """The digests of all chunks, concatenated."""
     digits: Integers
-    """How many digits of that are each chunk's, of shape ``(n,)``."""
+    """The number of digest characters of each chunk, of shape ``(n,)``."""
 
 
 def parse_columns(chunks: bytes) -> Parsed | None:
-    """Of chunks joined by commas. None where some have no digests, or aren't laid out as the format says."""
+    """Parse chunks joined by commas. None if a chunk has no digests, or hasn't the format's layout."""
     parts = chunks.split(b'"')
     count = len(parts) // _PARTS
     between = [b"{", *[b"},{"] * (count - 1), b"}"]
@@ -79,7 +79,7 @@ def _integers(column: bytes) -> Integers:
 
 @lru_cache(maxsize=CUTS_KEPT)
 def _places(offsets: bytes, sizes: bytes) -> tuple[bytes, ...] | None:
-    """One object for all tensors that are cut alike."""
+    """The boxes' texts; cached, so that all tensors with the same cuts share one object."""
     if not (_ALL_LISTS.fullmatch(offsets) and _ALL_LISTS.fullmatch(sizes)):
         return None
     pairs = zip(offsets.split(b'"'), sizes.split(b'"'), strict=True)

@@ -1,7 +1,7 @@
-"""JSON with typed tags to Python values. See ``docs/format.md``, "Typed JSON"; ``encode`` is the way there.
+"""Decodes JSON with type tags to Python values; the inverse of ``encode``. See ``docs/format.md``, "Typed JSON".
 
-Decoding builds values of the types listed here and of types that the reading program registered, and nothing else: no
-name in a file is ever imported, looked up in a module, or called.
+Decoding builds only values of the types listed here, and of types that the reading program registered. No name in a
+file is ever imported, looked up in a module, or called.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ def decode(
     *,
     lenient: bool = False,
 ) -> Any:
-    """The value that was encoded.
+    """Decode a tree of JSON values.
 
     Args:
-        tensor: Gives the tensor of a name.
-        stored: Gives what stands for a :class:`Reference` to a name.
-        lenient: Give the encoded form of types that aren't registered here, where otherwise it is an error.
+        tree: JSON values from :func:`encode`.
+        tensor: Returns the tensor of a name.
+        stored: Returns the value for a :class:`Reference` to a name.
+        lenient: Return the encoded form of types that aren't registered here, instead of raising.
 
     Raises:
-        CheckpointError: A type that was registered by the program that saved, and isn't here.
-        CorruptCheckpointError: Not what :func:`encode` gives.
+        CheckpointError: The saving program registered a type that this program hasn't.
+        CorruptCheckpointError: The tree isn't one that :func:`encode` makes.
     """
     try:
         return _Decoder(tensor, stored, lenient).value(tree)
@@ -53,7 +54,7 @@ def decode(
         raise
     except RecursionError as error:
         raise CorruptCheckpointError("The trainer state is damaged: it is nested too deep.") from error
-    except Exception as error:  # of whatever Python's types say to values that they can't be made of
+    except Exception as error:  # whatever a type's constructor raises for an invalid value
         raise CorruptCheckpointError(f"The trainer state is damaged: {type(error).__name__} {error}.") from error
 
 
@@ -136,7 +137,7 @@ class _Decoder:
 
 
 def _list(raw: Any, tag: str) -> list[Any]:
-    if not isinstance(raw, list):  # of a text or another tagged value Python would take the items
+    if not isinstance(raw, list):  # Python would iterate over a string or a dict, too
         raise ValueError(f"the value of a {tag} is no array")
     return raw
 
@@ -188,7 +189,7 @@ def _float_from_json(name: str) -> float:
 def _int_from_json(digits: str) -> int:
     if not _HEX.fullmatch(digits):
         raise ValueError(f"{digits!r:.40} is no hexadecimal integer")
-    return int(digits, 16)  # not decimal, of which Python bounds the digits
+    return int(digits, 16)  # not decimal, since Python limits the digits of these
 
 
 def _timezone_from_json(offset_s: Any, name: Any) -> datetime.timezone:
@@ -217,7 +218,7 @@ _TORCH_DTYPES = {
     **{str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
     **DTYPES,
 }
-# By tag, what a string means, and what an array does of which each item is an argument, or of which all are the items.
+# Constructors by tag: from a string; from an array of arguments; from an array of the value's items.
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "int": _int_from_json,
     "float": _float_from_json,
@@ -244,7 +245,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set
 
 
 def parse(data: bytes, source: str) -> Any:
-    """The JSON of a state file.
+    """Parse the JSON of a trainer state's file.
 
     Raises:
         CorruptCheckpointError: It isn't JSON.

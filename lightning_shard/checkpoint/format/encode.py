@@ -1,6 +1,6 @@
-"""Python values to JSON with typed tags. See ``docs/format.md``, "Typed JSON"; ``decode`` is the way back.
+"""Encodes Python values as JSON with type tags; ``decode`` is the inverse. See ``docs/format.md``, "Typed JSON".
 
-A value that JSON has is itself; any other is an object with the key ``"$"``, its tag.
+A value that JSON supports is written as it is; any other as an object with the key ``"$"``, its tag.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ _NUMPY_KINDS = "biufcSUMm"
 def encode(
     value: Any, check: Callable[[str, torch.Tensor], None] = check_storable
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A tree as JSON values, and the tensors in it by the names that the JSON refers to them by.
+    """Encode a tree.
 
     Args:
-        check: Refuses a tensor, given the path to it, that can't be stored.
+        value: The tree.
+        check: Called with each tensor's key path and the tensor; raises if the tensor can't be stored.
+
+    Returns:
+        The tree as JSON values, and its tensors by the names that the JSON refers to them by.
 
     Raises:
-        UnsupportedStateError: A value that the format can't hold; names its key path and the way out.
+        UnsupportedStateError: The format can't hold a value; the error gives its key path and a remedy.
     """
     encoder = _Encoder(check)
     return encoder.value(value, ()), encoder.tensors
@@ -51,7 +55,7 @@ class _Encoder:
     check: Callable[[str, torch.Tensor], None]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     _names: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
-    """By id, and with the tensor itself: a freed one's id, as of what a codec made, is given to another."""
+    """By id; the value keeps the tensor alive, since the id of a freed one (such as a codec's result) is reused."""
     _open: set[int] = field(default_factory=set)
 
     def value(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -112,7 +116,7 @@ class _Encoder:
         return self._foreign(value, kind, path)
 
     def _foreign(self, value: Any, kind: type, path: tuple[str, ...]) -> Any:
-        """Types of packages that may not be installed, told by their names; the value's existence means they are."""
+        """Encode types of optional packages, recognized by name: where such a value exists, its package is installed."""
         module = kind.__module__.partition(".")[0]
         if module == "numpy":
             return self._numpy(value, path)
@@ -202,7 +206,7 @@ def _plain_config(value: Any, path: tuple[str, ...]) -> Any:
 def _ordered(value: Any) -> Any:
     if not isinstance(value, set | frozenset):
         return value
-    # a set has no order of its own; this one doesn't change from save to save
+    # sets are unordered; this order is the same in every save
     return sorted(value, key=lambda item: (type(item).__name__, repr(item)))
 
 

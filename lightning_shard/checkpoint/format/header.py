@@ -1,6 +1,6 @@
-"""The safetensors header: names, dtypes, shapes and byte ranges to bytes, and back.
+"""Encodes and parses the safetensors header: names, dtypes, shapes and byte ranges.
 
-A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. Ours are padded with spaces so that the data
+A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. We pad the JSON with spaces so that the data
 begins at a multiple of 4096 bytes, a page. https://github.com/safetensors/safetensors#format
 """
 
@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors readers
 METADATA = "__metadata__"
 
 
-# Our dtype names are those of safetensors, and three more for what it, or its Python reader, has no name for.
+# The names of safetensors, and three more for dtypes that it, or its Python reader, lacks.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,7 +52,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-# In the file such a tensor is declared as (dtype, extra last dim), with the same bytes.
+# In the file's header such a tensor is declared as (dtype, extra last dim), with the same bytes.
 CARRIERS: dict[str, tuple[str, tuple[int, ...]]] = {
     "F8_E8M0": ("U8", ()),
     "C128": ("F64", (2,)),
@@ -61,10 +61,10 @@ CARRIERS: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 def dtype_name(dtype: torch.dtype, key: str = "") -> str:
-    """The format's name of a dtype.
+    """The format's name of a dtype; ``key`` is the tensor's name, for errors.
 
     Raises:
-        UnsupportedStateError: The format has none.
+        UnsupportedStateError: The format has no name for it.
     """
     try:
         return DTYPE_NAMES[dtype]
@@ -94,10 +94,10 @@ class HeaderEntry:
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[HeaderEntry]]:
-    """The first bytes of a file that holds ``tensors`` (key, dtype name, shape) one after another.
+    """The header of a file that holds ``tensors`` (key, dtype name, shape) one after another.
 
     Returns:
-        The header (length prefix and padding included) and where each tensor's data lies.
+        The header, with length prefix and padding, and the entry of each tensor.
     """
     table, spans = tensor_table(tensors)
     header = header_of(table, metadata)
@@ -109,7 +109,7 @@ def build_header(
 
 
 def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[str, list[tuple[int, int]]]:
-    """The header's JSON as far as it tells of tensors, and each one's bytes counted from where the data begins."""
+    """The header's JSON without metadata, and each tensor's byte range from the beginning of the data section."""
     table: dict[str, Any] = {}
     assert all(key != METADATA for key, _, _ in tensors), f"a tensor is named {METADATA!r}"
     position = 0
@@ -129,7 +129,7 @@ def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[s
 
 
 def header_of(table: str, metadata: Mapping[str, str]) -> bytes:
-    """The header's bytes, from the JSON of its tensors."""
+    """The header's bytes, from the JSON of :func:`tensor_table` and metadata."""
     if metadata:
         table = f"{_dump({METADATA: dict(metadata)})[:-1]}{',' if table != '{}' else ''}{table[1:]}"
     content = table.encode()
@@ -147,11 +147,11 @@ def _dump(value: Any) -> str:
 
 
 def parse_header(header: bytes, file: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """The tensors that a header declares (as carried: see ``CARRIERS``), and its ``__metadata__``.
+    """Parse a header: its tensors, with dtypes and shapes as declared (see ``CARRIERS``), and its ``__metadata__``.
 
     Args:
         header: The file's first ``8 + N`` bytes, or more.
-        file: Its name, for errors.
+        file: The file's name, for errors.
 
     Raises:
         CorruptCheckpointError: Not a safetensors header.
@@ -180,7 +180,11 @@ def _entry(key: str, value: Any, base: int) -> HeaderEntry:
 
 
 def layout_fault(entries: Iterable[HeaderEntry], header_bytes: int, file_bytes: int) -> tuple[str | None, str] | None:
-    """Where a file's tensors don't lie end to end from its header to its end: the tensor, if one, and what is wrong."""
+    """Check that tensors lie end to end from the header to the file's end.
+
+    Returns:
+        The first tensor at fault (None if it is the file's end) and a text of the fault; or None.
+    """
     position = header_bytes
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position or entry.end < entry.begin:

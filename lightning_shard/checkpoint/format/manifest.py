@@ -1,6 +1,6 @@
-"""The manifest: every file, every tensor, and where each chunk of it lies. See ``docs/format.md`` for the JSON.
+"""The manifest: every file, every tensor, and the file and bytes of each of its chunks. Specified in docs/format.md.
 
-Only this module and ``text`` know the JSON's field names. A tensor is parsed when it is first asked for.
+Only this module and ``text`` know the JSON's field names. Tensors are parsed lazily, when they are first accessed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ MANIFEST_NAME = "manifest.json"
 MAX_DIMS = 64
 MAX_TENSOR_BYTES = 2**63 - 1
 MAX_BLOCK_BYTES = 2**28
-"""A block is read whole, so its length is memory that a reader needs."""
+"""A block is read whole, so this bounds the memory that a reader needs."""
 LARGE_BYTES = 64 * 2**20
-"""Of larger manifests that this program wrote, and that fit their own digest, the lines of tensors are looked at only
-as far as they are needed: a rank needs few of them, and all take seconds."""
+"""In larger manifests that this program wrote, and that match their own digest, tensors' lines are checked lazily: a
+rank needs few of them, and checking all takes seconds."""
 KINDS_KEPT = 256
-"""Of dtypes and shapes: most tensors have those of others."""
+"""Size of the cache of parsed dtypes and shapes, which most tensors share with others."""
 MAX_PATH_CHARS, MAX_NAME_BYTES = 1024, 255
 _SECTIONS = (*TENSOR_SECTIONS, "ranks")
 _FIELDS = {
@@ -62,13 +62,14 @@ _FIELDS = {
 _HASH = re.compile(r"[0-9a-f]{32}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 
-# What we write, and so what we may remove. The last part of the stem is the attempt.
+# The paths that we write, and so may remove. The last part of the stem is the attempt.
 OWN_FILE = re.compile(r"(model|optimizer|trainer)/(rank-\d{5,}|state)-([0-9a-f]{12})\.(safetensors|json)")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file. ``header_bytes`` is 0 for JSON files, whose digest covers the whole file; else it covers the header."""
+    """One file. The digest of a safetensors file covers its header. A JSON file has ``header_bytes`` 0, and its digest
+    covers the whole file."""
 
     path: str
     bytes: int
@@ -77,7 +78,7 @@ class FileEntry:
 
 
 class Section(Mapping[str, TensorEntry]):
-    """The tensors of one section by name; an alias gives the entry of the tensor that it shares storage with."""
+    """The tensors of one section by name; an alias maps to the entry of the tensor that it shares memory with."""
 
     def __init__(self, raw: Mapping[str, Any], manifest: Manifest, title: str) -> None:
         self.raw = raw
@@ -89,7 +90,7 @@ class Section(Mapping[str, TensorEntry]):
         return self._parse(name)[0]
 
     def alias_of(self, name: str) -> str | None:
-        """The tensor that this name is another one of, if it is."""
+        """The name of the tensor that ``name`` is an alias of; None if it is no alias."""
         return self._parse(name)[1]
 
     def _parse(self, name: str) -> tuple[TensorEntry, str | None]:
@@ -119,7 +120,7 @@ class Section(Mapping[str, TensorEntry]):
 
 
 class RankSections(Mapping[int, Section]):
-    """The sections of what belongs to single ranks. Those of a large manifest are parsed when they are asked for."""
+    """The sections of tensors that belong to a single rank, by rank. Those of a large manifest are parsed lazily."""
 
     def __init__(self, raw: Mapping[str, Any], manifest: Manifest) -> None:
         self._raw = raw
@@ -163,14 +164,14 @@ class Manifest:
     writer: str = ""
     format_version: int = FORMAT_VERSION
     block_bytes: int = 0
-    """The digests' grid; 0 where there are none."""
+    """The block size of digests; 0 if there are no digests."""
     state_file: int | None = None
-    """The index of ``trainer/state-….json``."""
+    """The index of ``trainer/state-….json`` in ``files``."""
     raw_sections: dict[str, Any] = field(default_factory=dict)
     source: str = MANIFEST_NAME
-    """Where it was read from, for errors."""
+    """The path that it was read from, for errors."""
     signed: bool = True
-    """Whether it carries its own digest."""
+    """Whether it contains its own digest."""
 
     def __post_init__(self) -> None:
         raw = self.raw_sections
@@ -190,7 +191,7 @@ class Manifest:
     # -- to and from bytes --------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """The file's bytes: one JSON object on lines of one file or tensor each, its own digest last."""
+        """The file's bytes: one JSON object with one file or tensor per line, and its own digest last."""
         head: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -218,12 +219,14 @@ class Manifest:
         """Parse and check a manifest.
 
         Args:
-            foreign: It was made here of another program's files, whose names are what they are.
+            data: The file's bytes.
+            source: Its path, for errors.
+            foreign: It describes another program's files, whose paths aren't checked.
 
         Raises:
             FormatVersionError: Written by a newer version of the format.
-            CorruptCheckpointError: Not a manifest, torn, one that differs from its own digest, or one that names files
-                outside of the checkpoint.
+            CorruptCheckpointError: Not a manifest, torn, different from its own digest, or it names files outside of
+                the checkpoint.
         """
         fits = own_digest_fits(data)
         try:
@@ -287,11 +290,11 @@ class Manifest:
             raise self.corrupt(f"state_file is {self.files[self.state_file].path}, which is no JSON")
 
     def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
-        """A tensor's entry; its chunks are checked against the shape, the dtype and the files' sizes as they are used.
+        """Parse a tensor. Its chunks are checked lazily against the shape, the dtype and the files' sizes.
 
         Args:
             title: For errors.
-            raw: Its JSON, or the text of that.
+            raw: The tensor's JSON value, or its text.
         """
         try:
             text_of = raw if isinstance(raw, TensorText) else tensor_text(raw)
@@ -335,7 +338,7 @@ class Manifest:
     def _chunk(self, title: str, width: int, text_of: ChunkText, box: Box) -> Chunk:
         try:
             number, begin, end = map(int, text_of[:3])
-        except ValueError as error:  # of thousands of digits
+        except ValueError as error:  # int() of thousands of digits
             raise self._damaged(title, error) from error
         if number >= len(self.files):
             raise self.corrupt(f"{title} refers to file {number} of {len(self.files)}")
@@ -349,7 +352,7 @@ class Manifest:
         return Chunk(number, begin, end, box.offsets, box.sizes, digests)
 
     def _fit(self, width: int, parsed: Parsed, tiling: Tiling) -> bool:
-        """Whether :meth:`_chunk` takes all of a tensor's chunks."""
+        """Whether :meth:`_chunk` would accept all of a tensor's chunks (vectorized)."""
         if (parsed.files >= len(self.files)).any():
             return False
         nbytes, (begins, ends) = tiling.numels * width, parsed.spans.T
@@ -363,19 +366,19 @@ class Manifest:
         )
 
     def has_files_like(self, other: Manifest) -> bool:
-        """Whether its files are as long as another's, headers too, and have digests of the same blocks: chunks that fit
-        into them fit into the other's."""
+        """Whether both manifests have the same block size, and files of equal sizes and header sizes: then chunks that
+        are valid for the one's files are valid for the other's."""
         return self.block_bytes == other.block_bytes and np.array_equal(self._file_sizes, other._file_sizes)
 
     @cached_property
     def _file_sizes(self) -> Integers:
-        """Each file's bytes, those of its header first, of shape (2, files)."""
+        """Each file's header bytes (row 0) and bytes (row 1), of shape (2, files)."""
         return np.array([(file.header_bytes, file.bytes) for file in self.files], np.int64).reshape(-1, 2).T
 
 
 @lru_cache(maxsize=KINDS_KEPT)
 def _dtype_and_shape(head: bytes) -> tuple[str, tuple[int, ...]]:
-    """Of a tensor, from the text before its chunks."""
+    """A tensor's dtype and shape, parsed from the text before its chunks."""
     raw = json.loads(head + b"}")
     dtype, shape = text(raw["dtype"], "dtype"), raw["shape"]
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
@@ -384,7 +387,7 @@ def _dtype_and_shape(head: bytes) -> tuple[str, tuple[int, ...]]:
 
 
 def _lines(section: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """A section's tensors by name, each as text."""
+    """Yield a section's tensors: (name, the tensor's JSON text)."""
     for name in section:
         yield name, section.line(name) if isinstance(section, Lines) else dump(section[name]).encode()
 
@@ -394,7 +397,7 @@ def _line_of_rank(ranks: Mapping[str, Any], rank: str) -> bytes:
 
 
 def is_large(data: bytes) -> bool:
-    """Whether of a manifest only what is needed is looked at."""
+    """Whether a manifest's lines are to be checked lazily; see :data:`LARGE_BYTES`."""
     return len(data) > LARGE_BYTES
 
 
@@ -403,7 +406,7 @@ def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, An
 
 
 def chunk_to_json(chunk: Chunk, file: int) -> dict[str, Any]:
-    """``file`` is the index in the manifest, which the chunk's writer didn't know."""
+    """A chunk as JSON; ``file`` is its file's index in the manifest, which replaces ``chunk.file``."""
     entry: dict[str, Any] = {
         "file": file,
         "bytes": (chunk.begin, chunk.end),
@@ -416,7 +419,7 @@ def chunk_to_json(chunk: Chunk, file: int) -> dict[str, Any]:
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a file named in a manifest is surely inside of the checkpoint's directory, on any store."""
+    """Whether a path in a manifest is certain to be inside the checkpoint's directory, on any store."""
     return (
         0 < len(path) <= MAX_PATH_CHARS
         and not any(char in "\\:?#*[]%\x7f" or char < " " for char in path)

@@ -1,4 +1,8 @@
-"""What ranks are told of a large manifest: all but the tensors' chunks, which each reads as it needs them."""
+"""The outline of a large manifest, which the first rank broadcasts: everything but the tensors' chunks.
+
+It has each tensor's position in the file, so that a rank reads the chunks of only those tensors that it needs, and a
+digest of each block of the file, so that it can verify what it reads.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,20 @@ from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.format.text import TENSOR_SECTIONS, Bring, Lines, Objects, Placed, Span
 
 END_BYTES = 64
-"""Of the manifest's end, which holds its own digest."""
+"""Length of the manifest's end to keep, which contains its own digest."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A manifest of which only the beginnings of tensors' lines are here, and where the rest of them lies.
+    """A manifest with, for each tensor, only the head of its line and the byte range of its chunks' text.
 
     Attributes:
-        fields: What else :class:`Manifest` has.
-        lines: Of each section, by tensor; see :class:`Lines`.
-        ranks: The lines of what belongs to single ranks.
-        size: The manifest's, in bytes.
-        end: Its end, by which it is told from any other.
-        digests: Of its blocks of :data:`BLOCK_BYTES`.
+        fields: The other fields of :class:`Manifest`.
+        lines: By section, then by tensor; see :class:`Lines`.
+        ranks: By rank, the line of the tensors that belong to it alone, or the line's byte range.
+        size: The manifest's size in bytes.
+        end: Its last bytes, which identify it.
+        digests: The digests of its blocks of :data:`BLOCK_BYTES`.
     """
 
     fields: dict[str, Any]
@@ -37,7 +41,7 @@ class Outline:
 
     @classmethod
     def of(cls, data: bytes, source: str) -> Outline | None:
-        """A manifest's; None where it is small, or isn't laid out so that its lines can be read one by one.
+        """The outline of a manifest; None if it is small, or its lines can't be read one by one.
 
         Raises:
             FormatVersionError, CorruptCheckpointError: As :meth:`Manifest.from_bytes`.
@@ -61,6 +65,6 @@ class Outline:
         )
 
     def manifest(self, bring: Bring) -> Manifest:
-        """The manifest, whose chunks are brought from the file."""
+        """The manifest; its chunks' texts are read lazily by ``bring(begin, end)``."""
         sections = {name: Lines(lines, bring, checked=False) for name, lines in self.lines.items()}
         return Manifest(**self.fields, raw_sections={**sections, "ranks": Objects(self.ranks, bring)})

@@ -1,6 +1,6 @@
-"""What typed JSON knows beside Python's and torch's own types: those that a program registered. See ``docs/format.md``.
+"""Registry of codecs for a program's own types in typed JSON, and definitions shared by ``encode`` and ``decode``.
 
-And what both ways of it share: see ``encode`` and ``decode``.
+``docs/format.md`` specifies typed JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 TAG = "$"
 INT64 = range(-(2**63), 2**63)
 FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
-"""Of defaultdicts."""
+"""The factories of defaultdicts that the format supports, by name."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Codec:
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands for a sharded tensor in a tree: its name in the ``optimizer`` section, where each rank saves its part."""
+    """Placeholder for a sharded tensor in a tree: its name in the ``optimizer`` section, to which each rank saves its
+    part."""
 
     name: str
 
@@ -42,16 +43,16 @@ def register_codec(
     *,
     name: str | None = None,
 ) -> None:
-    """Teach the format a type; call it in every program that saves or loads values of it.
+    """Register a type that checkpoints may contain. Call it in every program that saves or loads values of the type.
 
     Args:
         type: The exact class; subclasses need their own codec.
-        encode: From a value to one that the format holds already (dicts, lists, tensors, …).
-        decode: The way back. Both may be left out for an Enum class.
-        name: What the file calls the type; by default its module and name. Keep it when you rename the class.
+        encode: Converts a value to one that the format supports (dicts, lists, tensors, …).
+        decode: The inverse. Both functions may be omitted for an Enum class.
+        name: The type's name in the file; by default its module and qualified name. Keep it when you rename the class.
 
     Raises:
-        ValueError: Another type has this name, or a function is missing.
+        ValueError: Another type is registered under this name, or a function is missing.
     """
     label = name or f"{type.__module__}.{type.__qualname__}"
     if (encode is None or decode is None) and not issubclass(type, enum.Enum):

@@ -1,4 +1,4 @@
-"""JSON that anyone may have written: what readers could understand differently is refused."""
+"""Strict JSON parsing of untrusted text: refuses what different JSON readers could interpret differently."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import math
 from typing import Any
 
 MAX_INTEGER = 2**53 - 1
-"""The largest integer that every JSON reader has exactly."""
+"""The largest integer that every JSON reader represents exactly."""
 
 
 def loads(data: bytes, *, surrogates: bool = False) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Parse a JSON text in UTF-8.
 
     Args:
-        surrogates: Strings may hold lone surrogates, as escapes. UTF-8 has none, so names and paths mustn't.
+        surrogates: Allow lone surrogates in strings, as escapes. UTF-8 can't encode them, so names and paths mustn't
+            have any.
 
     Raises:
-        ValueError: Not UTF-8 or not JSON, which has no ``NaN`` and ``Infinity``; a key twice in one object; a number
-            beyond a double's range; a lone surrogate; nested too deep.
+        ValueError: Not UTF-8, or not JSON (which has no ``NaN`` or ``Infinity``); a duplicate key in an object; a
+            number beyond a double's range; a lone surrogate; too deeply nested.
     """
     try:
         value = json.loads(
@@ -32,10 +33,10 @@ def loads(data: bytes, *, surrogates: bool = False) -> Any:
 
 
 def integer(value: Any, what: str, least: int = 0, most: int = MAX_INTEGER) -> int:
-    """An integer within bounds.
+    """Check that a value is an integer from ``least`` to ``most``, and return it.
 
     Raises:
-        ValueError: Anything else: a text, a bool, a float that is whole.
+        ValueError: Anything else, such as a string, a bool, or a float with an integral value.
     """
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{what} is {_shown(value)}, and must be an integer from {least} to {most}")
@@ -43,7 +44,7 @@ def integer(value: Any, what: str, least: int = 0, most: int = MAX_INTEGER) -> i
 
 
 def text(value: Any, what: str) -> str:
-    """A string.
+    """Check that a value is a string, and return it.
 
     Raises:
         ValueError: Anything else.

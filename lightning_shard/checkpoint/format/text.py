@@ -1,4 +1,8 @@
-"""The manifest's text: one JSON object on lines of one file or tensor each, parsed as late as possible."""
+"""The manifest as text: one JSON object with one file or tensor per line, which is split by lines and parsed lazily.
+
+Why: a large run's manifest has millions of chunks, which take seconds and gigabytes to parse, and a rank needs few.
+Regular expressions check that a line has exactly the layout that we write; any other layout is parsed as plain JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ OWN_DIGEST = "manifest_digest"
 HEAD_FIELDS = ("format", "format_version", "writer", "attempt", "world_size", "layout", "digest")
 TENSOR_SECTIONS = ("model", "optimizer", "trainer")
 FEW_FILES = 8
-"""Of so many, chunks are searched for without taking all apart."""
+"""Chunks of up to so many files are found by one regular expression, without splitting all chunks."""
 OWN_WRITER = "lightning_shard "
-"""How ``writer`` begins in manifests that this program wrote: with their own digest, a tensor to a line."""
+"""Prefix of ``writer`` in manifests that this program wrote, which have their own digest and one tensor per line."""
 _END = f',\n"{OWN_DIGEST}":'.encode()
 
 
 def signed(*body: bytes) -> bytes:
-    """A manifest's bytes: a JSON object without its closing brace, in parts, then the digest of all that."""
+    """Append the manifest's own digest to a JSON object without its closing brace, given in parts."""
     return b"".join([*body, _end(digest_of_parts(body))])
 
 
@@ -36,15 +40,18 @@ def _end(own_digest: str) -> bytes:
 
 
 Span = tuple[int, int]
-"""Where something begins and ends in the manifest's bytes: a line's without what separates it from the next."""
+"""[begin, end) in the manifest's bytes; of a line, without its separator from the next."""
 Bring = Callable[[int, int], bytes]
-"""Gives the manifest's bytes from ``begin`` to ``end``."""
+"""Returns the manifest's bytes from ``begin`` to ``end``."""
 
 
 class TensorText(NamedTuple):
-    """A tensor as far as it is taken apart without parsing: ``{"dtype":…,"shape":…`` without the closing brace, and
-    what gives its chunks, joined by commas. That raises ValueError where they aren't laid out as the format says;
-    ``unchecked`` gives them as they are.
+    """A tensor's text, split but not parsed.
+
+    Attributes:
+        head: ``{"dtype":…,"shape":…`` without the closing brace.
+        chunks: Returns the chunks' text, joined by commas; raises ValueError if it hasn't the format's layout.
+        unchecked: Returns the same text without checking it.
     """
 
     head: bytes
@@ -53,7 +60,7 @@ class TensorText(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A tensor's head, and where in the manifest's bytes its chunks lie."""
+    """A tensor's head, and the byte range of its chunks' text in the manifest."""
 
     head: bytes
     begin: int
@@ -61,11 +68,11 @@ class Placed(NamedTuple):
 
 
 ChunkText = tuple[bytes, bytes, bytes, bytes, bytes]
-"""A chunk's file, begin, end, place (``"offsets":…,"sizes":…``) and digests."""
+"""A chunk's file index, begin, end, place (``"offsets":…,"sizes":…``) and digests, each as text."""
 
 
 class _ByLine(Mapping[str, Any]):
-    """What is text, a line each, until it is asked for."""
+    """A mapping whose values are lines of text until they are accessed."""
 
     lines: Mapping[str, Any]
 
@@ -80,12 +87,12 @@ class _ByLine(Mapping[str, Any]):
 
 
 class Lines(_ByLine):
-    """A section whose tensors are text, a line each, which is parsed when it is asked for.
+    """A section whose tensors are lines of text, parsed on access.
 
     Args:
-        lines: By name; of a tensor perhaps only where its chunks lie.
-        bring: Gives these.
-        checked: Whether all chunks are known to be laid out as the format says; else they are checked when asked for.
+        lines: By tensor name: the line, or its head and the byte range of its chunks.
+        bring: Returns the bytes of such a range.
+        checked: Whether all chunks are known to have the format's layout; else they are checked on access.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class Lines(_ByLine):
         self._bring = bring
         self._checked = checked
         self._sound: set[int] = set()
-        """Where chunks begin that have been checked."""
+        """The ``begin`` of chunks that have been checked."""
 
     def __getitem__(self, name: str) -> TensorText | dict[str, Any]:
         found = self.lines[name]
@@ -119,11 +126,11 @@ class Lines(_ByLine):
 
 
 class Objects(_ByLine):
-    """Objects as text, a line each, which is parsed when it is asked for. That raises ValueError where it is no JSON.
+    """JSON objects as lines of text, parsed on access, which raises ValueError for invalid JSON.
 
     Args:
-        lines: By name, the text, or where it lies in the manifest's bytes.
-        bring: Gives what lies there.
+        lines: By name, the text or its byte range in the manifest.
+        bring: Returns the bytes of such a range.
     """
 
     def __init__(self, lines: Mapping[str, bytes | Span], bring: Bring | None = None) -> None:
@@ -142,10 +149,10 @@ class Objects(_ByLine):
 
 
 def tensor_text(raw: Mapping[str, Any]) -> TensorText:
-    """The same of a tensor's JSON, however that was laid out; fields that this version doesn't know are left out.
+    """Convert a tensor's JSON value, of any layout, to our text; fields that this version doesn't know are left out.
 
     Raises:
-        KeyError, TypeError, ValueError: A field is missing, or of another kind than the format says.
+        KeyError, TypeError, ValueError: A field is missing or has another type than the format's.
     """
     if not isinstance(raw["chunks"], list):
         raise TypeError("its chunks are no list")
@@ -161,12 +168,12 @@ def tensor_text(raw: Mapping[str, Any]) -> TensorText:
 
 
 def chunk_texts(chunks: bytes) -> list[ChunkText]:
-    """A tensor's chunks, taken apart."""
+    """Split a tensor's chunks' text into the fields of each chunk."""
     return _CHUNK_TEXT.findall(chunks)
 
 
 def chunk_texts_in(chunks: bytes, files: frozenset[int]) -> list[ChunkText]:
-    """Those of them that lie in some files."""
+    """As :func:`chunk_texts`, but only the chunks that lie in ``files``."""
     if len(files) > FEW_FILES:
         numbers = {b"%d" % number for number in files}
         return [text for text in chunk_texts(chunks) if text[0] in numbers]
@@ -180,15 +187,14 @@ def _chunk_text_in(files: frozenset[int]) -> re.Pattern[bytes]:
 
 
 def parse(data: bytes, *, at_once: bool = True) -> Any:
-    """The manifest's JSON.
+    """Parse the manifest's JSON.
 
-    A large run's has millions of chunks, which take seconds and gigabytes to parse, and a rank needs few of them: where
-    all lines are exactly as :meth:`Manifest.to_bytes` lays them out, tensors are left as text until they are asked for.
-    A text that is laid out otherwise in a single place is parsed as any JSON: both ways give the same.
+    If all lines have exactly the layout of :meth:`Manifest.to_bytes`, tensors stay text until they are accessed. If any
+    line has another layout, the whole text is parsed as plain JSON; both ways give equal values.
 
     Args:
-        at_once: Look at all of the lines of tensors and ranks. Else, where this program is the writer, only at their
-            beginnings and ends: for manifests that are known by their own digest to be what was written.
+        at_once: Check all of the lines of tensors and ranks. If False, and this program is the writer, check only their
+            beginnings and ends: for manifests whose own digest shows that they are what was written.
 
     Raises:
         ValueError: As :func:`loads`.
@@ -213,7 +219,7 @@ _CHUNK_TEXT = re.compile(
     % {b"n": NUMBER, b"ns": NUMBERS}
 )
 _ALL_CHUNKS = re.compile(rb"(?:%b(?:,(?=\{)|\Z))*+" % _CHUNK_TEXT.pattern)
-# No bracket within a string is taken for one.
+# Strings are matched as a whole, so a bracket inside a string isn't taken for structure.
 _TENSOR_START = re.compile(
     rb'(%(s)b):(?:(\{"dtype":"\w++","shape":%(ns)b)%(c)b|(\{"same_as":%(s)b\}))'
     % {b"s": _STRING, b"ns": NUMBERS, b"c": re.escape(_CHUNKS)}
@@ -242,21 +248,21 @@ def _parse_lines(data: bytes, at_once: bool) -> dict[str, Any]:
 
 
 class _Reader:
-    """The lines of a manifest, taken in order; none is copied that isn't asked for."""
+    """Reads the lines of a manifest in order; copies only those that are returned as values or text."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.at = 1  # behind the opening brace
+        self.at = 1  # after the opening brace
 
     def field(self, name: str, end: bytes = b",") -> Any:
-        """The value of a line ``"name":value,``."""
+        """Parse the next line, ``"name":value,``, and return the value."""
         line, opening = _cut(self._data, *self._next()), f'"{name}":'.encode()
         if not (line.startswith(opening) and line.endswith(end)):
             raise _OtherwiseLaidOut
         return loads(line[len(opening) : -len(end)])
 
     def block(self, name: str, brackets: bytes) -> list[Span]:
-        """The lines between ``"name":{`` and ``},``, without the commas at their ends."""
+        """The spans of the lines between ``"name":{`` and ``},``, without the commas at their ends."""
         opening, closing = f'"{name}":'.encode() + brackets[:1], brackets[1:] + b","
         line = _cut(self._data, *self._next())
         if line == opening + closing:
@@ -274,7 +280,7 @@ class _Reader:
         return [*((begin, end - 1) for begin, end in inner[:-1]), inner[-1]]
 
     def text(self, lines: list[Span]) -> bytes:
-        """Lines that follow on one another, with what separates them."""
+        """Consecutive lines, with their separators."""
         return _cut(self._data, lines[0][0], lines[-1][1]) if lines else b""
 
     def _next(self) -> Span:
@@ -290,7 +296,7 @@ def _cut(data: bytes, begin: int, end: int) -> bytes:
 
 
 def _named(data: bytes, lines: list[Span], at_once: bool) -> dict[str, bytes | Placed]:
-    """Lines ``"name":{…}``, each of which is one whole tensor, by name."""
+    """Split lines ``"name":{…}``, each of exactly one tensor, into heads and chunk spans (or aliases), by name."""
     found: dict[str, bytes | Placed] = {}
     for begin, end in lines:
         start = _TENSOR_START.match(data, begin, end)
@@ -314,7 +320,7 @@ def _named(data: bytes, lines: list[Span], at_once: bool) -> dict[str, bytes | P
 
 
 def _objects(data: bytes, lines: list[Span]) -> dict[str, Span]:
-    """Lines ``"number":{…}``: where the objects lie, by number."""
+    """Split lines ``"number":{…}``: the spans of the objects, by number."""
     found: dict[str, Span] = {}
     for begin, end in lines:
         start = _RANK_START.match(data, begin, end)
@@ -331,7 +337,7 @@ def tensor_head(dtype: str, shape: Sequence[int]) -> str:
 
 
 def tensor_line(head: str, chunks: Iterable[bytes]) -> bytes:
-    """Of a tensor's head, and the texts of its chunks or of several joined by commas."""
+    """A tensor's line, from its head and the texts of its chunks (or of several, joined by commas)."""
     return _line(head.encode(), b",".join(chunks))
 
 
@@ -356,7 +362,7 @@ def dump(value: Any) -> str:
 
 
 def array_of_lines(name: str, items: Iterable[bytes]) -> Iterator[bytes]:
-    """In parts: a large manifest's text is copied once."""
+    """``"name":[…]`` with one item per line, yielded in parts, so that a large manifest's text is copied only once."""
     return _block(name, ((b"", item) for item in items), b"[]")
 
 

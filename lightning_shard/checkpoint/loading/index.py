@@ -1,6 +1,6 @@
-"""An index expression as the boxes to read of a stored tensor, and what then picks the result out of them.
+"""Plans an index expression on a stored tensor: the boxes to read, and how to pick the result from them.
 
-The result is what torch gives for the same index of the tensor itself; slices may have negative steps too, as numpy's.
+The result equals torch's for the same index into the tensor itself. Slices may have negative steps, as in numpy.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from lightning_shard.checkpoint.boxes import Box
 
 Run = tuple[int, int]
 _ALIKE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By their elements' bytes, dtypes that torch can index: it can't some, such as those of 8-bit floats."""
+"""By bytes per element: a dtype that torch can index. It can't index some dtypes, such as 8-bit floats."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The boxes to read, and how the result is picked.
+    """The boxes to read, and how to pick the result from them.
 
     Attributes:
-        boxes: They are to be laid side by side along ``dim``, in this order, into a tensor of ``sizes``.
-        rows: Dims of that tensor of which these rows are taken, before ``index`` is applied.
+        sizes: The shape of the tensor to read into.
+        dim: The dim of that tensor along which the boxes are concatenated.
+        boxes: The boxes of the stored tensor, in the order of concatenation.
+        rows: (dim, rows): an ``index_select`` for each, before ``index`` is applied.
+        index: The index of the result in the tensor after that.
     """
 
     sizes: tuple[int, ...]
@@ -37,13 +40,13 @@ class Selection:
     index: tuple[Any, ...]
 
     def parts(self, target: Tensor) -> list[Tensor]:
-        """The places of the boxes in a tensor of ``sizes``."""
+        """Views of a tensor of shape ``sizes``, one for each box."""
         if target.ndim == 0 or not self.boxes:
             return [target] * len(self.boxes)
         return list(target.split([box.sizes[self.dim] for box in self.boxes], self.dim))
 
     def pick(self, read: Tensor) -> Tensor:
-        """The result, from what was read."""
+        """The result, from the tensor of shape ``sizes`` that was read."""
         plain = read.view(_ALIKE[read.element_size()])
         for dim, rows in self.rows:
             plain = plain.index_select(dim, rows)
@@ -52,12 +55,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class _Axis:
-    """What is wanted of one dim.
+    """The wanted positions of one dim.
 
     Attributes:
-        run: From the first to after the last place.
-        places: The places in ascending order, where they aren't all of the run.
-        item: What the index has here: an int, all of a slice, or places that stand for themselves.
+        run: [first, last + 1) of the positions.
+        places: The distinct positions in ascending order; None if they are the whole run.
+        item: The index item to apply to the run: 0 for an integer, ``slice(None)`` for a whole run, or positions.
     """
 
     run: Run
@@ -68,11 +71,15 @@ class _Axis:
 def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, max_gap_bytes: int) -> Selection:
     """Plan an index expression.
 
-    Only one dim is cut into several boxes: the one where that saves most. Of the others all that lies between the first
-    and the last place is read.
+    Only one dim is cut into several boxes: the one where that saves most. Of the other dims, everything between the
+    first and the last wanted position is read.
 
     Args:
-        max_gap_bytes: Boxes that are nearer each other, in a tensor that lies whole, are read as one.
+        index: As for ``tensor[index]``.
+        shape: The stored tensor's shape.
+        name: For errors.
+        item_bytes: Bytes per element.
+        max_gap_bytes: Boxes that are closer to each other than this, in the whole row-major tensor, are merged.
 
     Raises:
         IndexError: The index doesn't fit the shape, or isn't of a kind that numpy and torch agree on.
@@ -114,18 +121,18 @@ def _length(runs: Sequence[Run]) -> int:
 
 
 def _box(runs: Sequence[Sequence[Run]]) -> Box:
-    """Of one run per dim."""
+    """The box of one run per dim."""
     return Box(tuple(begin for ((begin, _),) in runs), tuple(end - begin for ((begin, end),) in runs))
 
 
 def _runs(places: Tensor, max_gap: int) -> list[Run]:
-    """Ascending places as runs, over gaps of up to so many places."""
+    """Group ascending positions into runs that span gaps of up to ``max_gap`` positions."""
     breaks = (places.diff() > max_gap + 1).nonzero().flatten() + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in places.tensor_split(breaks)]
 
 
 def _within(places: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Places of a dim as places in its runs, laid side by side."""
+    """Translate positions in a dim to positions in the concatenation of its runs."""
     if not len(runs) or not places.numel():
         return places
     begins = torch.tensor([begin for begin, _ in runs])
@@ -135,7 +142,7 @@ def _within(places: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
-    """One item for each dim, and None for each new one; masks as places."""
+    """Normalize an index: one item for each dim, None for each new dim, masks converted to positions."""
     if isinstance(index, list) and any(isinstance(item, _NO_PLACES_OF_A_LIST) for item in index):
         raise IndexError(
             f"{name!r} can't be indexed with {index!r}: numpy takes such a list for an array, and torch for a tuple."
@@ -170,7 +177,7 @@ def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
 
 
 def _dims(item: Any) -> int:
-    """How many dims of the tensor an item is for."""
+    """How many dims of the tensor an index item consumes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
@@ -187,13 +194,13 @@ _MASKS: tuple[Any, ...] = (torch.bool, np.dtype(bool), torch.uint8, np.dtype(np.
 
 
 def _places(item: Any, index: Any, name: str) -> Tensor:
-    """A mask, or places of type int64."""
+    """A list, array or tensor item as a bool mask, or as int64 positions."""
     try:
         tensor = item.detach().cpu() if isinstance(item, Tensor) else torch.from_numpy(np.array(item))
     except (TypeError, ValueError) as error:
         raise IndexError(f"{name!r} can't be indexed with {index!r}: {error}.") from error
     if isinstance(item, (list, tuple, range)) and not tensor.numel():
-        tensor = tensor.to(torch.int64)  # numpy takes a list of nothing for one of floats
+        tensor = tensor.to(torch.int64)  # numpy makes an empty list float64
     if tensor.dtype == torch.bool and tensor.ndim:
         return tensor
     if tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):

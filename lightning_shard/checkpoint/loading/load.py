@@ -1,4 +1,4 @@
-"""``load``: any part of a checkpoint into any layout, on one process or on all ranks together."""
+"""``load``: fills tensors and DTensors of any layout from a checkpoint, on one process or on all ranks together."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from lightning_shard.errors import CheckpointError, StateMismatchError
 
 SHOWN_NAMES = 10
 Pair = tuple[StoredTensor, Tensor]
-"""What is stored, and the tensor or DTensor to fill with this rank's part of it."""
+"""A stored tensor, and the tensor or DTensor to fill with this rank's part of it."""
 CHECKED_FIRST_BYTES = 64 * 2**20
-"""What is not more than this on a rank is read beside its tensors, and copied when all ranks have checked theirs."""
+"""Up to this many bytes on a rank are read into new memory, and copied once all ranks have verified theirs."""
 
 
 class LoadReport(tuple[list[str], list[str]]):
-    """What :func:`load` has done. Unpacks as ``missing, unexpected = load(...)``.
+    """The result of :func:`load`. Unpacks as ``missing, unexpected = load(...)``.
 
     Attributes:
-        nbytes: What this rank has read.
-        seconds: That it took, all ranks together.
-        attempt: Of the save that wrote the checkpoint; empty for another program's files.
+        nbytes: Bytes that this rank has read.
+        seconds: Wall time, including waiting for other ranks.
+        attempt: The attempt id of the save that wrote the checkpoint; empty for another program's files.
     """
 
     nbytes: int
@@ -95,35 +95,36 @@ def load(
 
     Args:
         path: A checkpoint, or another program's file or folder: see :func:`read`.
-        into: As ``state`` of :func:`save`; names that differ are told apart before anything is written. A module whose
-            state dict isn't its own memory, as hooks or ``get_extra_state`` make it, is loaded by its own
-            ``load_state_dict``, from tensors that are read first.
-        optimizer: A torch optimizer over the state's parameters, or a list of them, which get their state and their
+        into: As ``state`` of :func:`save`. Names are compared before anything is written. A module whose state dict
+            isn't its own memory (because of hooks or ``get_extra_state``) is loaded by its own ``load_state_dict``,
+            from new tensors that are read first.
+        optimizer: A torch optimizer over the state's parameters, or a list of them; restores their state and their
             groups' settings, whether they have taken a step or not. Or tensors by name, as for ``into``. None leaves
-            the checkpoint's optimizer alone.
-        strict: Every name asked for must be in the checkpoint, and every name in it asked for by some rank.
-        cast: Convert dtypes where they differ; otherwise that is an error.
-        strip_prefix: Taken off the names of the checkpoint's model tensors that have it, to find them in the state.
-        rename: For the names after that: beginnings and what takes their place, such as ``{"": "model."}``, or a
-            function that gives the new name, or None to leave the tensor alone.
+            the checkpoint's optimizer unread.
+        strict: Every name asked for must be in the checkpoint, and every name in it must be asked for by some rank.
+        cast: Convert dtypes where they differ; otherwise a difference is an error.
+        strip_prefix: Removed from the names of the checkpoint's model tensors that have it, to find them in the state.
+        rename: Applied to the names after that: a mapping from prefixes to replacements, such as ``{"": "model."}``; or
+            a function that returns the new name, or None to leave the tensor out.
         verify: Check digests.
-        share_reads: What several ranks need alike, one of them reads and passes on to the others. None: if the store is
-            reached through a network, as object stores are; worth trying on file systems that many machines mount.
+        share_reads: Of ranks that need the same tensor, one reads it and broadcasts it to the others. None: do so if
+            the store is reached through a network, such as an object store. Worth trying on file systems that many
+            machines mount.
         group: The ranks that load together. Default: all.
 
     Returns:
-        The names that were asked for and aren't in the checkpoint, and those in it that weren't asked for; and what was
-        read: :class:`LoadReport`. Optimizer names are prefixed with ``optimizer:``.
+        :class:`LoadReport`: the names that were asked for and aren't in the checkpoint, and those in it that weren't
+        asked for. Optimizer names are prefixed with ``optimizer:``.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
-        StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written then.
-        CheckpointReplacedError: It was replaced or removed while it was read, twice.
-        RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
+        StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written.
+        CheckpointReplacedError: The checkpoint was replaced or removed while it was read, twice.
+        RankFailure: A rank ended, was stopped or hangs, and the process group's timeout has expired.
 
-    A damaged checkpoint is refused. Of a rank's part up to 64 MiB, nothing has been written then. A larger one is read
-    in place: its tensors have changed, the error says so, and :func:`save` refuses them until a load into them
-    succeeds, or :func:`declare_filled` says that they were filled otherwise.
+    A damaged checkpoint is refused. If this rank's part is up to 64 MiB, nothing has been written then. A larger part
+    is read in place, so its tensors have changed. The error says so, and :func:`save` refuses these tensors until a
+    load into them succeeds, or :func:`declare_filled` declares that they were filled by other means.
     """
     start = time.perf_counter()
     ranks = Ranks.of(group)
@@ -180,7 +181,7 @@ def load(
     if share:
         nbytes = load_together(pairs, verify=verify, cast=cast, group=group)
     else:
-        with all_or_none(group):  # each round of talk takes time: here they talk once
+        with all_or_none(group):  # a single collective, since each round trip takes time
             arrived = _fetch(_wanted(pairs(), cast), verify)
         arrived.hand_over()
         nbytes = arrived.nbytes
@@ -193,11 +194,11 @@ def load(
 
 
 class Asked(NamedTuple):
-    """What a rank, or several, ask for."""
+    """The names that a rank, or several, ask for."""
 
     names: set[str]
     more_to_do: bool
-    """Whether something follows when the tensors are filled."""
+    """Whether a module or optimizer has to be loaded from the tensors once these are filled."""
 
 
 def all_asked(asked: Sequence[Asked]) -> Asked:
@@ -205,19 +206,19 @@ def all_asked(asked: Sequence[Asked]) -> Asked:
 
 
 def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tensor], _Through | None]:
-    """The tensors to fill by name, and a module that must be given them then."""
+    """The tensors to fill by name, and the module that must be loaded from them afterwards, if any."""
     if not isinstance(into, torch.nn.Module):
         return flatten(into), None
     try:
         state = into.state_dict(keep_vars=True)
-    except TypeError:  # one of the module's own, that takes no arguments
+    except TypeError:  # an overridden state_dict that takes no arguments
         state = into.state_dict()
     through = None if _is_own_memory(into, state) else _Through(into, state)
     return flatten(state if through is None else through.tensors), through
 
 
 def _is_own_memory(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether filling the tensors of a module's state dict fills the module."""
+    """Whether a module's state dict holds the module's own memory, so that it can be filled in place."""
     own = [*module.parameters(), *module.buffers()]
     objects = {id(tensor) for tensor in own}
     others = [value for value in state.values() if id(value) not in objects]
@@ -228,12 +229,12 @@ def _is_own_memory(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 class _Through:
-    """A module that is loaded by its own ``load_state_dict``: what it is given is read into new tensors first."""
+    """A module that is loaded by its own ``load_state_dict``, from new tensors that are filled first."""
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         self._module = module
         self._metadata = getattr(state, "_metadata", None)
-        # what is tied stays so: one name of it is enough in a checkpoint
+        # tied tensors stay tied, since a checkpoint may have only one of their names
         new = {id(value): torch.empty_like(value.detach()) for value in state.values() if isinstance(value, Tensor)}
         self.tensors = {name: new.get(id(value), value) for name, value in state.items()}
 
@@ -263,7 +264,7 @@ def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
 
 
 def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Names that aren't stored, but for those of tensors that another name is: one of tied tensors is enough."""
+    """Wanted names that aren't stored, except tied tensors of which another name is stored."""
     missing = [name for name in wanted if name not in stored]
     if not missing:
         return []
@@ -276,11 +277,11 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
     """Fill tensors or DTensors, each with this rank's part of a stored tensor. Not collective.
 
     Returns:
-        The bytes that were read.
+        The number of bytes read.
 
     Raises:
-        StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written then.
-        CorruptCheckpointError: As :func:`read`; then some of the tensors may have been written, as :func:`load` says.
+        StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written.
+        CorruptCheckpointError: As :func:`read`; some of the tensors may have been written, as :func:`load` says.
     """
     arrived = _fetch(_wanted(pairs, cast), verify)
     arrived.hand_over()
@@ -290,10 +291,10 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
 def load_together(
     pairs: Callable[[], Iterable[Pair]], *, verify: bool = True, cast: bool = False, group: Any = None
 ) -> int:
-    """The same on all ranks of a group, or on none; a collective call. Replicas may share the reading.
+    """:func:`load_tensors` on all ranks of a group, or on none. A collective call; replicas may share the reading.
 
     Args:
-        pairs: Gives the pairs. What it raises on one rank is raised on all, before anything is read.
+        pairs: Returns the pairs. If it raises on one rank, all ranks raise, before anything is read.
     """
     ranks = Ranks.of(group)
     alone: list[Wanted] = []
@@ -309,7 +310,7 @@ def load_together(
     passed_on = [item.part.read.target for item in assigned]
     with all_or_none(group):
         arrived.hand_over()
-    half_loaded.mark(passed_on)  # after handing over, which clears this rank's own
+    half_loaded.mark(passed_on)  # after hand_over, which clears the marks of what this rank read
     with ranks.talking() if assigned else contextlib.nullcontext():
         pass_on(assigned)
     half_loaded.clear(passed_on)
@@ -335,11 +336,11 @@ def _wanted(pairs: Iterable[Pair], cast: bool) -> list[Wanted]:
 
 @dataclass
 class _Arrived:
-    """What has been read and checked on this rank.
+    """What this rank has read and verified.
 
     Attributes:
-        beside: Tensors to fill, and what was read for each beside it: as a tensor, and its bytes.
-        in_place: Those that have been filled; marked as half loaded until the other ranks have theirs too.
+        beside: (target, new tensor, its bytes): what was read into new memory, to be copied to the target.
+        in_place: Targets that were read in place; marked as half loaded until the other ranks have theirs, too.
     """
 
     nbytes: int = 0
@@ -347,13 +348,13 @@ class _Arrived:
     in_place: list[Tensor] = field(default_factory=list)
 
     def read_beside(self, reads: Sequence[Read]) -> list[Read]:
-        """The same into new memory."""
+        """Redirect reads into new memory."""
         rooms = rooms_like([read.target for read in reads])
         self.beside += [(read.target, *room) for read, room in zip(reads, rooms)]
         return [Read(read.name, read.entry, read.box, *room) for read, room in zip(reads, rooms)]
 
     def hand_over(self) -> None:
-        """When all ranks have what they need."""
+        """Copy to the targets and clear the marks. Called once all ranks have verified what they need."""
         fill(self.beside)
         half_loaded.clear(self.in_place)
         half_loaded.clear(target for target, _, _ in self.beside)

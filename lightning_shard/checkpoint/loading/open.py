@@ -1,4 +1,8 @@
-"""``read``: find a checkpoint at a path, and open it."""
+"""``read``: finds a checkpoint at a path, ours or another program's file, and opens it.
+
+Where ranks read together, only the first rank finds it and broadcasts the result; of a large manifest it broadcasts an
+outline, and each rank reads the parts that it needs.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,14 @@ Result = TypeVar("Result")
 def read(
     path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, verify: bool = True
 ) -> Checkpoint:
-    """Open a checkpoint by its directory, or by the path of its manifest. Reads the manifest only.
+    """Open a checkpoint by its directory, or by the path of its manifest. Reads only the manifest.
 
-    Other programs' files open too, to read: a safetensors file, a folder with ``model.safetensors`` or its index, as
-    transformers writes them, and a file of ``torch.save``, such as Lightning's ``.ckpt``, of which only plain values
-    and tensors are read (``weights_only=True``). They have no digests.
+    Other programs' files can be read, too: a safetensors file; a folder with ``model.safetensors`` or its index, as
+    transformers writes them; and a file of ``torch.save``, such as Lightning's ``.ckpt``, from which only tensors and
+    plain values are read (``weights_only=True``). These have no digests.
 
     Raises:
-        CheckpointNotFoundError: No manifest there, nor such a file.
+        CheckpointNotFoundError: There is neither a manifest nor such a file.
         FormatVersionError: Written by a newer version of the format.
         CorruptCheckpointError: The manifest, or the other file's header, is damaged.
         CheckpointError: A torch file that can't be read without running code that it names.
@@ -41,21 +45,21 @@ def read(
 
 
 class Found(NamedTuple):
-    """What one rank has found at a path, for all."""
+    """What the first rank has found at a path, in the form that is broadcast to the others."""
 
     root: str
     """The directory of the files."""
     manifest: bytes
-    """Nothing where there is an outline of it."""
+    """The manifest's bytes; empty if ``outline`` replaces it."""
     state: Any = None
-    """The trainer state of another program's file, which isn't in a file of its own."""
+    """The trainer state of another program's file, which has it inside, not in a file of its own."""
     foreign: bool = False
     """Whether the files are another program's."""
     outline: Outline | None = None
 
 
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
-    """The checkpoint at a path, of which :func:`find` has found the rest, here or on another rank."""
+    """Open the checkpoint that :func:`find` has found at a path, on this rank or on another one."""
     store = _store_of(found, storage_options)
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
     if found.outline is not None:
@@ -74,13 +78,13 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
 def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
     store = open_store(found.root, storage_options)
     if isinstance(store, LocalStore):
-        # other programs' folders may be of links, as the cache of Hugging Face's hub is
+        # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
         store.links_lead_anywhere = found.foreign
     return store
 
 
 def to_tell(found: Found, ranks: Ranks) -> Found:
-    """What the first rank tells the others of what it has found: of a large manifest the outline."""
+    """What the first rank broadcasts: ``found``, with a large manifest replaced by its outline."""
     if ranks.alone or found.foreign or not is_large(found.manifest):
         return found
     outline = Outline.of(found.manifest, f"{found.root}/{MANIFEST_NAME}")
@@ -88,9 +92,9 @@ def to_tell(found: Found, ranks: Ranks) -> Found:
 
 
 def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """What all ranks were told, if each of them can read the rest of it; else all of it. A collective call.
+    """Replace an outline by the whole manifest on all ranks, unless each of them can read the file. A collective call.
 
-    Machines may have disks of their own, and only the first rank's the manifest.
+    Machines may have disks of their own, with the manifest only on the first rank's.
     """
     if found.outline is None:
         return found
@@ -111,7 +115,7 @@ def read_together(
     verify: bool = True,
     group: Any = None,
 ) -> Checkpoint:
-    """As :func:`read`, but only the first rank reads the manifest, for all. A collective call."""
+    """As :func:`read`, but only the first rank reads the manifest, and broadcasts it. A collective call."""
     root, ranks = as_path(path), Ranks.of(group)
     found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), ranks))
     found = in_reach(found, storage_options, ranks)
@@ -120,9 +124,9 @@ def read_together(
 
 
 def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Have a call that opens and reads a checkpoint on the ranks of ``group`` start over once, if it is replaced then.
+    """Decorator: run a collective that opens and reads a checkpoint once more if the checkpoint is replaced meanwhile.
 
-    Only for what fails on all ranks alike: an error of one rank alone is raised as it is.
+    Only errors that all ranks of ``group`` raise count; an error of one rank alone is raised unchanged.
     """
 
     @wraps(collective)
@@ -141,11 +145,11 @@ def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments
 
 
 def find(path: str, storage_options: dict[str, Any] | None) -> Found:
-    """Look for a checkpoint, ours first.
+    """Find the checkpoint at a path: one with a manifest, else another program's file.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there that can be read.
-        CheckpointError: What is there can't be read.
+        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointError: There is one that can't be read.
     """
     try:
         store = open_store(path, storage_options)
@@ -155,7 +159,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
             found = foreign.find(path, storage_options)
     except CheckpointError:
         raise
-    except (OSError, ValueError) as error:  # of the system: no permission, a name too long, a NUL in it
+    except (OSError, ValueError) as error:  # from the OS: no permission, a name that is too long or has a NUL
         raise CheckpointError(f"{path:.200} can't be read: {type(error).__name__}: {error}") from error
     if found is None:
         raise CheckpointNotFoundError(

@@ -1,4 +1,4 @@
-"""The bytes of a large manifest, read by each rank as it needs them; the first rank has read and checked all of it."""
+"""Lazy reading of a large manifest's bytes on each rank; the first rank has read and checked the whole file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lightning_shard.errors import CheckpointError, CheckpointReplacedError, Cor
 
 
 class Brought:
-    """Gives bytes of the manifest. It is read by blocks, each compared with what the first rank saw, and kept."""
+    """Callable that returns bytes of the manifest.
+
+    It reads the file by blocks, compares each block's digest with the one that the first rank computed, and caches it.
+    """
 
     def __init__(self, store: Store, outline: Outline) -> None:
         self._store = store
@@ -21,16 +24,16 @@ class Brought:
         """The bytes from ``begin`` to ``end``.
 
         Raises:
-            CheckpointReplacedError: Another manifest is there by now, or none.
-            CorruptCheckpointError: It was damaged on its way to this rank, or since.
-            CheckpointError: It can't be read.
+            CheckpointReplacedError: The manifest has been replaced or removed since.
+            CorruptCheckpointError: The bytes differ from those that the first rank read.
+            CheckpointError: The file can't be read.
         """
         numbers = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         parts = [(self._block(number), number * BLOCK_BYTES) for number in numbers]
         return b"".join(block[max(begin - at, 0) : end - at] for block, at in parts)
 
     def is_there(self) -> bool:
-        """Whether this rank sees the manifest that the first one read."""
+        """Whether this rank sees the same manifest as the first rank, judged by its size and its end."""
         outline = self._outline
         try:
             at_the_end = self._read(outline.size - len(outline.end), outline.size)

@@ -1,8 +1,8 @@
-"""Files to tensors: boxes become byte ranges, those that touch are merged, and a few threads fetch them.
+"""Reads boxes of stored tensors: computes byte ranges, merges adjacent ones, and fetches them with a few threads.
 
-A range goes into the tensor's own memory where it is contiguous there too. Else it is copied there from the system's
-memory, if the store can map its files, or through a scratch buffer. With digests, whole blocks are read and checked, so
-a box's edges cost up to a block each.
+A range that is contiguous in the target tensor, too, is read in place. Any other is copied from a memory map of the
+file, if the store can map it, or through a scratch buffer. With digests, whole blocks are read and verified, so each
+edge of a box costs up to one block.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from lightning_shard.checkpoint.store import Buffer, Reader, Store
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
 BATCH_BYTES = 8 * 2**20
-"""How much one thread fetches of one file at a time, or the store's ``step_bytes`` where that is more; times its
-``requests``, the bound of what is in flight."""
+"""How much one thread fetches from one file at a time; the store's ``step_bytes`` if that is larger. Times the store's
+``requests``, it bounds the bytes in flight."""
 FEW_BYTES = 2**20
-"""On a disk, starting a thread takes longer than reading this."""
+"""Reading up to this many bytes from a disk is faster than starting a thread."""
 MAPPED_BYTES = 2**18
-"""Less is faster read than mapped."""
+"""Shorter ranges are faster read than mapped."""
 SPAN_BYTES = 16 * 2**20
-"""A strided part of a chunk is read together with what lies between, up to this length at a time."""
+"""A strided part of a chunk is read including its gaps, in spans of up to this length."""
 LAYOUTS_KEPT = 1024
-"""Most tensors are cut like others: what follows from that is reckoned once."""
+"""Size of the caches of strides and spans, which repeat since most tensors are cut like others."""
 _SCRATCH_ALIGNMENT = 64
 
 
 class Read(NamedTuple):
-    """Fill ``target``, of the sizes of ``box`` and of any strides and device, with that box of a stored tensor.
+    """One read: fill ``target`` (shape ``box.sizes``, any strides and device) with ``box`` of a stored tensor.
 
-    ``memory`` is the target's, where it lies in the CPU's in row-major order without gaps and that is known already.
+    ``memory``: the target's bytes, if the target is already known to be a contiguous CPU tensor; else None.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Read(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """One byte range of a file, what it must hash to, and where it goes.
+    """One byte range of a file, its expected digests, and its destination.
 
-    ``digests`` are those of its blocks of ``block_bytes``, the last of which may be shorter; without digests it has
-    none. ``into`` is the memory that it is read into, or None for scratch; then ``strides`` and ``offset`` (in
-    elements) tell which of the range's elements are copied to ``target``.
+    ``digests`` has one for each block of ``block_bytes``, the last of which may be shorter; it is empty without
+    digests. ``into`` is the memory to read into, or None for scratch. In that case ``strides`` and ``offset`` (in
+    elements) select the elements of the range to copy to ``target``.
     """
 
     name: str
@@ -74,20 +74,20 @@ class _Job(NamedTuple):
     offset: int = 0
 
     def blocks(self) -> Iterator[tuple[int, int, Digest]]:
-        """Each block's begin and end, counted from the job's begin, and its digest."""
+        """Yield each block's begin and end, in bytes from the job's begin, and its digest."""
         for number in range(len(self.digests) // DIGEST_HEX_CHARS):
             start = number * self.block_bytes
             yield start, min(start + self.block_bytes, self.end - self.begin), digest_at(self.digests, number)
 
 
 def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
-    """Carry out reads; digests are checked of every block that is touched, if ``verify`` and the checkpoint has any.
+    """Carry out reads. If ``verify`` and the checkpoint has digests, every block that is touched is verified.
 
     Returns:
-        How many bytes were read.
+        The number of bytes read.
 
     Raises:
-        CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't make up the tensor.
+        CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't cover the tensor.
     """
     reads = list(reads)
     settle(read.target for read in reads)
@@ -105,7 +105,7 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
 
 
 def _fetch_together(store: Store, batches: Iterator[tuple[str, list[_Job]]], threads: int) -> None:
-    """By some threads, each of which takes the next batch when it is done with one. None is begun after a failure."""
+    """Fetch with several threads, which take batches from one queue. After a failure no new batch is begun."""
     taking, stop = threading.Lock(), threading.Event()
 
     def fetch() -> None:
@@ -131,10 +131,9 @@ def _fetch_together(store: Store, batches: Iterator[tuple[str, list[_Job]]], thr
 
 
 def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
-    """Each file's path, and the ranges of it that are read, in order.
+    """Plan reads: each file's path, and the ranges of it to read, sorted by position.
 
-    What lies together in a file and in memory is one range, of whatever length: it is cut into what one call reads
-    when it is read.
+    Bytes that are contiguous in a file and in memory are one range of any length; :func:`_batches` cuts it later.
     """
     per_file: dict[int, list[_Job]] = {}
     for read in reads:
@@ -149,10 +148,10 @@ def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _
     found = read.entry.overlapping(read.box)
     block_bytes = manifest.block_bytes if verify else 0
     if len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes and _lies_alike(read):
-        # the layout that saved, as nearly always
+        # fast path: same layout as the save, as nearly always
         yield found[0][0].file, _whole_chunk(read, found[0][0], block_bytes)
         return
-    # of chunks that don't overlap: so the parts make up the box if they are as large as it
+    # chunks don't overlap, so the parts cover the box exactly if their sizes add up to it
     if sum(part.numel for _, part in found) != read.box.numel:
         raise manifest.corrupt(f"the chunks of {read.name!r} don't make up {read.box}")
     for chunk, part in found:
@@ -173,7 +172,7 @@ def _whole_chunk(read: Read, chunk: Chunk, block_bytes: int) -> _Job:
 
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
-    """The reads for one region of a chunk, each in place or of a span of few bytes; with digests, of whole blocks."""
+    """Jobs for one region of a chunk: in place, or spans of up to :data:`SPAN_BYTES`; with digests, whole blocks."""
     dtype = DTYPES[read.entry.dtype]
     first, last = _span(region, chunk.sizes)
     if last - first == region.numel and target.dtype == dtype and is_plain(target):
@@ -194,7 +193,7 @@ def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: in
 def _jobs_in_place(
     read: Read, chunk: Chunk, elements: tuple[int, int], target: Tensor, block_bytes: int
 ) -> Iterator[_Job]:
-    """For elements that lie as they do in the target; those in blocks that reach beyond go through scratch."""
+    """Jobs for elements that are contiguous in the target, too; blocks that extend beyond them go through scratch."""
     width = target.element_size()
     first, last = elements[0] * width, elements[1] * width
     memory = byte_view(target)
@@ -209,7 +208,7 @@ def _jobs_in_place(
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
 def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
-    """From the first to the last element of a region, as places in the row-major chunk."""
+    """[first, last + 1) of a region's elements, as flat indices in the row-major chunk."""
     if region.sizes == chunk_sizes:
         return 0, region.numel
     strides = _strides(chunk_sizes)
@@ -225,7 +224,7 @@ def _scratch_job(
     strides: tuple[int, ...],
     block_bytes: int,
 ) -> _Job:
-    """Read a span of a chunk's elements, out to whole blocks, then copy some of them to ``target``."""
+    """A job that reads a span of a chunk, extended to whole blocks, and copies some of its elements to ``target``."""
     dtype = DTYPES[read.entry.dtype]
     width = dtype.itemsize
     begin, end = elements[0] * width, elements[1] * width
@@ -247,15 +246,15 @@ def _scratch_job(
 
 
 def _windows(begin: int, end: int, chunk_bytes: int, block_bytes: int) -> Iterator[tuple[int, int, bool]]:
-    """A byte range of a chunk in up to three: a part of a block, whole blocks, and a part of one; each with whether it
-    is whole. Without digests all is."""
+    """Split a byte range of a chunk into up to three (begin, end, whole): a part of a block, whole blocks, and a part
+    of a block. Without digests, everything counts as whole."""
     if not block_bytes:
         yield begin, end, True
         return
     first = begin + -begin % block_bytes
     last = end if end == chunk_bytes else end - end % block_bytes
     if first >= last:
-        # of one block or two, none of them whole
+        # inside one block or two, neither of them whole
         middle = first if begin < first < end else end
         yield begin, middle, False
         first = last = middle
@@ -268,7 +267,7 @@ def _windows(begin: int, end: int, chunk_bytes: int, block_bytes: int) -> Iterat
 
 
 def _digests(digests: str, begin: int, end: int, block_bytes: int) -> str:
-    """Of all blocks' digests, those of the blocks between two bytes; a block begins at the first. None of none."""
+    """The digests of the blocks from byte ``begin``, a block boundary, to ``end``; empty without digests."""
     if not digests or not block_bytes:
         return ""
     assert begin % block_bytes == 0
@@ -277,7 +276,7 @@ def _digests(digests: str, begin: int, end: int, block_bytes: int) -> str:
 
 
 def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> Iterator[tuple[str, list[_Job]]]:
-    """What is fetched at a time, each of one file: as many jobs as fit in so many bytes, or one that is longer."""
+    """Group jobs of one file into batches of up to ``batch_bytes``, or of a single longer job."""
     for path, jobs in plan:
         batch: list[_Job] = []
         total = 0
@@ -294,7 +293,7 @@ def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> It
 
 
 def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
-    """What is read in place, in parts of so many bytes, or of the whole blocks that these hold, at least one."""
+    """Cut a job that is read in place into parts of up to ``nbytes``; with digests, of whole blocks, at least one."""
     if job.into is None or job.end - job.begin <= nbytes:
         yield job
         return
@@ -306,7 +305,7 @@ def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
 
 
 class _Scratch:
-    """One thread's memory for what can't be read in place; it grows to the largest batch and is reused."""
+    """One thread's scratch memory for ranges that can't be read in place; grows to the largest batch and is reused."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -319,7 +318,7 @@ class _Scratch:
 
 @contextlib.contextmanager
 def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
-    """Reads of a file for a tensor: a file that is missing or too short is a damaged checkpoint."""
+    """Convert errors of reading a file for a tensor to our own: a missing or short file is a damaged checkpoint."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -351,7 +350,7 @@ def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) ->
 
 
 def _copy_from_map(store: Store, path: str, job: _Job) -> bool:
-    """Copy what can't be read in place, once, from where the store has it in memory; whether that was possible."""
+    """Copy a job that can't be read in place from a memory map of the file; returns whether that was possible."""
     if job.target is None or job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
         return False
     if job.end - job.begin < MAPPED_BYTES:
@@ -390,7 +389,7 @@ def _read(store: Store, path: str, jobs: Sequence[_Job], scratch: _Scratch) -> N
 
 
 def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Sequence[tuple[_Job, Buffer]]]:
-    """Jobs to read in one call: as many as fit into a step, or one that is longer."""
+    """Group jobs to read in one call: up to ``step_bytes``, or a single longer job."""
     first = total = 0
     for index, (_, buffer) in enumerate(jobs):
         if index > first and total + buffer.nbytes > step_bytes:
@@ -401,7 +400,7 @@ def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Seq
 
 
 def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int, file: str) -> None:
-    """Read, and hash what was read while it is in cache."""
+    """Read, and verify digests while the bytes are in the CPU cache."""
     if len(jobs) > 1 or jobs[0][1].nbytes <= step_bytes or not jobs[0][0].digests:
         read([(job.begin, buffer) for job, buffer in jobs])
         for job, buffer in jobs:

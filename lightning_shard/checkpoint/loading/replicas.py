@@ -1,8 +1,8 @@
-"""Ranks that hold a tensor alike read it once between them: each a part of it, which it then passes on to the others.
+"""Shared reading of replicated tensors: each replica reads a part from the store and broadcasts it to the others.
 
-Worth it where all ranks read through one network, as from an object store: of what ``r`` replicas need, it carries an
-``r``-th. Who reads what follows from the tensors' layouts, like who writes what. Only whether all of the replicas ask
-for the same is talked about: one that waits for a tensor that no other passes on would wait forever.
+Worth it where all ranks read through one network, such as from an object store: ``r`` replicas then load 1/``r`` of the
+bytes. Which replica reads what follows from the tensors' layouts, as for writing, without communication. One collective
+checks that all replicas ask for the same boxes, since a rank that waits for a broadcast that no other joins would hang.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lightning_shard.checkpoint.tensors import Spread
 from lightning_shard.tree import as_bytes
 
 MIN_BYTES = 2**20
-"""What is less than this in all, each replica reads by itself."""
+"""If a group of replicas needs less than this in all, each replica reads it by itself."""
 PIECE_BYTES = 64 * 2**20
-"""How much is passed on at a time."""
+"""Largest size of one broadcast of a large tensor."""
 SMALL_BYTES, PACK_BYTES = 2**20, 16 * 2**20
-"""Smaller tensors are passed on packed: a broadcast of each would take longer than its bytes."""
-_ALIGNMENT = 16  # of what is packed, so that every dtype can be seen in it
+"""Tensors below SMALL_BYTES are packed into broadcasts of PACK_BYTES, since a broadcast for each would cost more."""
+_ALIGNMENT = 16  # of each packed tensor, so that the bytes can be viewed as any dtype
 
 
 class Wanted(NamedTuple):
-    """One box of a tensor of this rank, and the checkpoint that it is read from."""
+    """One box that this rank wants to read, the layout of its tensor, and the checkpoint that it is read from."""
 
     checkpoint: Checkpoint
     spread: Spread
@@ -46,11 +46,11 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks of the world that hold some tensors alike, in the order of their process group."""
+    """Global ranks that hold replicas of some tensors, in the order of their process group."""
 
     ranks: tuple[int, ...]
     name: str
-    """Of the process group, the same on all of its ranks."""
+    """The process group's name, the same on all of its ranks."""
     group: Any = field(compare=False)
 
     @property
@@ -63,19 +63,19 @@ Key = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Assigned:
-    """What one of the replicas reads, and the others get from it."""
+    """A box that one replica (the owner) reads and broadcasts to the others."""
 
     replicas: Replicas
     owner: int
-    """The reader's rank in the world."""
+    """The reader's global rank."""
     part: Wanted
 
 
 class Sharing:
-    """What this rank wants, of which other ranks may want the same. Made without talking.
+    """Boxes that this rank wants, sorted by the replicas that could share their reading. Construction isn't collective.
 
     Attributes:
-        offers: Whether there is enough of it to talk about.
+        offers: Whether enough bytes can be shared to be worth a collective.
     """
 
     def __init__(self, wanted: Iterable[Wanted], ranks: Ranks) -> None:
@@ -89,23 +89,23 @@ class Sharing:
             if sum(_shared(item).nbytes for item in items) < MIN_BYTES:
                 self._alone += items
             else:
-                # as the tensors were written: so the parts of a layout that is loaded as it was saved are whole chunks
+                # in the order of writing, so that on the layout that saved each part is a whole chunk
                 self._held[replicas] = sorted(((_place(item), item) for item in items), key=itemgetter(0))
         self.offers = bool(self._held)
 
     def settle(self) -> tuple[list[Wanted], list[Assigned]]:
-        """Who reads what; a collective call of all ranks that load.
+        """Agree on who reads what. A collective call of all ranks that load.
 
         Returns:
-            What some replicas don't want alike, and each reads by itself; and who reads all else, in the same order on
-            every rank.
+            The boxes that this rank reads by itself, since its replicas don't all want the same; and the assignment of
+            all others, in the same order on every rank.
         """
         asked = {replicas.key: _fingerprint(items) for replicas, items in self._held.items()}
         members = self._ranks.members
         agreed = together(self._ranks, lambda: asked, lambda everyone: _agreed(dict(zip(members, everyone))))
         alone = list(self._alone)
         assigned: list[Assigned] = []
-        # sorted, also between process groups: else two ranks could wait for each other in two of them
+        # process groups in sorted order: else two ranks could deadlock, each in another group's broadcast
         for replicas, items in sorted(self._held.items(), key=lambda held: held[0].key):
             if replicas.key in agreed:
                 assigned += _assign(replicas, items)
@@ -115,19 +115,19 @@ class Sharing:
 
 
 def pass_on(assigned: Iterable[Assigned]) -> None:
-    """Give every replica what one of them has read; collective over them."""
+    """Broadcast what each owner has read to the other replicas. A collective call over each group of replicas."""
     for (replicas, owner), items in itertools.groupby(assigned, key=lambda item: (item.replicas, item.owner)):
         for batch in _batches(item.part.read.target for item in items):
             _broadcast(batch, owner, replicas.group)
 
 
-# -- who holds the same -----------------------------------------------------------------------------------------------
+# -- replicas of a tensor ---------------------------------------------------------------------------------------------
 
 
 def _with_replicas(wanted: Iterable[Wanted], ranks: Ranks) -> Iterator[tuple[Wanted, Replicas | None]]:
-    """The ranks that hold what this rank holds of a tensor; None where no others do, or it can't be sent to them.
+    """Yield each wanted box with its replicas; None if there are none, or their group has no backend for the device.
 
-    Those of a DTensor are along the largest axis of its mesh that replicates it; a plain tensor's are all ranks.
+    Replicas of a DTensor are the ranks along the largest mesh axis that replicates it; of a plain tensor, all ranks.
     """
     known: dict[Any, Replicas | None] = {}
     for item in wanted:
@@ -149,7 +149,7 @@ def _replicas(group: Any, device: torch.device, ranks: Ranks) -> Replicas | None
     return Replicas(members, group.group_name, group) if set(members) <= set(ranks.members) else None
 
 
-# -- what exactly they want, and who reads it -------------------------------------------------------------------------
+# -- agreement on what is wanted, and assignment of reads -------------------------------------------------------------
 
 
 Place = tuple[str, str, str, tuple[int, ...], str, int]
@@ -159,7 +159,7 @@ Placed = tuple[Place, Wanted]
 
 
 def _place(item: Wanted) -> Place:
-    """Says which box of which tensor it is, on any rank: one name may be in two sections, or in two checkpoints."""
+    """A sort key that identifies a box on any rank. One name may be in two sections, or in two checkpoints."""
     chunk = next(iter(item.read.entry.chunks), None)
     file = item.checkpoint.manifest.files[chunk.file].path if chunk is not None else ""
     section, name = file.partition("/")[0], item.read.name
@@ -175,7 +175,7 @@ def _fingerprint(items: Iterable[Placed]) -> str:
 
 
 def _agreed(asked: Mapping[int, Mapping[Key, str]]) -> set[Key]:
-    """Of what each rank asked for, by its number: the replicas that all ask for the same."""
+    """The groups of replicas whose ranks all ask for the same; ``asked``: by rank, a fingerprint for each group."""
     keys = {key for of_rank in asked.values() for key in of_rank}
     return {key for key in keys if len({asked[rank].get(key) for rank in key[0]}) == 1}
 
@@ -185,7 +185,7 @@ def _shared(item: Wanted) -> Shared:
 
 
 def _assign(replicas: Replicas, items: Iterable[Placed]) -> list[Assigned]:
-    """By owner; each reads what it would write of a section."""
+    """Assign boxes to owners, each of which reads what it would write of a section; sorted by owner."""
     assigned = []
     for _, of_section in itertools.groupby(items, key=lambda placed: placed[0][:2]):
         section = [item for _, item in of_section]
@@ -196,11 +196,14 @@ def _assign(replicas: Replicas, items: Iterable[Placed]) -> list[Assigned]:
     return sorted(assigned, key=lambda item: item.owner)
 
 
-# -- passing on -------------------------------------------------------------------------------------------------------
+# -- broadcasting -----------------------------------------------------------------------------------------------------
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """What is broadcast at a time: a piece of a large tensor, or several small ones. By size alone, as on all ranks."""
+    """Yield what one broadcast carries: a piece of a large tensor, or several small ones.
+
+    It depends on sizes alone, so it is the same on all ranks.
+    """
     batch: list[Tensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -218,7 +221,7 @@ def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _broadcast(tensors: Sequence[Tensor], owner: int, group: Any) -> None:
-    """As bytes, since backends don't know all dtypes."""
+    """Broadcast tensors as bytes, since backends don't support all dtypes."""
     first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous() and not first.is_conj() and not first.is_neg():
         dist.broadcast(as_bytes(first), src=owner, group=group)

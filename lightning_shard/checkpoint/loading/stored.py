@@ -1,4 +1,4 @@
-"""``read`` and ``load``: what a checkpoint holds, and any part of it into any layout."""
+"""An opened checkpoint: a lazy mapping of stored tensors, the trainer state, and reading of any part into memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from lightning_shard.checkpoint.store.remote import MAX_GAP_BYTES
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 
 TRUSTED_BYTES = 64 * 2**20
-"""Memory for more than this is asked for only after a look at the files' sizes."""
+"""Before more memory than this is allocated, the files' sizes are checked, since a damaged manifest may claim any."""
 MOST_SHARED = 4
-"""How often the same bytes of a file may be read into memory: in torch's files, tensors may share them."""
+"""How many times the files' bytes a read may take in memory: in torch's files, tensors may share bytes."""
 
 
 class StoredTensor:
-    """A tensor in a checkpoint: shape and dtype are known, elements are read when asked for.
+    """A lazy tensor in a checkpoint: shape and dtype are known, elements are read on demand.
 
-    ``stored[10:20]`` reads these rows, ``stored[..., 3]`` this column, ``stored[[7, 900]]`` and ``stored[mask]`` about
-    what they pick. The result is what torch gives for the index; steps may be negative, as numpy's.
+    ``stored[10:20]`` reads only these rows, ``stored[..., 3]`` only this column; ``stored[[7, 900]]`` and
+    ``stored[mask]`` read little more than they select. The result equals torch's for the same index; slices may have
+    negative steps, as in numpy.
     """
 
     def __init__(self, name: str, entry: TensorEntry, checkpoint: Checkpoint) -> None:
@@ -58,11 +59,11 @@ class StoredTensor:
         return self.shape.numel()
 
     def full(self) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Read the whole tensor, to the CPU."""
         return self.box(Box.whole(self.entry.shape))
 
     def box(self, box: Box) -> Tensor:
-        """One box of it, on the CPU."""
+        """Read one box of the tensor, to the CPU."""
         (target,) = self.checkpoint.room_for([(self.name, self.entry, box)])
         self.checkpoint.fetch([Read(self.name, self.entry, box, target)])
         return target
@@ -82,14 +83,14 @@ class StoredTensor:
         return self.entry.shape[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensor:
-        return self  # what is stored doesn't change
+        return self  # immutable
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class StoredTensors(Mapping[str, StoredTensor]):
-    """The tensors of one section by name."""
+    """The stored tensors of one section by name."""
 
     def __init__(self, section: Section, checkpoint: Checkpoint) -> None:
         self._section = section
@@ -108,11 +109,11 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return name in self._section.raw
 
     def alias_of(self, name: str) -> str | None:
-        """The tensor whose memory this one shared when it was saved, if any."""
+        """The name of the tensor that this one shared its memory with when it was saved, if any."""
         return self._section.alias_of(name)
 
     def full(self) -> dict[str, Tensor]:
-        """All of them in memory; those that shared memory do again."""
+        """Read all tensors into memory; tensors that shared memory when saved share it again."""
         wholes = [
             (name, self._section[name], Box.whole(self._section[name].shape))
             for name in self
@@ -125,18 +126,18 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
 
 class Checkpoint(StoredTensors):
-    """A committed checkpoint: a mapping of the model's tensors, with everything else beside it.
+    """A committed checkpoint: a mapping of the model's tensors, with the other sections as attributes and methods.
 
     Reading is lazy, needs no process group, and verifies digests unless it was opened with ``verify=False``.
 
     Attributes:
-        share_reads: Where ranks load together, what several need alike is read by one, which passes it on; by default
-            if the store is reached through a network.
+        share_reads: When ranks load together, one replica reads a tensor and broadcasts it to the others; by default if
+            the store is reached through a network.
     """
 
     def __init__(self, path: str, store: Store, manifest: Manifest, verify: bool, state: Any = None) -> None:
         super().__init__(manifest.model, self)
-        self._state = state  # of a file of another program, which has it in memory
+        self._state = state  # of another program's file, in memory already
         self.path = path
         self.manifest = manifest
         self.store = store
@@ -145,21 +146,21 @@ class Checkpoint(StoredTensors):
         self.optimizer = StoredTensors(manifest.optimizer, self)
 
     def fetch(self, reads: Iterable[Read], *, verify: bool | None = None) -> int:
-        """Carry out reads of this checkpoint; returns the bytes read.
+        """Carry out reads of this checkpoint; returns the number of bytes read.
 
         Raises:
             CorruptCheckpointError: As :func:`read_boxes`.
-            CheckpointReplacedError: A file is missing, since another checkpoint is there by now, or none.
+            CheckpointReplacedError: A file is missing, since the checkpoint has been replaced or removed.
         """
         with self.saying_if_replaced():
             return read_boxes(self.store, self.manifest, reads, verify=self.verify if verify is None else verify)
 
     def room_for(self, boxes: Sequence[tuple[str, TensorEntry, Box]]) -> list[Tensor]:
-        """Memory for boxes of stored tensors, uninitialized.
+        """Allocate uninitialized CPU tensors for boxes of stored tensors.
 
         Raises:
-            CorruptCheckpointError: Their chunks don't make them up, or the files are too short to hold so much.
-            CheckpointError: There isn't so much memory.
+            CorruptCheckpointError: A tensor's chunks don't cover it, or the files are too short to hold so much.
+            CheckpointError: There isn't enough memory.
         """
         files: set[int] = set()
         for _, entry, _ in boxes:
@@ -192,7 +193,7 @@ class Checkpoint(StoredTensors):
 
     @contextlib.contextmanager
     def _naming(self, file: FileEntry) -> Iterator[None]:
-        """Errors of the system as ours, with the file's name."""
+        """Convert OS errors to our own errors, with the file's name."""
         where = f"{self.path}/{file.path}"
         try:
             yield
@@ -202,7 +203,7 @@ class Checkpoint(StoredTensors):
             raise CheckpointError(f"{where} can't be read: {type(error).__name__}: {error}") from error
 
     def state_json(self) -> Any:
-        """The trainer state as encoded in its file, or None where there is none."""
+        """The trainer state as typed JSON, not decoded; None if there is none."""
         if self.manifest.state_file is None:
             return self._state
         file = self.manifest.files[self.manifest.state_file]
@@ -217,10 +218,12 @@ class Checkpoint(StoredTensors):
         return parse(data, f"{self.path}/{file.path}")
 
     def trainer_state(self, *, lenient: bool = False) -> Any:
-        """The tree that was saved as ``trainer_state``, or None.
+        """The value that was saved as ``trainer_state``, or None.
 
-        Tensors in it are read; sharded ones (:class:`Reference`) are given as :class:`StoredTensor`.
-        ``lenient``: see :func:`decode`.
+        Tensors in it are read. Sharded ones (:class:`Reference`) become :class:`StoredTensor`.
+
+        Args:
+            lenient: See :func:`decode`.
         """
         tree = self.state_json()
         tensors = StoredTensors(self.manifest.trainer, self).full() if tree is not None else {}
@@ -233,13 +236,17 @@ class Checkpoint(StoredTensors):
         return decode(tree, tensor, self.optimizer.__getitem__, lenient=lenient)
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
-        """What that rank saved as ``rank_state``; nothing for a rank that didn't save any."""
+        """The tensors that ``rank`` saved as ``rank_state``; empty if it saved none."""
         section = self.manifest.ranks.get(rank)
         return StoredTensors(section, self).full() if section is not None else {}
 
     @contextlib.contextmanager
     def saying_if_replaced(self) -> Iterator[None]:
-        """Where a file is missing, look at the manifest once more: a save that replaces it removes its files."""
+        """Context: if a file is missing, check whether the manifest was replaced, since a later save removes old files.
+
+        Raises:
+            CheckpointReplacedError: The manifest was replaced or removed.
+        """
         try:
             yield
         except CorruptCheckpointError as error:

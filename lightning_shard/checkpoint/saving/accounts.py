@@ -1,8 +1,8 @@
-"""What ranks tell of what they have written. No I/O.
+"""Reports of what each rank has written, and their joining by group leaders. No I/O.
 
-Each rank gives an account of its files (:class:`Account`). Of each group of ranks one joins these (:func:`joined`): it
-makes the text that the manifest has of each tensor's chunks. So the work on chunks is shared by many ranks, and that of
-the first grows with the tensors and the groups.
+Each rank sends an :class:`Account` of its files. The leader of each group of ranks joins its group's accounts
+(:func:`joined`) and makes the manifest's text of each tensor's chunks. So many ranks share the work that is
+proportional to the chunks, and the first rank's work grows only with the tensors and the groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Account:
 
     rank: int
     mesh_ranks: tuple[int, ...]
-    """The ranks that hold the same tensors as this one."""
+    """The ranks that hold the same list of tensors as this one."""
     fingerprint: tuple[int, str] = (0, "")
     """The number of tensors and a hash of their names, dtypes and shapes."""
     written: dict[str, list[Written]] = field(default_factory=dict)
@@ -31,15 +31,15 @@ class Account:
     state_file: FileEntry | None = None
     host: str = field(default_factory=socket.gethostname)
     replicated: bytes = b""
-    """Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line."""
+    """Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line."""
     contents: bytes = b""
-    """A fingerprint of each."""
+    """A fingerprint of each replicated tensor's elements."""
 
     def add(self, section: str, written: Written) -> None:
         self.written.setdefault(section, []).append(written)
 
     def files(self) -> Iterator[FileEntry]:
-        """In the manifest's order."""
+        """The files in the manifest's order."""
         if self.state_file is not None:
             yield self.state_file
         for written in self.written.values():
@@ -51,26 +51,28 @@ def file_count(account: Account) -> int:
 
 
 class Party(NamedTuple):
-    """Ranks that tell the same of the tensors that they hold; see :class:`Account`."""
+    """Ranks whose accounts agree in mesh, fingerprint, replicated tensors and contents; see :class:`Account`."""
 
     ranks: list[int]
     mesh: int
-    """The number of their ``mesh_ranks`` among those of :class:`Joined`."""
+    """The index of their ``mesh_ranks`` in :attr:`Joined.meshes`."""
     fingerprint: tuple[int, str]
     replicated: bytes
     contents: bytes
 
 
 class Held(NamedTuple):
-    """A tensor, as the ranks of a group hold it that are of one mesh. If they disagree on it, there are several.
+    """A tensor as written by those ranks of a group that belong to one mesh.
+
+    If these ranks disagree on its dtype or shape, there is one ``Held`` for each.
 
     Attributes:
         title: The section: ``model``, ``optimizer`` or ``trainer``.
-        mesh: The number of their ``mesh_ranks``.
-        head: Its dtype and shape, as the manifest has them.
-        rank: The first of them that has written of it.
-        places: The number of its chunks' boxes among :attr:`Joined.places`.
-        chunks: Their texts, joined by commas.
+        mesh: The index of the ranks' mesh in :attr:`Joined.meshes`.
+        head: The dtype and global shape, as the manifest's text has them.
+        rank: The first of the ranks that wrote a part of it.
+        places: The index of its chunks' boxes in :attr:`Joined.places`.
+        chunks: The chunks' texts in the manifest, joined by commas.
     """
 
     title: str
@@ -86,23 +88,23 @@ class Alias(NamedTuple):
     section: str
     name: str
     target: str
-    """The tensor that it is another name of."""
+    """The name of the tensor whose memory it shares."""
     mesh: int
     rank: int
 
 
 Places = tuple[str, ...]
-"""The boxes of a tensor's chunks, each in the manifest's words."""
+"""The boxes of a tensor's chunks, each as the manifest's text has it."""
 
 
 @dataclass
 class Joined:
-    """The accounts of a group of ranks, in which what many of them tell alike is there once.
+    """The joined accounts of a group of ranks; what several of them have in common is stored once.
 
     Attributes:
-        state_file: Its index in the manifest.
-        hosts: What the ranks of each machine have written.
-        of_ranks: The manifest's text of what belongs to single ranks, by rank.
+        state_file: The index of the trainer state's file in the manifest; None if no rank of the group wrote it.
+        hosts: The files written by the ranks of each machine, by host name.
+        of_ranks: The manifest's text of tensors that belong to a single rank, by rank.
     """
 
     ranks: list[int]
@@ -118,10 +120,11 @@ class Joined:
 
 
 def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
-    """Join the accounts of some ranks, in the ranks' order.
+    """Join the accounts of a group of ranks.
 
     Args:
-        files_before: How many files the manifest has of the ranks before these.
+        accounts: In rank order.
+        files_before: The number of files that earlier groups' ranks have in the manifest.
     """
     meshes: dict[tuple[int, ...], int] = {}
     parties: dict[tuple[int, tuple[int, str], bytes, bytes], list[int]] = {}
@@ -176,7 +179,7 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
 
 
 class _Chunks:
-    """Those of a tensor that were found so far."""
+    """Accumulates the chunks of one tensor; ``rank`` is the first rank that wrote one."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -184,5 +187,5 @@ class _Chunks:
         self.texts: list[str] = []
 
     def text(self) -> bytes:
-        """In the manifest."""
+        """The chunks' text in the manifest."""
         return ",".join(self.texts).encode()

@@ -1,8 +1,8 @@
-"""The commit: one put of the manifest, which makes an attempt the checkpoint. Of several saves to a path, one wins.
+"""The commit: one atomic put of the manifest, which turns an attempt's files into the checkpoint.
 
-Commits are optimistic. A save sees which manifest is there when it begins, writes under names of its own, and replaces
-just that manifest: if another save has come first, it fails, and leaves the other's checkpoint whole. Nobody holds a
-lock while data is written.
+Commits are optimistic. A save notes which manifest is present when it begins, writes files of unique names, and then
+replaces only that manifest. If another save has committed first, this one fails and the other's checkpoint stays whole.
+No lock is held while data is written.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
 
 def new_attempt() -> str:
-    """Twelve hexadecimal digits that no other save of this directory has."""
+    """A random id of 12 hexadecimal digits, unique among the saves to a directory."""
     return secrets.token_hex(6)
 
 
 def look_before_saving(store: Store) -> Earlier:
-    """What is at the path where a save begins.
+    """Note what is at the path when a save begins.
 
     Raises:
-        CheckpointError: There is a ``manifest.json`` of another program; or the path is a link to a checkpoint.
+        CheckpointError: There is a ``manifest.json`` of another program; or the path is a symbolic link to a
+            checkpoint.
     """
     if isinstance(store, LocalStore) and os.path.islink(store.root) and store.exists(MANIFEST_NAME):
         raise CheckpointError(
@@ -44,17 +45,17 @@ def look_before_saving(store: Store) -> Earlier:
 
 
 def check_files(store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_host: str, began_s: float) -> None:
-    """Look for the files that the manifest is to name, the last thing before it appears.
+    """Check that all files that the manifest will name exist and have their sizes, just before the commit.
 
-    Each rank has looked for its own. On a disk the first rank looks for all once more, which costs microseconds; in a
-    remote store only where so much time has passed that they may have been taken for a crashed save's. A host of whose
-    files none is seen has a disk of its own.
+    Each rank has checked its own files. On a disk the first rank checks all of them again, which takes microseconds. In
+    a remote store it does so only if so much time has passed that another save may have removed them as a crashed
+    save's leftovers. If none of a host's files is visible, that host is taken to have a disk of its own.
 
     Args:
         began_s: When the save began, by ``time.monotonic()``.
 
     Raises:
-        CheckpointError: A file is gone or was cut off.
+        CheckpointError: A file is missing or has another size.
     """
     if store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
         return
@@ -68,10 +69,10 @@ def check_files(store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_ho
 
 
 def check_own_files(store: Store, files: Iterable[FileEntry]) -> None:
-    """Look for the files that this rank has just written.
+    """Check that the files that this rank has just written exist and have their sizes.
 
     Raises:
-        CheckpointError: One is gone or was cut off.
+        CheckpointError: A file is missing or has another size.
     """
     if lost := [fault for file in files if (fault := _fault(store, file))]:
         raise CheckpointError(_lost(store, lost))
@@ -94,10 +95,10 @@ def _lost(store: Store, lost: list[str]) -> str:
 
 
 def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool) -> None:
-    """Put the manifest in the earlier one's place, then remove what that one named, and old leftovers.
+    """Replace the earlier manifest by this one, then remove the files that it named, and old leftovers.
 
     Raises:
-        CheckpointConflictError: Another save came first. Its checkpoint stays.
+        CheckpointConflictError: Another save has committed first. Its checkpoint stays.
     """
     data = manifest.to_bytes()
     try:
@@ -125,17 +126,17 @@ def _conflict(store: Store, attempt: str) -> str:
 
 
 def failed_commit(store: Store, attempt: str, rank: int, error: BaseException) -> Failure:
-    """The failure of a commit, as the other ranks are to know it: their files stay if it may have been one."""
+    """A failed commit, as sent to the other ranks: they keep their files if the manifest may have been committed."""
     return dataclasses.replace(Failure.of(rank, error), files_stay=may_be_committed(store, attempt, error))
 
 
 def may_be_committed(store: Store, attempt: str, error: BaseException) -> bool:
-    """After putting the manifest has failed: whether it is there all the same, or may yet come.
+    """Whether the manifest is, or may still become, visible although putting it raised ``error``.
 
-    Also after a conflict: what is told of a manifest that is there is believed less than the manifest itself.
+    After a conflict the manifest itself is read, since a store's report of a conflict is less reliable.
     """
     if not isinstance(store, LocalStore) and not isinstance(error, CheckpointConflictError):
-        return True  # the answer may have been lost, not the request
+        return True  # the response may have been lost, not the request
     try:
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt == attempt
     except FileNotFoundError:

@@ -1,4 +1,8 @@
-"""What all ranks have written, checked and merged to one manifest. No I/O."""
+"""Checks what all ranks have written, and merges it to one manifest. No I/O.
+
+Checks that ranks of one mesh hold the same tensors, that each tensor's chunks cover it exactly, and that tensors which
+several meshes hold are equal.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,21 @@ from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.errors import CheckpointError
 
 LAYOUTS_KEPT = 64
-"""Shapes and how they are cut, most of them alike in each layer and from save to save: checked once."""
+"""Size of the cache of coverage checks: shapes and cuts repeat in each layer and from save to save."""
 Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
-"""A rank's :func:`~lightning_shard.checkpoint.content.content_sum` of what it wrote of some tensors."""
+"""One rank's :func:`~lightning_shard.checkpoint.content.content_sum` of the chunks that it wrote, by tensor."""
 
 
 @dataclass
 class _Held:
-    """A tensor as the ranks of one mesh hold it, from all groups of ranks.
+    """A tensor as the ranks of one mesh hold it, merged from all groups of ranks.
 
     Attributes:
-        head: Its dtype and shape, as the manifest has them.
-        places: The numbers of its chunks' boxes, group by group.
-        chunks: Their texts, group by group.
+        head: The dtype and global shape, as the manifest's text has them.
+        places: For each group, the index of its chunks' boxes in ``Merged._places``.
+        chunks: For each group, its chunks' texts in the manifest.
     """
 
     mesh: int
@@ -40,11 +44,11 @@ class _Held:
     chunks: list[bytes] = field(default_factory=list)
 
     def line(self) -> bytes:
-        """In the manifest."""
+        """The tensor's line in the manifest."""
         return tensor_line(self.head, self.chunks)
 
     def digests(self) -> dict[bytes, bytes]:
-        """Of the chunks' blocks, by the chunks' places; not of those without bytes."""
+        """The chunks' block digests, keyed by the text of the chunk's box; without chunks of no bytes."""
         found = chunk_texts(b",".join(self.chunks))
         return {place: digests for _, begin, end, place, digests in found if begin != end}
 
@@ -52,45 +56,46 @@ class _Held:
 class Merged:
     """What all ranks have written, merged.
 
-    Meshes that hold different lists of tensors, as pipeline stages do, may hold some tensors alike: both ends of a
-    pipeline have tied embeddings. Of these the first mesh's are the checkpoint's, and the others must be equal to it.
+    Meshes that hold different lists of tensors, such as pipeline stages, may have some tensors in common, such as tied
+    embeddings at both ends of a pipeline. The checkpoint then has the first mesh's tensor, and the others must be equal
+    to it.
 
     Args:
-        parts: Of all groups of ranks, in the ranks' order.
+        parts: The joined accounts of all groups of ranks, in rank order.
 
     Raises:
-        CheckpointError: Chunks of a tensor overlap or leave a gap: not all ranks that hold it wrote, or several did;
-            meshes hold different tensors by one name; or ranks tie tensors in different ways.
+        CheckpointError: Chunks of a tensor overlap or leave a gap, since a rank that holds it didn't write, or several
+            wrote the same part; meshes hold different tensors under one name; or ranks tie tensors differently.
     """
 
     def __init__(self, parts: Sequence[Joined]) -> None:
         self.files: list[FileEntry] = []
         self.files_by_host: dict[str, list[FileEntry]] = {}
-        """What the ranks of each machine have written."""
+        """The files that the ranks of each machine have written, by host name."""
         self._state_file: int | None = None
         self._meshes: dict[tuple[int, ...], int] = {}
         self._places: dict[Places, int] = {}
         self._tensors: dict[str, dict[str, _Held]] = {}
         self._again: dict[tuple[str, str, int], _Held] = {}
-        """What further meshes hold of tensors that an earlier one has, by section, name and mesh."""
+        """Copies on further meshes of tensors that an earlier mesh has, by section, name and mesh."""
         self._aliases: dict[str, dict[str, str]] = {}
         self._of_ranks: dict[str, bytes] = {}
-        """The manifest's text of what belongs to single ranks."""
+        """The manifest's text of tensors that belong to a single rank, by rank."""
         self._pairs: list[tuple[str, tuple[str, _Held], tuple[str, _Held]]] = []
-        """What must be equal."""
+        """Pairs of tensors that must be equal: (section, (name, tensor), (name, tensor))."""
         meshes = [[self._meshes.setdefault(ranks, len(self._meshes)) for ranks in part.meshes] for part in parts]
         parties = [p._replace(mesh=own[p.mesh]) for part, own in zip(parts, meshes) for p in part.parties]
         _check_agreement(parties, list(self._meshes))
         mesh_of = {rank: party.mesh for party in parties for rank in party.ranks}
         self._mesh_of = {rank: mesh_of[rank] for part in parts for rank in part.ranks}
-        """In the order of the accounts."""
+        """Rank to mesh number, in the order of the accounts."""
         for part, own in zip(parts, meshes):
             self._add(part, own)
         self._pairs += [
             (section, (name, self._tensors[section][name]), (name, held))
             for (section, name, _), held in self._again.items()
         ]
-        # once all tensors are known: a name may be tied on one mesh and plain on another
+        # after all tensors are known: a name may be an alias on one mesh and a plain tensor on another
         for part, own in zip(parts, meshes):
             for alias in part.aliases:
                 self._add_alias(alias._replace(mesh=own[alias.mesh]))
@@ -158,10 +163,10 @@ class Merged:
             sound.add(cut)
 
     def unsettled(self) -> list[Name]:
-        """The tensors that meshes cut into other chunks, so that digests don't tell whether they hold them alike.
+        """The tensors that meshes cut into different chunks, so that block digests can't show whether they are equal.
 
         Raises:
-            CheckpointError: One is not alike.
+            CheckpointError: Two copies of a tensor differ.
         """
         unsettled: dict[Name, None] = {}
         for section, (name, first), (other_name, other) in self._pairs:
@@ -176,10 +181,10 @@ class Merged:
         return list(unsettled)
 
     def settle(self, sums: list[Sums]) -> None:
-        """Compare the tensors that are unsettled by sums of their content, each rank's of what it wrote.
+        """Compare the :meth:`unsettled` tensors by their content sums; ``sums`` has those of each rank's chunks.
 
         Raises:
-            CheckpointError: One is not alike.
+            CheckpointError: Two copies of a tensor differ.
         """
         totals: dict[tuple[str, str, int], int] = {}
         for mesh, own in zip(self._mesh_of.values(), sums, strict=True):
@@ -221,7 +226,7 @@ class Merged:
 
 
 def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> None:
-    """Ranks that share the writing of their tensors must hold the same ones: else some would be written by no one.
+    """Check that ranks of one mesh hold the same tensors: they share the writing, so some might have no writer else.
 
     Args:
         meshes: The ranks of each mesh, by its number.
@@ -229,7 +234,8 @@ def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> Non
     party_of = {rank: party for party in parties for rank in party.ranks}
     compared: set[int] = set()
     for party in parties:
-        # One party of a mesh is compared with all of it, and the others with its first: a mesh may have thousands.
+        # Linear in the mesh's ranks, which may be thousands: the first party of a mesh is compared with all of its
+        # ranks, the other parties only with its first rank.
         mesh_ranks, rank = meshes[party.mesh], party.ranks[0]
         for member in mesh_ranks[:1] if party.mesh in compared else mesh_ranks:
             other = party_of.get(member)
@@ -250,7 +256,7 @@ def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> Non
 
 
 def _check_contents(party: Party, other: Party, rank: int, other_rank: int) -> None:
-    """What two ranks hold alike, and each writes a part of, must be the same."""
+    """Check that tensors replicated on two ranks, each of which writes a part of them, are equal."""
     if (party.contents, party.replicated) == (other.contents, other.replicated):
         return
     if party.replicated != other.replicated:
@@ -276,7 +282,7 @@ def _coverage_fault(head: str, places: tuple[Places, ...]) -> str | None:
 
 
 def kind_of(head: str) -> tuple[str, tuple[int, ...]]:
-    """A tensor's dtype and shape, from the beginning of its text."""
+    """A tensor's dtype and shape, parsed from the head of its text in the manifest."""
     fields = json.loads(head + "}")
     return fields["dtype"], tuple(fields["shape"])
 

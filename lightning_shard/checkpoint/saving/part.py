@@ -1,7 +1,8 @@
-"""One rank's part of a checkpoint: which files it writes, and what of which tensors goes into each. No I/O.
+"""Plans one rank's part of a checkpoint: which files it writes, and which boxes of which tensors go into each. No I/O.
 
-What follows from names, dtypes and layouts alone is the same from save to save of a run: it is reckoned once, and kept
-(:func:`_plan`). A later save finds its tensors, asks which of them are one memory, and takes views.
+The part of the plan that depends only on names, dtypes, layouts and aliases is the same from save to save, so it is
+computed once and cached (:func:`_plan`). A later save locates its tensors, finds which of them alias each other, and
+takes views.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 KEPT_PLANS = 8
-"""Of the states that this process saves in turn, such as a model's with its optimizer's, and an average of it."""
+"""Size of the plan cache: the states that a process saves in turn (a model with its optimizer, an average of it)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PartFile:
     path: str
     plan: FilePlan
     data: list[Tensor]
-    """Of the plan's pieces, in their order."""
+    """The elements of the plan's pieces, in the plan's order."""
 
     def pieces(self) -> list[Piece]:
         return [Piece(o.name, o.shape, o.box, data) for o, data in zip(self.plan.outlines, self.data, strict=True)]
@@ -61,15 +62,15 @@ class PartFile:
 
 @dataclass
 class RankPart:
-    """What one rank writes, and what it tells the others of it.
+    """What one rank writes, and the metadata of it that the ranks compare.
 
     Attributes:
-        mesh_ranks: The ranks that hold the same tensors as this one.
-        fingerprint: The number of tensors and a hash of their names, dtypes and shapes: those ranks must agree.
-        aliases: By section, names of tensors that are the memory of another, to its name.
-        replicated: Names of the tensors that all of ``mesh_ranks`` hold alike, one to a line.
-        contents: A fingerprint of each, which must be the same on all of these ranks.
-        state: The trainer state as typed JSON, on the rank that writes it.
+        mesh_ranks: The ranks that hold the same list of tensors as this one.
+        fingerprint: The number of tensors and a hash of their names, dtypes and shapes; equal on all ``mesh_ranks``.
+        aliases: By section: name of a tensor that shares the memory of another, to that one's name.
+        replicated: Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line.
+        contents: A fingerprint of each replicated tensor's elements; equal on all ``mesh_ranks``.
+        state: The trainer state as typed JSON, on the rank that writes it; None elsewhere.
     """
 
     attempt: str
@@ -87,7 +88,7 @@ class RankPart:
         return f"trainer/state-{self.attempt}.json"
 
     def paths(self) -> Iterator[str]:
-        """Every file that this rank writes."""
+        """The paths of all files that this rank writes."""
         if self.state is not None:
             yield self.state_path
         for file in self.files:
@@ -105,14 +106,14 @@ def plan_part(
     attempt: str,
     may_be_half_loaded: bool = False,
 ) -> RankPart:
-    """See :func:`lightning_shard.checkpoint.save` for the arguments.
+    """Plan this rank's part. See :func:`lightning_shard.checkpoint.save` for the other arguments.
 
     Args:
-        may_be_half_loaded: Take tensors that a load has begun to write and did not finish, to look at, not to save.
+        may_be_half_loaded: Accept tensors that a failed load has overwritten in part: for reading, not for saving.
 
     Raises:
-        UnsupportedStateError: A value that the format can't hold; names its key.
-        CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into them has failed.
+        UnsupportedStateError: The format can't hold a value; the error names its key.
+        CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into a tensor has failed.
     """
     sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
@@ -151,7 +152,7 @@ def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
 
 
 def _check_name(name: str) -> None:
-    """safetensors keeps one name for itself, and its text is UTF-8."""
+    """Refuse names that safetensors can't hold: ``__metadata__``, which it reserves, and text that isn't UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -163,7 +164,7 @@ def _check_name(name: str) -> None:
 
 
 def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
-    """A file of tensors that are this rank's alone."""
+    """Plan a file of whole tensors that only this rank has."""
     for name, tensor in tensors.items():
         _check_name(name)
         check_storable(name, tensor)
@@ -178,12 +179,12 @@ def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
 
 
 def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
-    """The names of tensors that are the very memory of an earlier one, to its name."""
+    """Map each tensor that shares its memory with an earlier one to that one's name."""
     aliases: dict[str, str] = {}
     first_at: dict[int, list[Located]] = {}
     for tensor in tensors:
         known = first_at.setdefault(tensor.local.data_ptr(), [])
-        # seldom more than one: what begins at one place is told apart by shape, strides and so on
+        # seldom more than one; tensors that begin at one address are distinguished by shape, strides and so on
         key = identity(tensor) if known else None
         same = next((other.name for other in known if identity(other) == key), None) if key is not None else None
         if same is not None:
@@ -193,11 +194,11 @@ def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
     return aliases
 
 
-# -- what is the same from save to save -------------------------------------------------------------------------------
+# -- the cached plan: what is the same from save to save ---------------------------------------------------------------
 
 
 class Outlined(NamedTuple):
-    """A tensor as far as a plan depends on it."""
+    """The properties of a tensor that the cached plan depends on."""
 
     name: str
     dtype: torch.dtype
@@ -210,12 +211,12 @@ def outlined(tensor: Located) -> Outlined:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What this rank writes of a tensor, the ``number``-th of a list: a box of it, and how its local part is cut."""
+    """A box that this rank writes of the ``number``-th tensor of a list, and how to narrow the local tensor to it."""
 
     number: int
     box: Box
     narrows: tuple[tuple[int, int, int], ...]
-    """Dim, start and length, in turn."""
+    """(dim, start, length) of each ``Tensor.narrow``, to be applied in turn."""
 
     def of(self, tensor: Located) -> Tensor:
         if 0 in tensor.spread.shape:
@@ -232,14 +233,14 @@ class _Plan:
     replicated: bytes
     """See :class:`RankPart`."""
     shared: list[tuple[str, int]]
-    """The same tensors by section and number."""
+    """The tensors of ``replicated``, by section and number."""
     files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)
-    """By section, where this rank writes anything of it: cuts in the order of the file's pieces."""
+    """By section, where this rank writes any of it: the cuts in the order of the file's pieces, and the file's plan."""
 
 
 @lru_cache(maxsize=KEPT_PLANS)
 def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[tuple[str, str], ...]], ...]) -> _Plan:
-    """From titles, tensors and aliases of the sections."""
+    """Plan the files of tensors. ``sections``: (section, tensors, aliases) of each."""
     shared = sorted(  # ranks may list them in any order
         (section, tensor.name, number)
         for section, tensors, _ in sections
@@ -265,7 +266,7 @@ def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[t
 
 
 def my_cuts(tensors: Sequence[tuple[int, Outlined]], frame: Frame) -> list[Cut]:
-    """What this rank writes: all that it alone holds, and its share of what others hold too."""
+    """What this rank writes: the boxes that it alone holds, and its share of the boxes that it holds as a replica."""
     cuts: list[Cut] = []
     by_holders: dict[tuple[int, ...], list[tuple[int, Outlined, LocalBox]]] = {}
     for number, tensor in tensors:
@@ -281,7 +282,7 @@ def my_cuts(tensors: Sequence[tuple[int, Outlined]], frame: Frame) -> list[Cut]:
 
 
 def _narrows(spread: Spread, place: LocalBox, part: Box) -> tuple[tuple[int, int, int], ...]:
-    """How to come from the local tensor to a part of one of its boxes."""
+    """The narrows from the local tensor to ``part``, which lies inside its box ``place``."""
     within = part.within(place.box)
     extents = [max(b.local_offsets[dim] + b.box.sizes[dim] for b in spread.boxes) for dim in range(len(spread.shape))]
     return tuple(
@@ -292,7 +293,7 @@ def _narrows(spread: Spread, place: LocalBox, part: Box) -> tuple[tuple[int, int
 
 
 def _fingerprint(sections: Iterable[tuple[str, Iterable[Outlined], Any]]) -> tuple[int, str]:
-    """How many tensors this rank holds, and a hash of what they are: ranks of one mesh must agree."""
+    """The number of tensors, and a hash of their names, dtypes and shapes; ranks of one mesh must agree on them."""
     lines = [
         f"{section}\0{tensor.name}\0{tensor.dtype}\0{tensor.spread.shape}"
         for section, tensors, _ in sections

@@ -1,4 +1,4 @@
-"""``save``: plan, write this rank's files, commit together."""
+"""``save``: plans this rank's part, writes its files, and commits together with the other ranks."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ WRITER = "lightning_shard 0.1.0"
 
 @dataclasses.dataclass(frozen=True)
 class SaveReport:
-    """What a save has come to, on one rank.
+    """The result of a save, on one rank.
 
     Attributes:
-        path: The checkpoint.
-        attempt: The manifest's, which tells this checkpoint from any other at the path.
-        rank_bytes: What this rank wrote.
-        bytes: What all ranks wrote, without the manifest.
-        seconds: How long it took this rank, waiting for others included.
+        path: The checkpoint's directory.
+        attempt: The manifest's attempt id, which distinguishes this checkpoint from any other at the path.
+        rank_bytes: Bytes that this rank wrote.
+        bytes: Bytes that all ranks wrote, without the manifest.
+        seconds: Wall time on this rank, including waiting for others.
     """
 
     path: str
@@ -76,36 +76,37 @@ def save(
 ) -> SaveReport:
     """Write a checkpoint. With a process group, a collective call: each rank writes its part.
 
-    The directory's earlier checkpoint, if any, stays valid until this one is complete, and is then replaced at once.
-    If any rank fails, every rank raises and the earlier one stays. A torn or empty ``manifest.json``, as a crash of the
-    machine may leave it without ``fsync``, is replaced; another program's isn't. Of several saves to one path at the
-    same time, one wins.
+    An earlier checkpoint in the directory stays valid until this one is complete, and is then replaced atomically. If
+    any rank fails, every rank raises and the earlier checkpoint stays. A torn or empty ``manifest.json``, as a machine
+    crash may leave without ``fsync``, is replaced; another program's isn't. Of several concurrent saves to one path,
+    one wins.
 
     Args:
-        state: Tensors and DTensors by name; nested dicts give names joined by ``.``; a module stands for its
-            state dict. Tensors that share all of their memory are written once. A tensor that isn't sharded is the
-            same on all ranks that hold it, and each writes a part: that they are the same is checked by a sample of
-            its elements, and of all where they are few. Replicas of shards (HSDP) aren't compared.
-        path: A directory, new or holding an earlier checkpoint; local, or any URL that fsspec knows.
+        state: Tensors and DTensors by name. Keys of nested dicts are joined by ``.``. A module stands for its state
+            dict. Tensors that share all of their memory are written once. A tensor that isn't sharded must be equal on
+            all ranks that hold it, and each writes a part of it; equality is checked on a sample of its elements, or on
+            all if it is small. Replicas of shards (HSDP) aren't compared.
+        path: A directory, new or with an earlier checkpoint; local, or any URL that fsspec knows.
         optimizer: A torch optimizer, its ``state_dict()``, that of ``torch.distributed.checkpoint``, or a list of
             these; their groups are kept in the trainer state, under ``optimizer_states``. Or tensors by name.
-        trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.encode` holds; the first rank's is saved.
+        trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.encode` supports; the first rank's is
+            saved.
         rank_state: Tensors that belong to this rank alone, such as states of random generators.
-        mesh: The ranks that hold this same list of tensors, as the ranks of one pipeline stage do, with the axes that
-            its DTensors are sharded over among its own. Default: all ranks of ``group``.
+        mesh: The ranks that hold this same list of tensors, such as the ranks of one pipeline stage; its axes must
+            include those that the DTensors are sharded over. Default: all ranks of ``group``.
         group: The ranks that save. Default: all.
-        layout: Told to whoever reads the manifest: a dataclass or JSON.
+        layout: Recorded in the manifest for its readers: a dataclass or JSON.
         storage_options: For fsspec.
         fsync: Survive a crash of the machine; False for scratch.
-        digests: Record a 128-bit hash of every block, so that damage is found on load.
+        digests: Record a 128-bit hash of every block, so that a load detects damage.
 
     Raises:
-        UnsupportedStateError: A value that the format can't hold; names its key.
-        CheckpointConflictError: Another save has put its checkpoint there since this one began; that one stays.
-        CheckpointError: The ranks' parts don't make up their tensors; a rank couldn't write; a tensor that ranks hold
-            alike differs between them; a load into a tensor has failed in its middle; ranks hold different tensors by
-            one name; ``path`` is a symbolic link to a checkpoint, or has another program's manifest.
-        RankFailure: A rank ended, was stopped or hangs, and the process group's timeout is over.
+        UnsupportedStateError: The format can't hold a value; the error names its key.
+        CheckpointConflictError: Another save has committed to the path since this one began; its checkpoint stays.
+        CheckpointError: The ranks' parts don't cover their tensors; a rank couldn't write; a replicated tensor differs
+            between ranks; a load into a tensor failed midway; ranks hold different tensors under one name; ``path`` is
+            a symbolic link to a checkpoint, or has another program's manifest.
+        RankFailure: A rank ended, was stopped or hangs, and the process group's timeout has expired.
     """
     ranks = Ranks.of(group)
     order = Order(os.fspath(path), storage_options, layout, fsync, digests)
@@ -127,10 +128,10 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where and how a checkpoint is to be written; see :func:`save`."""
+    """Where and how to write a checkpoint; see :func:`save` for the fields."""
 
     path: str
-    storage_options: dict[str, Any] | None = dataclasses.field(repr=False)  # they hold secrets
+    storage_options: dict[str, Any] | None = dataclasses.field(repr=False)  # may hold secrets
     layout: Any
     fsync: bool
     digests: bool
@@ -143,7 +144,7 @@ def write_together(order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Committed:
-    """The first rank's verdict, where all is well."""
+    """The first rank's outcome of a successful commit."""
 
     attempt: str
     bytes: int
@@ -151,7 +152,7 @@ class _Committed:
 
 @dataclasses.dataclass(frozen=True)
 class _Compare:
-    """The first rank's question, where ranks hold tensors of one name in other chunks: whether they are equal."""
+    """The first rank's request to compare tensors that several meshes hold, cut into different chunks."""
 
     names: list[Name]
 
@@ -169,14 +170,14 @@ class _Saving:
         self._layout: Any = None
         self._host = ""
         self._rank_bytes = 0
-        # the first rank's
+        # on the first rank only
         self._earlier = Earlier()
         self._merged: Merged | None = None
         self._fault: BaseException | None = None
 
     def run(self) -> SaveReport:
-        # Where the ranks can't talk to the end, or this one is interrupted, the first may yet commit: then all files
-        # stay, and a later save clears what no manifest names.
+        # If a collective fails, or this rank is interrupted, the first rank may still commit. So the files stay, and a
+        # later save removes those that no manifest names.
         own, outcome = exchange_by_groups(self._ranks, self._write, file_count, joined, self._conclude)
         if isinstance(outcome, _Compare):
             own, outcome = exchange(self._ranks, partial(self._sums, outcome.names), self._settle)
@@ -236,7 +237,7 @@ class _Saving:
 
 
 def write_part(part: RankPart, store: Store, order: Order) -> Account:
-    """Write a rank's files, and look for them once more when all are there."""
+    """Write a rank's files, then check that all of them exist and have their sizes."""
     account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
     account.replicated, account.contents = part.replicated, part.contents
     if part.state is not None:
@@ -254,7 +255,7 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
 
 
 def plain(layout: Any) -> Any:
-    """The layout as JSON."""
+    """Convert a dataclass or JSON-like value to plain JSON values."""
     value = dataclasses.asdict(layout) if dataclasses.is_dataclass(layout) and not isinstance(layout, type) else layout
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -263,7 +264,7 @@ def plain(layout: Any) -> Any:
 
 
 def raise_cause(own: BaseException | None, outcome: Failure, rank: int, path: str) -> NoReturn:
-    """Raise why nothing was committed at a path: this rank's own error, or else that of the first that failed."""
+    """Raise the reason why nothing was committed: this rank's own error, or else that of the first failed rank."""
     if own is None:
         outcome.raise_here(rank)
     assert own is not None
@@ -273,7 +274,7 @@ def raise_cause(own: BaseException | None, outcome: Failure, rank: int, path: st
 
 
 def abandon(store: Store, names: Iterable[str]) -> None:
-    """Remove a rank's files of an attempt that came to nothing."""
+    """Remove a rank's files of an attempt that failed."""
     remove_files(store, names)
     with contextlib.suppress(Exception):
         if not store.exists(MANIFEST_NAME):
