@@ -1,6 +1,6 @@
-"""Carry a committed checkpoint from one store to another, file by file, the manifest last.
+"""Copies a committed checkpoint from one store to another, file by file, the manifest last.
 
-What arrives is the same checkpoint, of one attempt. Each block is compared with its digest on the way.
+The copy is the same checkpoint, with the same attempt id. Each block is verified against its digest on the way.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ def carry(
     storage_options: dict[str, Any],
     fsync: bool,
 ) -> None:
-    """Bring a checkpoint to a path; a collective call.
+    """Copy a checkpoint to a path. A collective call. Does nothing if the checkpoint is there already.
 
-    If any rank fails, every rank raises, and nothing is committed. Nothing is done where it is there already. Whatever
-    happens, no file is removed: another process may be carrying the same attempt, and count on what is there. So what
-    was brought by a carrying that failed is there for the next one, which leaves what is whole as it is; or it goes as
-    what any crashed save leaves.
+    If any rank fails, every rank raises, and nothing is committed. No file is ever removed, since another process may
+    be copying the same attempt and rely on the files that are there. So files of a failed copy remain: the next copy
+    keeps those that are whole, or they are removed later as leftovers of a crashed save.
 
     Args:
-        own_files: What this rank carries; it needs no others. Every file must be some rank's.
+        checkpoint: The source; a rank needs to see only ``own_files``.
+        path: The destination.
+        own_files: The files that this rank copies. Every file must be copied by some rank.
+        ranks: The ranks that copy.
+        storage_options: For fsspec, of the destination.
+        fsync: Sync the files and their folders.
 
     Raises:
-        CheckpointConflictError: Another save has put its checkpoint there meanwhile. That one stays.
-        CorruptCheckpointError: A file is damaged where it is read.
+        CheckpointConflictError: Another save has committed to the path meanwhile. Its checkpoint stays.
+        CorruptCheckpointError: A file of the source is damaged.
         CheckpointError: A rank couldn't write.
     """
     manifest, began_s = checkpoint.manifest, time.monotonic()
@@ -66,7 +70,7 @@ def carry(
         there = {file: size for file in own_files if (size := _size_of(store, file)) is not None}
         whole = _whole(Checkpoint(path, store, manifest, True), [file for file in there if there[file] == file.bytes])
         for file, blocks in _with_blocks(checkpoint, [file for file in own_files if file not in whole]):
-            # what was cut off is replaced, and not removed first: its carrier may complete and commit it meanwhile
+            # an incomplete file is replaced, not removed first: another process may complete and commit it meanwhile
             put = store.publish if file in there else store.write
             put(file.path, blocks, file.bytes, durable=fsync)
         if fsync:
@@ -79,7 +83,7 @@ def carry(
             commit(store, manifest, earlier, durable=fsync)
         except BaseException as error:
             if isinstance(error, CheckpointConflictError) and attempt_at(store) == manifest.attempt:
-                return None  # who has carried it at the same time came first
+                return None  # another process has copied and committed the same attempt
             fault.append(error)
             return failed_commit(store, manifest.attempt, ranks.rank, error)
         return None
@@ -90,7 +94,7 @@ def carry(
 
 
 def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
-    """Read files, and compare each block with its digest: why one is damaged, or can't be read; else nothing."""
+    """Read files and verify all digests. Returns why a file is damaged or can't be read, or an empty text."""
     try:
         for _, blocks in _with_blocks(checkpoint, files):
             _read(blocks)
@@ -105,9 +109,9 @@ def _read(blocks: Iterable[Buffer]) -> None:
 
 
 def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
-    """Of files that may have been carried before, those that are undamaged."""
+    """The undamaged ones of files that may have been copied before."""
     whole: set[FileEntry] = set()
-    # all in one look at the manifest's chunks, of which a large run has millions
+    # one pass over the manifest's chunks for all files: a large run has millions of chunks
     for file, blocks in _with_blocks(carried, files):
         with contextlib.suppress(CorruptCheckpointError):
             _read(blocks)
@@ -123,7 +127,7 @@ def _size_of(store: Store, file: FileEntry) -> int | None:
 
 
 def attempt_at(store: Store) -> str:
-    """The attempt of the checkpoint that is in a store; empty where there is none, or one that can't be read."""
+    """The attempt id of the checkpoint in a store; empty if there is none, or it can't be read."""
     try:
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
@@ -131,7 +135,7 @@ def attempt_at(store: Store) -> str:
 
 
 def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, Iterator[Buffer]]]:
-    """Files, each with its bytes in order, which are checked as they are taken."""
+    """Yield each file with an iterator over its bytes in order, which verifies digests as it goes."""
     own = set(files)
     chunks: dict[int, list[tuple[str, Chunk]]] = {
         index: [] for index, file in enumerate(checkpoint.manifest.files) if file in own
@@ -147,7 +151,7 @@ def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator
 
 
 def _checked(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]) -> Iterator[Buffer]:
-    """A file's bytes, block by block; the memory of one is used again for the next."""
+    """Yield a file's bytes, verified block by block; each block reuses the memory of the one before."""
     source = f"{checkpoint.path}/{file.path}"
     memory = memoryview(bytearray())
     with _saying_that_it_is_damaged(source), checkpoint.store.reading(file.path) as read_into:
@@ -172,7 +176,7 @@ def _saying_that_it_is_damaged(source: str) -> Iterator[None]:
 def _blocks(
     checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]
 ) -> Iterator[tuple[str, int, int, str | None]]:
-    """All of a file's bytes: what they are a part of, begin, end, and their digest where they have one."""
+    """Yield consecutive ranges that cover a file: (what they are a part of, begin, end, expected digest or None)."""
     at = file.header_bytes or file.bytes
     yield "header" if file.header_bytes else "state", 0, at, file.digest
     block_bytes = checkpoint.manifest.block_bytes or BLOCK_BYTES

@@ -1,8 +1,8 @@
-"""The checkpoints of a folder: which are there, which is the newest, and removing the oldest; on any store.
+"""Folders of checkpoints: lists them, finds the newest, and prunes the oldest; on any store.
 
-A folder's checkpoints are the directories in it that have a manifest, in the order of their commits by the store's
-clock; by their names where the store tells no times, and there nothing is pruned. A directory without one, as a save
-that is under way or was cut off leaves it, is neither found nor removed.
+A folder's checkpoints are the directories in it that have a manifest, ordered by the manifests' times by the store's
+clock. If the store has no times, they are ordered by name, and nothing is pruned. A directory without a manifest, which
+a save in progress or a crashed save leaves, is neither listed nor removed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
 UNTOLD = datetime.min.replace(tzinfo=UTC)
-"""When a checkpoint was committed, where the store doesn't tell."""
+"""The time of a commit if the store has no times."""
 STEP_KEYS = ("global_step", "step")
-"""Where a trainer state may say which step it is of: Lightning's name, and what one would call it."""
+"""Keys of a trainer state that may hold its step: Lightning's, and the usual one."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A committed checkpoint in a folder. It may be given wherever a checkpoint's path is asked for.
+    """A committed checkpoint in a folder. Can be passed wherever a checkpoint's path is expected.
 
     Attributes:
-        name: Its directory's, in the folder.
-        committed: When its manifest was written, by the store's clock; UTC. The year 1 where the store doesn't tell.
-        step: ``global_step`` or ``step`` of its trainer state; None if that says nothing.
-        bytes: Of all its files but the manifest.
+        path: The checkpoint's directory.
+        name: The directory's name in the folder.
+        committed: When its manifest was written, by the store's clock, in UTC. The year 1 if the store has no times.
+        attempt: The attempt id of the save that wrote it.
+        step: ``global_step`` or ``step`` of its trainer state; None without either.
+        bytes: Bytes of all its files except the manifest.
         fault: Why its manifest can't be read; None if it can.
     """
 
@@ -60,10 +62,15 @@ def commits(
     storage_options: dict[str, Any] | None = None,
     which: Callable[[str], bool] = lambda name: True,
 ) -> list[tuple[datetime, str]]:
-    """The committed checkpoints in a folder whose names are asked for, and when they were committed; the oldest first.
+    """(time of the commit, name) of a folder's committed checkpoints, the oldest first.
 
-    Of those of one moment (many stores tell the time in seconds) the order is that of their names, in which numbers
-    count as such.
+    Commits of the same time (many stores count in seconds) are ordered by name, with numbers in names compared as
+    numbers.
+
+    Args:
+        folder: The folder.
+        storage_options: For fsspec.
+        which: Called with each name; False leaves it out.
     """
     root = as_path(folder)
     names = [name for name in names_in(root, storage_options) if which(name)]
@@ -78,7 +85,7 @@ def commits(
 
 
 def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[str]:
-    """What is in a folder, files and folders, without what is in these; nothing if it isn't there."""
+    """The names of the files and folders directly in a folder; empty if it doesn't exist."""
     fs, base = open_filesystem(folder, storage_options)
     calls = Calls(fs, as_path(folder), storage_options, (storage_options or {}).get("stall_s"))
     try:
@@ -89,36 +96,36 @@ def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | N
 
 
 def committed_at(store: Store) -> datetime | None:
-    """When a checkpoint's manifest was written; None where there is none."""
+    """When a checkpoint's manifest was written; None if there is none."""
     try:
         seconds = store.modified(MANIFEST_NAME)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link that leads in a circle
+        if error.errno == errno.ELOOP:  # a circular symbolic link
             return None
         raise
-    if seconds is None:  # the store doesn't tell
+    if seconds is None:  # the store has no times
         return UNTOLD if store.exists(MANIFEST_NAME) else None
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """To sort by: ``step=9`` before ``step=10``."""
+    """Sort key that compares numbers as numbers: ``step=9`` before ``step=10``."""
     parts = (part for part in re.split(r"(\d+)", name) if part)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def latest(folder: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> str | None:
-    """The path of the checkpoint that was committed last; None where none is there. Not collective."""
+    """The path of the checkpoint that was committed last; None if there is none. Not collective."""
     found = commits(folder, storage_options)
     return posixpath.join(as_path(folder), found[-1][1]) if found else None
 
 
 def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> list[Entry]:
-    """``checkpoint.list``: the committed checkpoints of a folder, the oldest first, but for links. Not collective.
+    """``checkpoint.list``: the committed checkpoints of a folder, the oldest first, without links. Not collective.
 
-    Reads each one's manifest, and the file of its trainer state.
+    Reads each checkpoint's manifest, and the file of its trainer state.
     """
     root = as_path(folder)
     store = open_store(root, storage_options)
@@ -141,7 +148,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
 
 
 def step_of(tree: Any) -> int | None:
-    """Which step a trainer state is of, if it says so."""
+    """The step that a trainer state records; None if it records none."""
     values = [tree.get(key) for key in STEP_KEYS] if isinstance(tree, dict) else []
     return next((value for value in values if type(value) is int), None)
 
@@ -153,22 +160,24 @@ def prune(
     protect: Iterable[str | os.PathLike[str]] | Callable[[Entry], bool] = (),
     storage_options: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Remove a folder's checkpoints but for those that were committed last. Not collective: call it on one rank.
+    """Remove all but the newest checkpoints of a folder. Not collective: call it on one rank.
 
-    What a link in the folder leads to stays, and so does a checkpoint whose manifest is damaged, which isn't counted,
-    and what a save has put in the place of one meanwhile.
+    These stay, too: targets of links in the folder; checkpoints with a damaged manifest, which don't count for
+    ``keep``; and a checkpoint that another save has replaced meanwhile.
 
     Args:
+        folder: The folder.
         keep: How many of the newest stay; at least 1.
-        protect: What else stays: paths, or names in the folder; or a function that is asked about each one that would
-            be removed.
+        protect: Checkpoints that stay, too: paths, or names in the folder; or a function that is called with each one
+            that would be removed, and returns True to keep it.
+        storage_options: For fsspec.
 
     Returns:
-        The paths of those that were removed.
+        The paths of the removed checkpoints.
 
     Raises:
-        CheckpointNotFoundError: A protected one isn't there; nothing has been removed then.
-        CheckpointError: The store doesn't tell when files were written, so which are the newest isn't known.
+        CheckpointNotFoundError: A protected checkpoint doesn't exist; nothing has been removed.
+        CheckpointError: The store has no times of files, so the newest aren't known.
     """
     if keep < 1:
         raise ConfigurationError(f"keep ({keep}) must be at least 1: to remove all, remove each by checkpoint.remove.")
@@ -187,7 +196,7 @@ def prune(
 
 
 def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[str]]) -> set[str]:
-    """The names in the folder of checkpoints that are given by path or by name."""
+    """Resolve paths or names of checkpoints to names in the folder."""
     places = {_place(spelling): entry.name for entry in entries for spelling in (entry.name, entry.path)}
     names = set()
     for path in [protect] if isinstance(protect, str | os.PathLike) else protect:
@@ -200,7 +209,7 @@ def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[
 
 
 def _place(path: str) -> str:
-    """The same for all spellings of one local path; a URL as it is."""
+    """Canonical form: equal for all spellings of one local path; a URL is unchanged."""
     scheme, found, rest = path.partition("://")
     if found and scheme not in ("file", "local"):
         return path
@@ -208,7 +217,7 @@ def _place(path: str) -> str:
 
 
 def _linked(root: str, storage_options: dict[str, Any] | None) -> set[str]:
-    """The names of what links in a local folder lead to, where that is in it too."""
+    """The names of those entries of a local folder that links in the folder lead to."""
     folder = open_store(root, storage_options)
     if not isinstance(folder, LocalStore) or not os.path.isdir(folder.root):
         return set()

@@ -1,13 +1,13 @@
-"""A writer and a reader for ``torch.distributed.checkpoint`` (DCP) that speak this package's format.
+"""Storage writer and reader for ``torch.distributed.checkpoint`` (DCP) in this package's format.
 
 ::
 
     dcp.save(state, storage_writer=checkpoint.DcpWriter(path))
     dcp.load(state, storage_reader=checkpoint.DcpReader(path))
 
-DCP's planners decide who writes and reads what; the files, their digests and the commit are those of
-:func:`~lightning_shard.checkpoint.save`, and either side reads what the other wrote. Names are DCP's: nested states
-become names joined by ``.``, in this package's sections as follows.
+DCP's planners decide which rank writes and reads what. Files, digests and the commit are those of
+:func:`~lightning_shard.checkpoint.save`, so each can read what the other wrote. Names are DCP's: keys of nested states
+are joined by ``.``, and map to this package's sections as follows.
 
 ========================================  ==================================================================
 DCP's name                                here
@@ -18,15 +18,15 @@ a value that isn't a tensor               a key of the trainer state, as typed J
 ========================================  ==================================================================
 
 So ``{"layers.0.weight": …, "optimizer": {…}}``, as torchtitan saves, gives a model section with the model's own names.
-Of a checkpoint that Lightning wrote, the trainer state's top keys (``epoch``, ``global_step``, …) are values to DCP.
+For a checkpoint that Lightning wrote, the trainer state's top keys (``epoch``, ``global_step``, …) are values to DCP.
 
-What DCP raises, on every rank, is its ``CheckpointException``; its ``failures`` hold this package's error of each rank
-that failed. Nothing is committed then, and an earlier checkpoint stays.
+On failure DCP raises its ``CheckpointException`` on every rank; its ``failures`` have this package's error of each
+failed rank. Nothing is committed then, and an earlier checkpoint stays.
 
 Beside DCP's public storage API this uses, as of torch 2.11 to 2.13:
 
-- ``DefaultLoadPlanner.load_bytes`` unpickles, so values are put where it would put them: by its ``mappings`` and
-  ``torch.distributed.checkpoint._traverse.set_element``, which is private.
+- ``DefaultLoadPlanner.load_bytes`` unpickles, so this reader sets values itself, at the same positions: by the
+  planner's ``mappings`` and ``torch.distributed.checkpoint._traverse.set_element``, which is private.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ OPTIMIZER_PREFIX = "optimizer."
 
 @dataclass
 class _Part:
-    """What one rank has written, as it travels to the coordinator: files and chunks, and its values as typed JSON."""
+    """What one rank has written, as sent to the coordinator: its files and chunks, and its values as typed JSON."""
 
     account: Account
     values: dict[str, Any]
 
 
 class _AtPath:
-    """What DCP asks of readers and writers alike: where, which its ``checkpoint_id`` may tell later."""
+    """The path handling that DCP expects of readers and writers: ``checkpoint_id`` may be set or replaced later."""
 
     checkpoint_id: str | os.PathLike[str] | None
 
@@ -160,14 +160,14 @@ class DcpWriter(_AtPath, StorageWriter):
         return dataclasses.replace(plan, storage_data=self._attempt)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # the coordinator's attempt is everyone's; each rank's own comes back to it as a mark of this save
+        # all ranks use the coordinator's attempt; each rank's own one comes back to it, as a mark of this save
         return [dataclasses.replace(plan, storage_data=(plan.storage_data, self._attempt)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._store is not None
         mark, attempt = plan.storage_data or ("", "")
         if mark != self._attempt:
-            # a planner that caches plans gives one of an earlier save, whose files must stay
+            # a planner that caches plans returns an earlier save's, whose files mustn't be overwritten
             attempt = self._attempt
         part = _Part(Account(_rank(), ()), {})
         sections: dict[str, list[Piece]] = {"model": [], "optimizer": []}
@@ -202,10 +202,10 @@ class DcpWriter(_AtPath, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that the ranks' parts make up every tensor, and commit.
+        """Check that the ranks' parts cover every tensor, and commit.
 
         Raises:
-            CheckpointError: They don't, or the manifest couldn't be written.
+            CheckpointError: They don't cover one, or the manifest couldn't be written.
         """
         assert self._store is not None
         parts: list[_Part] = [result[0].storage_data for result in results if result]
@@ -242,7 +242,7 @@ class DcpWriter(_AtPath, StorageWriter):
 class DcpReader(_AtPath, StorageReader):
     """For ``dcp.load``: reads any checkpoint of this package's format, into any layout.
 
-    As with DCP's own readers, values are converted where a tensor of the state has another dtype.
+    As with DCP's own readers, elements are converted if a tensor of the state has another dtype.
 
     Args:
         path: The directory or its manifest, local or any URL that fsspec knows; or None, and DCP's ``checkpoint_id``
@@ -266,14 +266,14 @@ class DcpReader(_AtPath, StorageReader):
         self._values: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
-        """What the manifest tells, as DCP has it.
+        """The manifest as DCP's metadata.
 
         Raises:
             CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`~.reader.read`.
         """
         self._checkpoint = read(_path(self.checkpoint_id), storage_options=self.storage_options, verify=self.verify)
         manifest = self._checkpoint.manifest
-        # a model may have a part that is named "optimizer" itself: then its names are the model's
+        # a model may have a submodule named "optimizer": then the model's names take precedence
         self._tensors = {OPTIMIZER_PREFIX + name: entry for name, entry in manifest.optimizer.items()}
         self._tensors.update(manifest.model)
         tree = self._checkpoint.state_json()
@@ -295,12 +295,12 @@ class DcpReader(_AtPath, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for.
+        """Fill the tensors and values of a plan.
 
         Raises:
-            CorruptCheckpointError: As :func:`read`; then some of the tensors have been written, and are refused by a
-                save until a load into them succeeds.
-            StateMismatchError: A tensor of the state isn't what the plan says of it.
+            CorruptCheckpointError: As :func:`read`. Some of the tensors may have been written, so a save refuses them
+                until a load into them succeeds.
+            StateMismatchError: A tensor of the state hasn't the shape that the plan expects.
         """
         assert self._checkpoint is not None
         reads, targets = [], []
@@ -358,14 +358,14 @@ def _rank() -> int:
 
 
 def _place_of(name: str) -> tuple[str, str]:
-    """Section and name of a tensor that DCP names so."""
+    """The section and the name in it of a tensor with DCP's ``name``."""
     if name.startswith(OPTIMIZER_PREFIX):
         return "optimizer", name.removeprefix(OPTIMIZER_PREFIX)
     return "model", name
 
 
 def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:
-    """What is to be written of a tensor; nothing for a part without elements, except for one of a tensor without."""
+    """The piece of a tensor to write; None for an empty part, unless the whole tensor is empty."""
     name, planned = item.index.fqn, item.tensor_data
     assert planned is not None, f"the plan has no place for {name!r}"
     shape, offsets, sizes = tuple(planned.size), tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)
@@ -386,10 +386,12 @@ def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:
 
 
 def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> None:
-    """Strided shards may be several boxes, or another one than DCP reckons: better an error than other elements.
+    """Check that DCP computes the same box for a DTensor's shard as we do.
+
+    A strided shard may consist of several boxes, or of another one than DCP's, which would be other elements.
 
     Raises:
-        CheckpointError: This rank's part of a DTensor isn't the one box that DCP takes it for.
+        CheckpointError: This rank's part of a DTensor isn't the single box that DCP takes it for.
     """
     tensor = getattr(planner, "state_dict", {}).get(index.fqn)
     if tensor is None or not is_dtensor(tensor):
@@ -404,7 +406,7 @@ def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> No
 
 
 def _encoded(planner: SavePlanner, item: WriteItem) -> dict[str, Any]:
-    """A value that isn't a tensor, as typed JSON by its name."""
+    """A non-tensor value as typed JSON, in a dict by its name."""
     name = item.index.fqn
     lookup = getattr(planner, "lookup_object", None)
     if lookup is None:

@@ -1,8 +1,9 @@
-"""Checkpoints that leave frozen tensors out: what they say of them, and how they are made whole again.
+"""Checkpoints that leave out frozen tensors: the record of what was left out, and completion from a base.
 
-The trainer state has ``{"lightning_shard": {"excluded": {"tensors": …, "base": …, "origins": …}}}``: by name each
-tensor's ``dtype``, ``shape`` and ``content`` (see :mod:`~lightning_shard.checkpoint.content`); the path of a checkpoint
-that holds them, or None; and by the beginnings of names where transformers models came from.
+The trainer state has ``{"lightning_shard": {"excluded": {"tensors": …, "base": …, "origins": …}}}``. ``tensors``: by
+name, each left-out tensor's ``dtype``, ``shape`` and ``content`` hash (:mod:`~lightning_shard.checkpoint.content`).
+``base``: the path of a checkpoint that has them, or None. ``origins``: by name prefix, where transformers models were
+loaded from.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from lightning_shard.errors import CheckpointError, StateMismatchError
 
 Record = Mapping[str, Any]
 _WRAPPERS = re.compile(r"(?<![^.])(?:base_model\.model|base_layer|original_module)\.")
-"""What peft puts into the names of the model and of the layers that it wraps."""
+"""What peft inserts into names when it wraps the model and layers."""
 
 
 def excluded_of(trainer_state: Any, stored: Container[str]) -> Record | None:
-    """What a trainer state, decoded or not, says of tensors that were left out and aren't stored; None if none are."""
+    """The record of left-out tensors in a trainer state, decoded or not, without those in ``stored``; None if empty."""
     own = trainer_state.get("lightning_shard") if isinstance(trainer_state, Mapping) else None
     record = own.get("excluded") if isinstance(own, Mapping) else None
     if record is None:
         return None
-    # a hook may have put some there
+    # a hook may have stored some of them after all
     tensors = {name: told for name, told in record["tensors"].items() if name not in stored}
     return {**record, "tensors": tensors} if tensors else None
 
 
 def told_of(checkpoint: Checkpoint) -> str:
-    """A sentence for who asks for more tensors than the checkpoint has; empty where it left none out."""
+    """A sentence for the error about tensors missing in the checkpoint; empty if it left none out."""
     record = excluded_of(checkpoint.state_json(), checkpoint)
     if record is None:
         return ""
@@ -55,7 +56,7 @@ def _source(record: Record) -> str:
 
 
 class Completed(Checkpoint):
-    """A checkpoint with tensors of another among those of its model."""
+    """A checkpoint whose model section is completed with tensors of another checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, others: Mapping[str, StoredTensor]) -> None:
         super().__init__(checkpoint.path, checkpoint.store, checkpoint.manifest, checkpoint.verify, checkpoint._state)
@@ -82,7 +83,7 @@ class Completed(Checkpoint):
         return {**own, **{name: stored.full() for name, stored in self._others.items()}}
 
     def state_json(self) -> Any:
-        """Without what it said of tensors that were left out: the names may be others where it is written anew."""
+        """The trainer state without the record of left-out tensors, whose names may change when it is written anew."""
         state = super().state_json()
         own = {key: value for key, value in state["lightning_shard"].items() if key != "excluded"}
         return {**state, "lightning_shard": own}
@@ -95,14 +96,14 @@ def complete(
     storage_options: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Checkpoint:
-    """The checkpoint with what it left out, of ``base`` or where it says that this came from; itself if it is whole.
+    """The checkpoint completed with the tensors that it left out; unchanged if it left none out.
 
-    Reads what was left out once, to see that it is the same. Of several ranks each reads its share: what one finds
-    wrong it alone raises.
+    They are taken from ``base``, by default from the place that the checkpoint records, and read once to check that
+    they are the same. Several ranks share the reading, so an error may be raised on one rank only.
 
     Raises:
-        CheckpointError: It can't be told where they are.
-        StateMismatchError: The base has others.
+        CheckpointError: Their place isn't known, or can't be read.
+        StateMismatchError: The base has different tensors.
     """
     record = excluded_of(checkpoint.state_json(), checkpoint)
     if record is None:
@@ -136,10 +137,10 @@ def complete(
 def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
     """A base's tensors by the names of those that were left out.
 
-    It may lack a beginning of all names, and what peft adds to them.
+    The base's names may lack a prefix common to all names, and what peft inserts.
 
     Raises:
-        StateMismatchError: One isn't there, or is of another dtype or shape.
+        StateMismatchError: A tensor is missing, or has another dtype or shape.
     """
     tensors = record["tensors"]
     name_in_base = _naming(base, [name for name, told in tensors.items() if "same_as" not in told])
@@ -165,10 +166,10 @@ def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
 
 
 def _naming(base: Checkpoint, names: Sequence[str]) -> Callable[[str], str]:
-    """From a module's names to a base's, by which all of ``names`` are there and no two are the same; else none."""
+    """A function from a module's names to a base's that finds all of ``names``, without collisions; else ``str``."""
     for spelling in (str, _unwrapped):
         for first in map(spelling, names[:1]):
-            # such as "model.", where a module holds a transformers model so
+            # such as "model.", where a module holds a transformers model as self.model
             for beginning in (first[:at] for at in range(len(first)) if at == 0 or first[at - 1] == "."):
                 naming = partial(_name_in_base, base, spelling, beginning)
                 found = {naming(name) for name in names}

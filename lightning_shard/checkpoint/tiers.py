@@ -1,12 +1,13 @@
-"""Two tiers: a checkpoint is committed on local disks first, then carried to the store that it is meant for.
+"""Two-tier checkpoints: a save commits to local disks first, and is then copied ("carried") to its destination store.
 
-The local copy is a checkpoint as any other, in a folder whose name is made of the path that it is carried to. Both have
-one attempt: by that they are known to be the same.
+The local copy is an ordinary checkpoint, in a folder whose name is derived from the destination path. Both have the
+same attempt id, which identifies them as one checkpoint.
 
-Machines may have a disk each, or mount one folder; which it is needn't be said. Each rank writes its files to its own
-machine's folder, and the manifest is put beside them on every machine. A rank carries what it wrote, and needs no
-other's files for that. Loading does (the trainer's state, parts of tensors that ranks hold alike): a copy is read in
-place only if every rank sees all of its files. One that lies on several disks is carried to its store, and read there.
+Machines may have their own disks, or mount a common folder; this needn't be configured. Each rank writes its files to
+its machine's folder, and the manifest is put beside them on every machine. A rank carries the files that it wrote, and
+needs no others for that. Loading needs others' files (the trainer state, parts of replicated tensors), so a local copy
+is read in place only if every rank sees all of its files. A copy on several disks is carried to its store, and read
+there.
 """
 
 from __future__ import annotations
@@ -39,23 +40,24 @@ from lightning_shard.errors import (
 )
 
 KEPT = 2
-"""Of the local copies in one folder."""
+"""How many local copies stay in one folder."""
 CARRIED = ".carried"
-"""A folder beside the copies. A file in it has a copy's name, and the attempt that was carried from there."""
+"""Folder beside the copies, with a file for each copy that was carried: the copy's name, containing its attempt id."""
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 Commit = tuple[datetime, str]
-"""When, and the checkpoint's name."""
+"""The time of a commit, and the checkpoint's name."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint is to be read.
+    """The place to read a checkpoint from.
 
     Attributes:
-        local: Whether ``path`` is that of the local copy.
-        why: What is said of it.
-        worse: Whether a local copy that may be newer had to be passed over, or is all that there is of a checkpoint.
+        path: The checkpoint's directory there.
+        local: Whether ``path`` is the local copy.
+        why: The reason for the choice, for messages.
+        worse: Worth a warning: a local copy that may be newer couldn't be used, or is the only one.
     """
 
     path: str
@@ -69,23 +71,23 @@ class LocalTier:
     """The local folder, and the options of the stores that its checkpoints are carried to."""
 
     root: str
-    storage_options: dict[str, Any] = field(repr=False)  # they may hold secrets
+    storage_options: dict[str, Any] = field(repr=False)  # may hold secrets
 
     @classmethod
     def at(cls, path: str | os.PathLike[str], storage_options: dict[str, Any]) -> LocalTier:
-        """Raises ConfigurationError if the path isn't one of the local disk."""
+        """The tier of a local folder. Raises ConfigurationError if the path isn't on the local disk."""
         store = open_store(path)
         if not isinstance(store, LocalStore):
             raise ConfigurationError(f"local ({as_path(path)}) must be a folder of the local disk.")
         return cls(os.path.abspath(store.root), storage_options)
 
     def folder(self, path: str) -> str:
-        """Where the copies of the checkpoints in a folder lie: of no other folder, nor of another store's."""
+        """The local folder for copies of checkpoints in the destination folder ``path``; unique among all stores."""
         place = open_store(path, self.storage_options).place()
         return os.path.join(self.root, f"{posixpath.basename(place[0])}-{digest(repr(place).encode())[:12]}")
 
     def copy_of(self, path: str) -> str:
-        """Where the local copy of a checkpoint lies."""
+        """The path of the local copy of the checkpoint at ``path``."""
         store = open_store(path, self.storage_options)
         folder, name = os.path.split(os.path.abspath(store.root) if isinstance(store, LocalStore) else as_path(path))
         return os.path.join(self.folder(folder), name)
@@ -93,13 +95,13 @@ class LocalTier:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def carry(self, path: str, ranks: Ranks, *, fsync: bool) -> None:
-        """Bring a local copy that has just been committed to its store; a collective call of the ranks that saved it.
+        """Carry a local copy, just committed, to its store. A collective call of the ranks that saved it.
 
-        If any rank fails, every rank raises, nothing is committed in the store, and the copy stays.
+        If any rank fails, every rank raises, nothing is committed in the store, and the local copy stays.
 
         Raises:
-            CheckpointConflictError: Another save has put its checkpoint there meanwhile. That one stays.
-            CheckpointError: A rank couldn't read or write; the copy is damaged.
+            CheckpointConflictError: Another save has committed to the path meanwhile. Its checkpoint stays.
+            CheckpointError: A rank couldn't read or write, or the copy is damaged.
         """
         checkpoint = _open_together(self.copy_of(path), ranks, ranks.members[0])
         with all_or_none(ranks.group):
@@ -110,7 +112,7 @@ class LocalTier:
         _note_carried(checkpoint)
 
     def _prune(self, path: str) -> None:
-        """Remove this machine's copies but for the newest; a failure to is no failure of the checkpoint."""
+        """Remove this machine's old copies, ignoring errors: a copy left behind doesn't harm the checkpoint."""
         folder, name = os.path.split(self.copy_of(path))
         others: list[str] = []
         with contextlib.suppress(Exception):
@@ -122,12 +124,12 @@ class LocalTier:
                     self._remove(os.path.join(folder, other))
 
     def _is_needed(self, path: str) -> bool:
-        """Whether a copy may be all that there is of a checkpoint: it wasn't carried, nor a newer one put there.
+        """Whether a copy may be the only one of a checkpoint: not carried, nor superseded by a newer one in the store.
 
-        What has been carried isn't, also where it was removed from there since.
+        A copy that was carried isn't needed, even if it has been removed from the store since.
         """
         copy = _sound(self.copy_of(path), {})
-        if copy is None or _was_carried(copy):  # of those that are no checkpoints, what is old goes
+        if copy is None or _was_carried(copy):  # a directory without a checkpoint: only its old leftovers are removed
             return False
         there = _sound(path, self.storage_options)
         return there is None or (there.manifest.attempt != copy.manifest.attempt and not _is_older(copy, there))
@@ -145,16 +147,16 @@ class LocalTier:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def source(self, path: str, ranks: Ranks, *, fsync: bool) -> Source:
-        """Where to read a checkpoint; a collective call.
+        """Decide where to read a checkpoint. A collective call.
 
-        That is the local copy if it is the same as what is at the path, or newer, or the only one. It is looked through
-        first, each rank reading some of the files, and where it isn't whole the store's is taken. Then it is carried to
-        the path, if it isn't there. One that all ranks see is read in place, also where carrying fails; one that lies
-        on several machines' disks is read at the path.
+        The local copy is used if it is the same checkpoint as the one at the path, or newer, or the only one. It is
+        verified first, each rank reading some of its files; if it is damaged or incomplete, the store's is used. Then
+        it is carried to the path, if it isn't there yet. A copy that all ranks see is read in place, even if carrying
+        fails; a copy on several machines' disks is read at the path.
 
         Raises:
-            CorruptCheckpointError: The copy is damaged, and there is no other.
-            CheckpointError: It couldn't be carried from several machines' disks.
+            CorruptCheckpointError: The copy is damaged, and the store has no checkpoint.
+            CheckpointError: The copy is on several machines' disks, and couldn't be carried.
         """
         seen = together(ranks, partial(self._copy_at, path, ranks.rank), partial(self._look, path))
         if seen.copy is None:
@@ -164,7 +166,7 @@ class LocalTier:
         everywhere, readers = together(ranks, partial(_seen, checkpoint), partial(_readers, ranks))
         if None in readers:
             fault = f"{checkpoint.path}/{files[readers.index(None)].path} of it is gone or was cut off"
-            if seen.copy.carried and not seen.other:  # another machine's part was removed, as the checkpoint was
+            if seen.copy.carried and not seen.other:  # another machine's part was removed with the checkpoint
                 return Source(path, False, f"it was carried there, and its local copy isn't whole ({fault})", True)
             return _instead(path, seen, fault)
         if seen.same and not everywhere:
@@ -173,11 +175,11 @@ class LocalTier:
         fault = together(ranks, partial(damage, checkpoint, own_files), lambda faults: next(filter(None, faults), ""))
         if fault:
             return _instead(path, seen, fault)
-        if seen.same or (ranks.alone and not Ranks.of().alone):  # ranks that load each for itself don't carry
+        if seen.same or (ranks.alone and not Ranks.of().alone):  # ranks that load independently don't carry
             return Source(checkpoint.path, True, seen.why)
         try:
             carry(checkpoint, path, own_files, ranks, storage_options=self.storage_options, fsync=fsync)
-        except BaseException as error:  # it is raised by all
+        except BaseException as error:  # raised on all ranks
             (stops,) = ranks.any(not (everywhere and isinstance(error, Exception)))
             if stops:
                 raise
@@ -199,7 +201,7 @@ class LocalTier:
         return _Copy(rank, attempt, committed or LONG_AGO, _step(copy), digests, carried)
 
     def _look(self, path: str, copies: list[_Copy]) -> _Look:
-        """Compare the ranks' copies, of which the newest counts, with what is in the store."""
+        """Compare the newest of the ranks' copies with the checkpoint in the store (on the first rank)."""
         copy = max((copy for copy in copies if copy.attempt), key=lambda copy: copy.committed, default=None)
         if copy is None:
             fault = next((copy.fault for copy in copies if copy.fault), None)
@@ -230,16 +232,17 @@ class LocalTier:
     def newest(
         self, folder: str, found: str | None, which: Callable[[str], bool], order: Callable[[Commit], Any]
     ) -> Commit | None:
-        """The newest of a folder's checkpoints that has a local copy, if that is newer than the one that was found in
-        the folder itself. Not collective: it is about what this machine has.
+        """The newest local copy of a checkpoint in a folder, if it is newer than the one found in the folder itself.
 
-        One of that same name isn't, as :meth:`source` compares these, which also reads the one that is found. Where the
-        folder has none at all, one of which this machine has a part counts, too.
+        Not collective: considers only this machine's copies. A copy of the same name as the found checkpoint doesn't
+        count, since :meth:`source` compares these when that one is read. If the folder has no checkpoint at all, an
+        incomplete copy, of which this machine has a part, counts, too.
 
         Args:
-            found: Its name.
-            which: Asked about each name.
-            order: Of commits; the last is the newest.
+            folder: The destination folder.
+            found: The name of the newest checkpoint in the folder itself; None if there is none.
+            which: Called with each name; False leaves it out.
+            order: Sort key of commits; the last is the newest.
         """
         copies = self.folder(folder)
         here = sorted(commits(copies, None, which), key=order)
@@ -258,31 +261,31 @@ class LocalTier:
 
 @dataclass(frozen=True)
 class _Copy:
-    """What a rank sees of a local copy."""
+    """A local copy, as one rank sees it. ``attempt`` is empty if it sees none."""
 
     rank: int
     attempt: str = ""
     committed: datetime = LONG_AGO
     step: int | None = None
-    """None also where the trainer's state lies on another machine's disk."""
+    """None also if the trainer state is on another machine's disk."""
     digests: bool = False
-    """Whether it has any: else it can't be known to be whole."""
+    """Whether it has digests; without them damage can't be detected."""
     carried: bool = False
-    """Whether it has been in the store."""
+    """Whether it has been carried to the store at any time."""
     fault: str = ""
-    """Why it can't be read."""
+    """Why it can't be read; empty if it can."""
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What the first rank has made of it.
+    """The first rank's decision.
 
     Attributes:
-        why: Of what is to be read.
-        copy: The one to be read, if it is whole.
+        why: The reason, for messages.
+        copy: The local copy to read, provided that it is whole; None to read from the store.
         same: Whether the store has the same attempt.
-        other: Whether the store has one that can be read instead.
-        worse: As :class:`Source` has it.
+        other: Whether the store has a checkpoint that can be read instead.
+        worse: See :class:`Source`.
     """
 
     why: str
@@ -298,7 +301,7 @@ def _note_of(copy: str) -> str:
 
 
 def _note_carried(copy: Checkpoint) -> None:
-    """Keep in mind that a copy is in the store; where that isn't possible, the store is asked when it matters."""
+    """Record on disk that a copy was carried; if that fails, the store is asked later when it matters."""
     with contextlib.suppress(OSError):
         note = _note_of(copy.path)
         os.makedirs(os.path.dirname(note), exist_ok=True)
@@ -315,7 +318,7 @@ def _was_carried(copy: Checkpoint) -> bool:
 
 
 def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
-    """A copy, each rank's files in its own place, by the manifest that one rank has; a collective call."""
+    """Open a copy on all ranks by ``holder``'s manifest; each rank reads files on its own disk. A collective call."""
 
     def manifest() -> bytes | None:
         return open_store(copy).read(MANIFEST_NAME) if ranks.rank == holder else None
@@ -325,7 +328,7 @@ def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
 
 
 def _instead(path: str, seen: _Look, fault: str) -> Source:
-    """What is in the store, where the copy is damaged."""
+    """The store's checkpoint, since the copy is damaged; raises CorruptCheckpointError if there is none."""
     if not seen.other:
         raise CorruptCheckpointError(
             f"The local copy of {path} is damaged, and no checkpoint is there ({fault}): resume from another one, or"
@@ -335,19 +338,19 @@ def _instead(path: str, seen: _Look, fault: str) -> Source:
 
 
 def _put_manifest_here(checkpoint: Checkpoint, fsync: bool) -> bool:
-    """Put it beside the files of this rank, where the first rank has put it on another disk; whether this rank did."""
+    """Put the manifest on this rank's disk, if the first rank has put it on another one; returns whether it did so."""
     store, manifest = checkpoint.store, checkpoint.manifest
     if attempt_at(store) == manifest.attempt:
         return False
     try:
         commit(store, manifest, look(store), durable=fsync)
     except CheckpointConflictError:
-        return False  # another rank of this machine came first
+        return False  # another rank of this machine was first
     return True
 
 
 def _writer(file: FileEntry, ranks: Ranks) -> int:
-    """The rank that wrote a file, by its name; the first one for the trainer's state."""
+    """The rank that wrote a file, from its name; the first rank for the trainer state."""
     own = OWN_FILE.fullmatch(file.path)
     name = own[2].removeprefix("rank-") if own else ""
     rank = int(name) if name.isdigit() else ranks.members[0]
@@ -355,7 +358,7 @@ def _writer(file: FileEntry, ranks: Ranks) -> int:
 
 
 def _seen(checkpoint: Checkpoint) -> list[bool]:
-    """Of each file, whether it is there for this rank, by its size."""
+    """For each file, whether this rank sees it with its full size."""
 
     def is_there(file: FileEntry) -> bool:
         try:
@@ -367,7 +370,7 @@ def _seen(checkpoint: Checkpoint) -> list[bool]:
 
 
 def _readers(ranks: Ranks, seen: list[list[bool]]) -> tuple[bool, list[int | None]]:
-    """Whether every rank sees all files; and for each file one of the ranks that see it, in turn."""
+    """Whether every rank sees all files; and for each file one of the ranks that see it (round robin), or None."""
     readers: list[int | None] = []
     for number, by_rank in enumerate(zip(*seen)):
         able = [rank for rank, is_there in zip(ranks.members, by_rank) if is_there]
@@ -376,7 +379,7 @@ def _readers(ranks: Ranks, seen: list[list[bool]]) -> tuple[bool, list[int | Non
 
 
 def _sound(path: str, storage_options: dict[str, Any]) -> Checkpoint | None:
-    """What is at a path; None where that is nothing, or has a damaged manifest. Other errors are the caller's."""
+    """Open the checkpoint at a path; None if there is none, or its manifest is damaged. Other errors are raised."""
     try:
         return read(path, storage_options=storage_options)
     except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -394,8 +397,8 @@ def _step(checkpoint: Checkpoint) -> int | None:
         return None
 
 
-# A local copy is newer if it was committed later *and* is of a later step: clocks of two machines may differ, and a
-# copy of an earlier run at the same path may be of a later step.
+# A local copy counts as newer if it was committed later *and* has a later step: two machines' clocks may differ, and a
+# copy of an earlier run at the same path may have a later step.
 
 
 def _is_later(committed: datetime, there: Checkpoint) -> bool:
@@ -404,17 +407,17 @@ def _is_later(committed: datetime, there: Checkpoint) -> bool:
 
 
 def _is_of_later_step(step: int | None, there: Checkpoint) -> bool:
-    """Whether a local copy is; in doubt, it isn't."""
+    """Whether a local copy of step ``step`` has a later step than the store's checkpoint; in doubt, False."""
     if step is None:
         return False
     try:
         other = step_of(there.state_json())
     except CorruptCheckpointError:
-        return True  # the store's can't be loaded
+        return True  # the store's checkpoint can't be loaded
     return other is not None and step > other
 
 
 def _is_older(copy: Checkpoint, there: Checkpoint) -> bool:
-    """Whether what is in the store has taken the place of a copy that was never carried; in doubt, it hasn't."""
+    """Whether the store's checkpoint supersedes a copy that was never carried; in doubt, False."""
     ours, theirs = committed_at(copy.store), committed_at(there.store)
     return ours is not None and theirs is not None and ours < theirs and not _is_of_later_step(_step(copy), there)

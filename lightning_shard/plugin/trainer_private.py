@@ -219,6 +219,21 @@ def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> Iterator
         del vars(results)["log"]
 
 
+@contextmanager
+def loggers_in_place(module: pl.LightningModule, stand_in: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, the loggers of a module's Trainer, if it has one, are these stand-ins for them."""
+    trainer = module._trainer
+    if trainer is None:
+        yield
+        return
+    before = trainer.loggers
+    trainer.loggers = [stand_in(logger) for logger in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
+
+
 def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
     """Call ``act`` whenever a loop has run its last step, before the hooks of its end."""
 

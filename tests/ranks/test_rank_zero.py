@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
@@ -14,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Model, Tokens
+from tests.parity import GLOBAL_BATCH, QUIET, Model, Tokens, layout, train
 
 
 class ByHand(Model):
@@ -74,3 +79,29 @@ def test_what_a_step_keeps_by_hand_is_whole_where_lightning_logs(tmp_path: Path)
     assert f"{expected['accuracy']}" in written
     saved = checkpoint.read(tmp_path / "ours" / "saved.ckpt")
     assert saved["seen"].full() == 2 * GLOBAL_BATCH
+
+
+class Printing(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.print("loss", float(loss))
+        return loss
+
+
+def printed() -> tuple[list[float], list[float], list[str]]:
+    """What a step prints on this rank, the losses of the batches, and warnings."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings(record=True) as caught:
+        seen = train("gpt", layout(pipeline=2), module=partial(Printing, "gpt"), steps=2, microbatches=4)
+    values = [float(line.split()[1]) for line in out.getvalue().split("\n") if line.startswith("loss")]
+    return values, seen.losses, [str(each.message) for each in caught]
+
+
+def test_what_a_step_prints_is_there_once_for_each_microbatch_and_told_of() -> None:
+    """The first batch's first two run once more, to see what crosses and what they leave."""
+    (values, losses, said), (other, *_) = run_ranks(printed, 2, elastic=True)
+    assert len(values) == 8
+    assert not other
+    for loss, of_batch in zip(losses, (values[:4], values[4:]), strict=True):
+        assert sum(of_batch) / 4 == pytest.approx(loss, rel=1e-5)
+    assert sum("calls self.print" in each for each in said) == 1

@@ -42,6 +42,15 @@ def test_floats_are_means_over_samples() -> None:
     assert combined([torch.tensor(1.0, dtype=torch.float64)] * 3).dtype == torch.float64
 
 
+def test_a_batch_size_of_some_microbatches_only_is_not_taken_for_the_batchs() -> None:
+    module = Module()
+    logs = HeldLogs(module)
+    with logs.holding(2):
+        module.log("x", 1.0, batch_size=3)
+        module.log("x", 5.0)
+    assert logs.combined() == [("x", 3.0, {})]
+
+
 def test_means_are_weighted_by_batch_size() -> None:
     module = Module()
     logs = HeldLogs(module)

@@ -1,4 +1,4 @@
-"""What other programs' files hold of a checkpoint: which tensors under which names, and what stands beside them."""
+"""Plans the files that ``gather`` writes in each format: which tensors, under which names, and which small files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Bundle:
-    """All that is written: files of tensors, then small files, by name."""
+    """All files to write: those of tensors, and then the small ones, as bytes by name."""
 
     files: list[OutFile]
     small: dict[str, bytes] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Naming:
-    """Which of the model's tensors are written, under which names and in which dtype."""
+    """Which of the model's tensors to write, under which names and in which dtype."""
 
     dtype: torch.dtype | None = None
     strip_prefix: str | None = None
@@ -61,7 +61,7 @@ class Naming:
             raise CheckpointError(f"dtype ({self.dtype}) must be a floating one, such as torch.bfloat16.")
 
     def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
-        """Sources by their new names."""
+        """The sources by their new names."""
         found = new_names(stored, self.strip_prefix, self.rename)
         return {new: self.source(stored[old]) for new, old in found.items()}
 
@@ -76,7 +76,7 @@ class Naming:
 def safetensors(
     checkpoint: Checkpoint, name: str, naming: Naming, max_shard_bytes: int | None, *, optimizer: bool
 ) -> Bundle:
-    """The model, and the optimizer's tensors with the prefix ``optimizer.``."""
+    """The model's tensors and, if ``optimizer``, the optimizer's with the prefix ``optimizer.``."""
     sources = naming.of(checkpoint)
     for key, stored in checkpoint.optimizer.items() if optimizer else ():
         if sources.setdefault(f"optimizer.{key}", Source(stored, stored.dtype)).stored is not stored:
@@ -85,7 +85,7 @@ def safetensors(
 
 
 def _sharded(sources: Mapping[str, Source], name: str, max_shard_bytes: int | None) -> Bundle:
-    # wide dtypes first, as safetensors orders them, so that each tensor is aligned to its elements
+    # wide dtypes first, as safetensors orders them, so that each tensor is aligned to its element size
     order = sorted(sources, key=lambda key: (-sources[key].dtype.itemsize, key))
     if max_shard_bytes is None:
         return Bundle([_safetensors_file(name, order, sources)])
@@ -123,7 +123,7 @@ def _safetensors_file(name: str, keys: Sequence[str], sources: Mapping[str, Sour
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A transformers model in a checkpoint: the prefix of its tensors' names, and the files that stand beside them."""
+    """A transformers model in a checkpoint: the prefix of its tensors' names, and the files beside its weights."""
 
     prefix: str
     files: dict[str, bytes]
@@ -132,10 +132,10 @@ class Pretrained:
 def pretrained(
     checkpoint: Checkpoint, prefix: str | None, config: Any, storage_options: dict[str, Any] | None
 ) -> Pretrained:
-    """What the checkpoint, or ``config``, knows of the transformers model in it.
+    """Find the transformers model in a checkpoint: its config from the checkpoint or ``config``, and its prefix.
 
     Raises:
-        CheckpointError: Nothing, or of several models, of which ``prefix`` names none.
+        CheckpointError: There is no config; or there are several models, and ``prefix`` selects none.
     """
     tree = checkpoint.state_json()
     raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
@@ -180,13 +180,13 @@ def _config_files(config: Any, storage_options: dict[str, Any] | None) -> dict[s
 
 
 def transformers(checkpoint: Checkpoint, found: Pretrained, naming: Naming, max_shard_bytes: int | None) -> Bundle:
-    """The model's tensors under its own names; of those that share memory the first, as ``save_pretrained`` does."""
+    """The model's tensors under its own names; of tensors that share memory only the first, as ``save_pretrained``."""
     own = {name: stored for name, stored in checkpoint.items() if name.startswith(found.prefix)}
     own = {name: stored for name, stored in own.items() if checkpoint.alias_of(name) not in own}
     sources = Naming(naming.dtype, found.prefix, naming.rename).of(own)
     weights = _sharded(sources, "model.safetensors", max_shard_bytes)
     files = dict(found.files)
-    if CONFIG in files:  # on the rank that writes it
+    if CONFIG in files:  # only on the rank that writes it
         config = json.loads(files[CONFIG])
         config["dtype"] = _common_dtype(sources)
         files[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
@@ -194,7 +194,7 @@ def transformers(checkpoint: Checkpoint, found: Pretrained, naming: Naming, max_
 
 
 def _common_dtype(sources: Mapping[str, Source]) -> str | None:
-    """The floating dtype that most elements have."""
+    """The floating dtype of most elements; None without floating tensors."""
     counts: dict[torch.dtype, int] = {}
     for source in sources.values():
         if source.dtype.is_floating_point:
@@ -206,11 +206,11 @@ def _common_dtype(sources: Mapping[str, Source]) -> str | None:
 
 
 Key = tuple[str, str]
-"""A section and a tensor's name in it."""
+"""A section, and a tensor's name in it."""
 
 
 def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -> Skeleton[Key]:
-    """Lightning's dict as ``torch.save`` writes it, with room for its tensors."""
+    """The skeleton of Lightning's checkpoint dict: what ``torch.save`` writes, with gaps for the tensors' bytes."""
     fakes: dict[Key, Tensor] = {}
 
     def fake(section: str, source: Source) -> Tensor:
@@ -240,7 +240,7 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
 
 
 def lightning(checkpoint: Checkpoint, name: str, naming: Naming, plan: Skeleton[Key]) -> Bundle:
-    """The file that a plan is of."""
+    """The ``.ckpt`` file of a plan of :func:`plan_lightning`."""
     sections = {
         "model": checkpoint,
         "optimizer": checkpoint.optimizer,

@@ -1,4 +1,4 @@
-"""``gather``: a checkpoint to what other programs read, in bounded memory, on one process or on all ranks together."""
+"""``gather``: writes a checkpoint in other programs' formats, in bounded memory, on one process or on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Format = Literal["safetensors", "transformers", "lightning"]
 
 @dataclass(frozen=True)
 class GatherReport:
-    """What was written: ``bytes`` of tensors, of how many ``tensors``, into which ``files``."""
+    """What was written: the paths of ``files``, the number of ``tensors``, and their ``bytes``."""
 
     files: list[str]
     tensors: int
@@ -51,49 +51,50 @@ def gather(
     progress: Progress | None = None,
     group: Any = None,
 ) -> GatherReport:
-    """Write a checkpoint as other programs read it. With a process group, a collective call: the ranks share the work.
+    """Write a checkpoint in another program's format. With a process group, a collective call that shares the work.
 
-    It needs neither a process group nor the program that saved. Files of a local disk appear when all are complete; on
-    other stores each appears when it is, an index last.
+    It needs neither a process group nor the program that saved. On a local disk, the files appear when all of them are
+    complete; on other stores each appears when it is complete, an index last.
 
     Args:
         path: The checkpoint, or another program's: see :func:`read`.
         out: The file to write; for ``"transformers"`` the folder.
         format: ``"safetensors"``: one file, or several with an index. Tensors that shared memory are written under each
-            name. ``"transformers"``: a folder that ``from_pretrained`` loads: ``config.json``, the tokenizer's files
-            where the module had one, and the weights of the transformers model that the module holds, under its own
-            names. ``"lightning"``: a file that plain Trainers resume from and ``load_from_checkpoint`` reads (a pickle,
-            which nothing here ever reads as one). Default: ``"lightning"`` where ``out`` ends with ``.ckpt``, else
-            ``"safetensors"``.
-        optimizer: Write the training's state too: in safetensors the optimizer's tensors, their names prefixed with
+            name. ``"transformers"``: a folder that ``from_pretrained`` loads, with ``config.json``, the tokenizer's
+            files if the module had one, and the weights of the transformers model that the module holds, under that
+            model's own names. ``"lightning"``: a file that plain Trainers resume from and ``load_from_checkpoint``
+            reads (a pickle, which nothing here ever unpickles). Default: ``"lightning"`` if ``out`` ends with
+            ``.ckpt``, else ``"safetensors"``.
+        optimizer: Write training state, too: in safetensors the optimizer's tensors, with names prefixed by
             ``optimizer.``; in a ``.ckpt``, where it is the default, all that a resuming Trainer needs.
-        max_shard_bytes: Write several safetensors files, with at most so many bytes of tensors in one (where one tensor
-            alone isn't larger): ``model.safetensors`` gives ``model-00001-of-00002.safetensors`` and so on, and
+        max_shard_bytes: Write several safetensors files, each with at most so many bytes of tensors (or one larger
+            tensor): ``model.safetensors`` gives ``model-00001-of-00002.safetensors`` and so on, and
             ``model.safetensors.index.json``.
-        dtype: Convert the model's floating tensors.
-        strip_prefix: Taken off the names of the model's tensors that have it. For ``"transformers"`` the prefix of the
-            model to write, found where the module held one.
-        rename: For the names after that: beginnings and what takes their place, such as ``{"old.": "new."}``, or a
-            function that gives the new name, or None to leave the tensor out. The optimizer's names stay.
-        config: For ``"transformers"``, where the checkpoint has none: a transformers config, or a folder that has
+        dtype: Convert the model's floating tensors to it.
+        strip_prefix: Removed from the names of the model's tensors that have it. For ``"transformers"``, the prefix of
+            the model to write; found automatically where the module held one model.
+        rename: Applied to the names after that: a mapping from prefixes to replacements, such as ``{"old.": "new."}``;
+            or a function that returns the new name, or None to leave the tensor out. The optimizer's names stay.
+        config: For ``"transformers"``, if the checkpoint has no config: a transformers config, or a folder that has
             ``config.json`` (and perhaps a tokenizer's files).
-        base: Where frozen tensors are that the checkpoint leaves out; by default where it says that they came from.
-            They are read once more, to see that they are the same.
+        base: A checkpoint or file with the frozen tensors that the checkpoint leaves out; by default the place that the
+            checkpoint records for them. They are read once more, to check that they are the same.
         verify: Check digests.
+        storage_options: For fsspec, if ``path`` is a URL.
         out_storage_options: For fsspec, if ``out`` is a URL.
-        progress: Called now and then with this rank's bytes done and those that it will have done in all.
+        fsync: Sync local files before they appear.
+        progress: Called repeatedly with this rank's bytes done and its total bytes.
         group: The ranks that gather together. Default: all.
 
     Raises:
-        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no file of a local disk
-            appears then.
-        StateMismatchError: Two tensors would have one name, or no name begins with ``strip_prefix``.
-        CheckpointError: The format asks for what the checkpoint hasn't; several files are to be written where one of
-            the whole model is, which readers would take instead; or a disk or a store failed. A file that was at
-            ``out`` before stays then, or is replaced as a whole.
+        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no local file appears.
+        StateMismatchError: Two tensors would get the same name, or no name begins with ``strip_prefix``.
+        CheckpointError: The format needs something that the checkpoint lacks; several files are to be written next to a
+            file of a whole model, which readers would take instead; or a disk or a store failed. An earlier file at
+            ``out`` then stays, or has been replaced as a whole.
     """
     ranks = Ranks.of(group)
-    as_path(out)  # refuses what no path may be
+    as_path(out)  # raises for invalid paths
     target = os.fspath(out)
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
@@ -101,7 +102,7 @@ def gather(
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
     with _as_ours(path, target):
         checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
-        # what takes the trainer state is found by the first rank, and said to the others
+        # only the first rank reads the trainer state; it broadcasts the plan
         plan: Any = None
         with all_or_none(group):
             checkpoint = complete(checkpoint, base, storage_options=storage_options, ranks=ranks)
@@ -136,7 +137,7 @@ def gather(
 
 @contextlib.contextmanager
 def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
-    """What a disk or a store fails with, on this rank, as an error of ours that names both places."""
+    """Convert an OSError on this rank to our own error, which names both paths."""
     try:
         yield
     except OSError as error:
@@ -146,7 +147,7 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
 
 
 def _refuse_older(store: Store, bundle: export.Bundle) -> None:
-    """Where an index is to stand beside one file of the whole model, of an earlier export: readers take that file."""
+    """Refuse to write an index next to an earlier export's file of the whole model, which readers would prefer."""
     for name in bundle.small:
         whole = name.removesuffix(".index.json")
         if whole != name and store.exists(whole):

@@ -1,4 +1,4 @@
-"""Local files to local files: small pieces, each of which is read, hashed and written while it is in a core's cache."""
+"""Copies from local to local files in small pieces; each is read, hashed and written while it is in the CPU cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightning_shard.errors import CorruptCheckpointError
 
 PIECE_BYTES = 2**18
 CONVERTED_ELEMENTS = 2**15 - 1
-"""torch uses several threads to convert more."""
+"""With more elements, torch converts with several threads."""
 BAND_BYTES = 2**20
-"""How much is put together at a time of a tensor whose rows lie in several chunks, or change their dtype."""
+"""How much is assembled at a time of a tensor whose rows are in several chunks, or change their dtype."""
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Copier:
-    """Copies steps of files, in one thread."""
+    """Copies steps of files; used by one thread."""
 
     def __init__(self) -> None:
         self._piece = torch.empty(max(PIECE_BYTES, BAND_BYTES), dtype=torch.uint8)
@@ -37,10 +37,10 @@ class Copier:
         self._spare = torch.empty(BAND_BYTES, dtype=torch.uint8)
 
     def copy(self, step: Step, out: int) -> None:
-        """Write a step's bytes into their place in the open file ``out``.
+        """Write a step's bytes to their position in the open file ``out``.
 
         Raises:
-            CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`; some bytes have been written then.
+            CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`; some bytes may have been written.
         """
         at = step.begin
         for part in step.parts:
@@ -59,7 +59,7 @@ class Copier:
             stream = _Stream(part, chunk, begin, begin + size, memory, files)
             end = at + size
             while at < end:
-                piece = memory[: min(PIECE_BYTES - at % PIECE_BYTES, end - at)]  # of whole pages: faster by a sixth
+                piece = memory[: min(PIECE_BYTES - at % PIECE_BYTES, end - at)]  # whole pages: a sixth faster
                 stream.take(piece)
                 pwrite(out, piece, at)
                 at += piece.nbytes
@@ -71,7 +71,7 @@ class Copier:
         with contextlib.ExitStack() as files:
             for chunk, held in part.entry.overlapping(part.box):
                 whole = Box(chunk.offsets, chunk.sizes)
-                # a chunk's elements of a part that is contiguous in the tensor are contiguous in the chunk too
+                # the part is contiguous in the tensor, so its elements in a chunk are contiguous in the chunk, too
                 begin = held.within(whole).first(chunk.sizes) * dtype.itemsize
                 end = begin + held.numel * dtype.itemsize
                 streams.append((whole, _Stream(part, chunk, begin, end, byte_view(self._piece), files)))
@@ -90,9 +90,9 @@ class Copier:
                 stream.finish()
 
     def _put(self, source: Tensor, target: Tensor) -> None:
-        """Copy elements to a tensor of as many, of any strides and dtype.
+        """Copy elements to a tensor with as many elements, of any strides and dtype.
 
-        Converted by torch in parts for which it starts no threads of its own, copied by numpy, which has none.
+        Single-threaded: torch converts parts too small for its own threads; numpy, which has no threads, copies.
         """
         if source.dtype != target.dtype:
             whole = target.is_contiguous()
@@ -108,7 +108,7 @@ class Copier:
 
 
 class _Stream:
-    """A chunk's bytes from ``begin`` to ``end``, in order. Digest blocks are checked whole, those at the ends too."""
+    """Sequential reader of a chunk's bytes ``begin`` to ``end``, extended to whole digest blocks to verify them."""
 
     def __init__(
         self, part: Extent, chunk: Chunk, begin: int, end: int, scratch: Buffer, files: contextlib.ExitStack
@@ -125,7 +125,7 @@ class _Stream:
         self._skip(begin)
 
     def take(self, buffer: Buffer) -> None:
-        """Fill a buffer with the bytes that come next."""
+        """Fill a buffer with the next bytes."""
         try:
             self._read([(self._chunk.begin + self._at, buffer)])
         except CorruptCheckpointError:
@@ -144,7 +144,7 @@ class _Stream:
                 self._check_block()
 
     def finish(self) -> None:
-        """Read the last block to its end."""
+        """Read the last block to its end, to verify it."""
         self._skip(self._end)
 
     def _skip(self, to: int) -> None:
@@ -160,7 +160,7 @@ class _Stream:
 
 
 def pwrite(out: int, data: Buffer, at: int) -> None:
-    """Write all of it."""
+    """Write all of ``data`` at position ``at``."""
     while data.nbytes:
         done = os.pwrite(out, data, at)
         at, data = at + done, data[done:]

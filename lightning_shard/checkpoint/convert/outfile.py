@@ -1,7 +1,7 @@
-"""A file made of stored tensors: which of its bytes come from where, cut into steps of bounded memory.
+"""Plans a file that is made of stored tensors: the source of each byte range, cut into steps of bounded memory.
 
-Bytes that lie in the checkpoint as they will lie in the file are copied as bytes, whole digest blocks at a time. What
-is strided there, or changes its dtype, goes through slabs of rows.
+Bytes that are contiguous in the checkpoint in the file's order are copied verbatim, in whole digest blocks. Tensors
+that are strided in the checkpoint, or change their dtype, are read in slabs of rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True)
 class OutFile:
-    """A file to write. ``literals`` and ``tensors`` begin at the bytes given with them, and together fill ``size``."""
+    """A file to write. ``literals`` and ``tensors`` have their positions, and together fill ``size`` bytes."""
 
     name: str
     size: int
@@ -47,7 +47,7 @@ class OutFile:
 
 @dataclass(frozen=True)
 class Literal:
-    """Bytes that are known."""
+    """Known bytes, such as a header."""
 
     data: bytes
 
@@ -58,9 +58,9 @@ class Literal:
 
 @dataclass(frozen=True)
 class Extent:
-    """A box of a source, whose elements follow on one another in the file, as ``dtype``.
+    """A box of a source, written to the file contiguously in row-major order, as ``dtype``.
 
-    Where it is ``verbatim``, ``entry`` and ``box`` are of one chunk's bytes.
+    If ``verbatim``, ``entry`` describes one chunk's bytes as a uint8 tensor, and ``box`` is a range of them.
     """
 
     source: Source
@@ -76,14 +76,14 @@ class Extent:
 
 @dataclass
 class Step:
-    """Bytes of a file from ``begin`` on, to be read, checked and written by one thread."""
+    """A byte range of a file, from ``begin`` on, that one thread reads, verifies and writes."""
 
     begin: int
     nbytes: int = 0
     parts: list[Literal | Extent] = field(default_factory=list)
 
     def fill(self, buffer: Tensor) -> memoryview:
-        """Read the step into the front of a buffer of bytes; returns its memory.
+        """Read the step into the front of a uint8 buffer; returns that part as bytes.
 
         Raises:
             CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`.
@@ -106,12 +106,13 @@ class Step:
 
 
 def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
-    """All bytes of a file in order, cut into steps.
+    """Cut a file into steps, in order.
 
     Args:
-        step_bytes: The most in one step, where a digest block isn't larger.
-        slab_bytes: The same of a step that puts rows together from several chunks. The chunks' blocks at its ends may
-            be read a second time for the next.
+        file: The file.
+        step_bytes: Largest size of a step, unless a digest block is larger.
+        slab_bytes: The same for steps that assemble rows from several chunks. Digest blocks at the edges of such a step
+            may be read again for the next one.
     """
     tensors = [(begin, source) for begin, source in file.tensors if source.nbytes]
     items: list[tuple[int, bytes | Source]] = sorted([*file.literals, *tensors], key=lambda item: item[0])
@@ -156,7 +157,7 @@ def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]
 
 
 def _whole_blocks(tiling: Tiling, width: int, block_bytes: int) -> Callable[[int], int]:
-    """How many rows along a dim make up whole digest blocks in every chunk, so that no block is read twice."""
+    """A function of a dim: how many rows along it are whole digest blocks in every chunk, so no block is read twice."""
 
     @lru_cache
     def rows(dim: int) -> int:
@@ -169,12 +170,12 @@ def _whole_blocks(tiling: Tiling, width: int, block_bytes: int) -> Callable[[int
 
 
 def share_of(total: int, parts: int, index: int) -> tuple[int, int]:
-    """The bytes of the ``index``-th of so many parts that are alike."""
+    """The byte range of the ``index``-th of ``parts`` equal shares."""
     return total * index // parts, total * (index + 1) // parts
 
 
 def share_out(all_steps: Iterable[tuple[OutFile, Step]], begin: int, end: int) -> Iterator[tuple[OutFile, Step]]:
-    """The steps that end between two bytes, of all steps together."""
+    """The steps that end in (``begin``, ``end``], counted in bytes over all steps."""
     done = 0
     for item in all_steps:
         done += item[1].nbytes

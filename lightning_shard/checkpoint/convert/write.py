@@ -1,8 +1,8 @@
-"""Files to a store, by one process or dealt over the ranks, in bounded memory.
+"""Writes planned files to a store, by one process or divided among the ranks, in bounded memory.
 
-On a local disk every rank writes its part of each file into its place; the files appear by a rename when all are whole.
-On S3 every rank puts parts of a file, which appears when it is completed. Where there are as many files as ranks, and
-on other stores, which take a file from front to back, each file is one rank's.
+On a local disk every rank writes its part of each file in place; the files appear by a rename when all are complete. On
+S3 the ranks put parts of a multipart upload, and the file appears when it is completed. Where there are as many files
+as ranks, and on other stores, which need a file to be streamed, one rank writes each file.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes
 
 MAX_THREADS = 4
 COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
-"""How much one thread copies at a time from local disk to local disk, through small buffers."""
+"""Step and slab size of one thread that copies from local disk to local disk, through small buffers."""
 BUFFER_BYTES = 16 * 2**20
-"""How much is read at a time otherwise; as many such buffers as threads, and one more, are in memory."""
+"""Step size otherwise; one such buffer per thread, and one more, are in memory."""
 MIN_SHARED_BYTES = 64 * 2**20
-"""A shorter file is put by one rank."""
+"""One rank puts a shorter file."""
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Called with the bytes done and the total bytes."""
 
 
 def deliver(
     store: Store, files: Sequence[OutFile], ranks: Ranks, *, durable: bool, progress: Progress | None = None
 ) -> None:
-    """Write files. A collective call over ``ranks``, all of which are given the same files.
+    """Write files. A collective call over ``ranks``, all of which pass the same files.
 
     Raises:
-        CorruptCheckpointError: On reading what they are made of; on every rank, and no local file appears then.
+        CorruptCheckpointError: A source is damaged. Every rank raises, and no local file appears.
     """
     if isinstance(store, LocalStore):
         _deliver_locally(store, files, ranks, durable, progress)
@@ -64,7 +64,7 @@ def deliver(
 
 @dataclass
 class _Count:
-    """The bytes done of ``total``, told to ``progress``."""
+    """Counts the bytes done of ``total``, and reports them to ``progress``."""
 
     total: int
     progress: Progress | None
@@ -72,7 +72,7 @@ class _Count:
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes
-        self.total = max(self.total, self.done)  # a share is of whole steps, a little more or less than reckoned
+        self.total = max(self.total, self.done)  # a share has whole steps: a little more or less than planned
         if self.progress is not None:
             self.progress(self.done, self.total)
 
@@ -91,7 +91,7 @@ def _deliver_locally(
             if ranks.first:
                 for file in files:
                     _reserve(paths[file.name] + suffix, file.size)
-        # a rank that doesn't see them is on another machine, with a disk of its own
+        # a rank that doesn't see the files is on another machine, with its own disk
         sees = all(os.path.exists(path + suffix) for path in paths.values())
         seeing = ranks.broadcast([rank for rank, can in zip(ranks.members, ranks.gather(sees)) if can])
         with all_or_none(ranks.group):
@@ -118,7 +118,7 @@ def _deliver_locally(
 
 
 class _OwnParts:
-    """Which bytes of a file that all ranks put in parts, ``begin`` to ``end``, are this rank's: whole parts."""
+    """This rank's bytes, ``begin`` to ``end``, of a file that all ranks upload together: whole parts of the upload."""
 
     def __init__(self, file: OutFile, ranks: Ranks) -> None:
         self.file = file
@@ -163,7 +163,7 @@ def _reserve(path: str, size: int) -> None:
 
 
 def _work(files: Sequence[OutFile]) -> Iterator[tuple[OutFile, Step]]:
-    """All steps, made when they are asked for: files of a large run have hundreds of thousands."""
+    """Generate all steps lazily: files of a large run have hundreds of thousands."""
     sizes = (COPY_BYTES, COPY_SLAB_BYTES) if _from_local_disk(files) else (BUFFER_BYTES, BUFFER_BYTES)
     return ((file, step) for file in files for step in steps(file, *sizes))
 
@@ -212,7 +212,7 @@ def _write_in_place(work: Iterable[tuple[str, Step]], copies: bool, durable: boo
 
 @dataclass(frozen=True)
 class _Reading:
-    """A step, and which of its bytes are wanted: a step that reaches beyond what a rank puts is read by two."""
+    """A step, and the wanted range of its bytes: two ranks read a step that crosses the boundary of what they put."""
 
     step: Step
     begin: int
@@ -223,7 +223,7 @@ class _Reading:
 
 
 def _read_in_turn(file: OutFile, begin: int, end: int) -> Iterator[_Reading]:
-    """Reads whose bytes, one after another, are those of a file from ``begin`` to ``end``."""
+    """The reads whose concatenation is a file's bytes from ``begin`` to ``end``."""
     for step in steps(file, BUFFER_BYTES, BUFFER_BYTES):
         if step.begin >= end:
             return
@@ -232,7 +232,7 @@ def _read_in_turn(file: OutFile, begin: int, end: int) -> Iterator[_Reading]:
 
 
 def _stream(file: OutFile, begin: int, end: int, count: _Count) -> Iterator[Buffer]:
-    """A file's bytes from ``begin`` to ``end`` in order; the next few are read while some are written."""
+    """Yield a file's bytes from ``begin`` to ``end`` in order; reads ahead while the consumer writes."""
     waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
     free = [torch.empty(min(BUFFER_BYTES, file.size), dtype=torch.uint8) for _ in range(_threads() + 1)]
     with _pool() as pool:

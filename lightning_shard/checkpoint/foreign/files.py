@@ -1,6 +1,7 @@
-"""Other programs' files as checkpoints to read: safetensors, alone or with an index, and torch's own.
+"""Reads other programs' files as checkpoints: safetensors files, alone or with an index, and torch's own files.
 
-Their headers give a manifest without digests; ``read``, ``load``, ``inspect`` and ``gather`` work on it as on any.
+A manifest without digests is made from their headers; ``read``, ``load``, ``inspect`` and ``gather`` then work on it as
+on any other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """Where another program's files are, what is in them, and its state as :func:`encode` gives it."""
+    """Another program's files: their store, a manifest made for them, and their trainer state as typed JSON."""
 
     store: Store
     manifest: Manifest
@@ -46,13 +47,13 @@ class ForeignCheckpoint:
 
 
 def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint | None:
-    """A safetensors file, a folder of them, or torch's file; None where the path is nothing of the kind.
+    """Find a safetensors file, a folder of them, or torch's file at a path; None if there is none.
 
     Raises:
-        CheckpointError: It is damaged, or holds values that need code of its own.
+        CheckpointError: The file is damaged, or holds values that need code that it names.
     """
     folder = open_store(path, storage_options)
-    if _head(folder, SINGLE) is not None:  # where both are, transformers takes this one, too
+    if _head(folder, SINGLE) is not None:  # if both exist, transformers takes the single file, too
         return ForeignCheckpoint(folder, _safetensors(path, folder, {SINGLE: None}))
     index = _content(folder, INDEX)
     if index is not None:
@@ -79,7 +80,7 @@ def _content(store: Store, name: str) -> bytes | None:
 
 
 def _head(store: Store, name: str) -> bytes | None:
-    """The first bytes of a file; None where there is no such file."""
+    """The first bytes of a file; None if there is no such file."""
     try:
         return _read(store, name, 0, min(_FIRST_BYTES, store.size(name)))
     except NOT_A_FILE:
@@ -97,7 +98,7 @@ def _read(store: Store, name: str, begin: int, end: int) -> bytes:
 
 
 def _indexed(data: bytes, source: str) -> dict[str, set[str] | None]:
-    """The names that an index expects in each file, all of which are beside it."""
+    """Parse an index: the tensors' names that it lists for each file. All files must be in its folder."""
     files: dict[str, set[str]] = {}
     try:
         for name, file in dict(loads(data)["weight_map"]).items():
@@ -110,7 +111,7 @@ def _indexed(data: bytes, source: str) -> dict[str, set[str] | None]:
 
 
 def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None]) -> Manifest:
-    """The manifest of safetensors files; ``expected`` has the names in each, or None for all that it has."""
+    """Make the manifest of safetensors files; ``expected``: for each file, the names to take, or None for all."""
     files: list[FileEntry] = []
     model: dict[str, Any] = {}
     for number, (file, names) in enumerate(sorted(expected.items())):
@@ -153,12 +154,12 @@ def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
         archive = read_archive(file, path)
     try:
         model, optimizer, rest = _take_apart(archive.content, path)
-        state, others = encode(rest, lambda name, tensor: None)  # what is stored already can be
+        state, others = encode(rest, lambda name, tensor: None)  # stored already, so storable
         sections = {"model": model, "optimizer": optimizer, "trainer": others}
         raw = {title: _entries(section, archive) for title, section in sections.items()}
     except CheckpointError:
         raise
-    except Exception as error:  # of what isn't as Lightning and torch save it
+    except Exception as error:  # the content isn't as Lightning and torch save it
         raise CorruptCheckpointError(
             f"{path} isn't as Lightning or torch saves a checkpoint: {type(error).__name__} {error}."
         ) from error
@@ -180,7 +181,7 @@ def _take_apart(content: Any, path: str) -> tuple[dict[str, Tensor], dict[str, T
 
 
 def _entries(tensors: Mapping[str, Tensor], archive: Archive) -> dict[str, Any]:
-    """A section; tensors that are the same bytes of the file are one tensor."""
+    """A section of the manifest; tensors that are the same bytes of the file become aliases."""
     section: dict[str, Any] = {}
     known: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -193,7 +194,7 @@ def _entries(tensors: Mapping[str, Tensor], archive: Archive) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested dicts, names joined by ``.``; anything else is left out."""
+    """Yield the tensors in nested dicts, with keys joined by ``.``; other values are left out."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -202,7 +203,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Tensor]
 
 
 class _StoreFile(io.RawIOBase):
-    """A file of a store, to seek and read in."""
+    """A seekable, read-only file object over a store's file."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         self._store, self._name, self._size, self._at = store, name, size, 0

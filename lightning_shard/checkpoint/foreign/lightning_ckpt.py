@@ -1,7 +1,7 @@
-"""Lightning's checkpoint, the dict that its ``.ckpt`` holds: taken apart into named tensors, and put together again.
+"""Converts Lightning's checkpoint dict (the content of a ``.ckpt``) to named tensors and a trainer state, and back.
 
-In it the optimizers' state is numbered by parameter, in the order of the parameter groups. Ours is named by parameter
-(``"{optimizer}/{parameter}/{key}"``); where the names aren't known, its numbers are the names.
+Lightning's optimizer state is keyed by parameter numbers, in the order of the parameter groups. Ours is keyed by
+parameter names (``"{optimizer}/{parameter}/{key}"``); where these aren't known, the numbers serve as names.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from torch import Tensor
 from lightning_shard.errors import CheckpointError
 
 TRANSFORMERS_KEY = "transformers"
-"""Where the trainer state has what a transformers folder needs beside the weights."""
+"""Key of the trainer state for what a transformers folder needs beside the weights."""
 _DATA_PLACE = {"epoch", "position", "unit", "seed"}
-"""The keys of the place in the data that the strategy's loaders save, and others' can't load."""
+"""Keys of the data position that the strategy's loaders save, which other loaders can't load."""
 
 
 def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """The model's tensors, the optimizers' by ``"{optimizer}/{number}/{key}"``, and all the rest.
+    """Split a checkpoint dict.
 
-    Each of ``rest["optimizer_states"]`` has ``"values"`` that aren't tensors by number and key, and the
-    ``"param_groups"``; and ``"numbered"``, as :func:`numbers_to_names` takes it.
+    Returns:
+        The model's tensors; the optimizers' tensors by ``"{optimizer}/{number}/{key}"``; and the rest. In it, each of
+        ``rest["optimizer_states"]`` has ``"values"`` (by number and key, what isn't a tensor), ``"param_groups"``, and
+        ``"numbered"`` as :func:`~lightning_shard.checkpoint.optimizers.named.name_numbered` expects it.
     """
     rest = {key: value for key, value in content.items() if key != "state_dict"}
     model = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
@@ -49,15 +51,15 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None, rest: Any) -> dict[str, Any]:
-    """The dict that plain Trainers and ``load_from_checkpoint`` read.
+    """Make the dict that plain Trainers and ``load_from_checkpoint`` read.
 
     Args:
         model: The module's tensors.
-        optimizer: The optimizers' by ``"{optimizer}/{parameter}/{key}"``; None to leave training's state out.
-        rest: The trainer state; anything but Lightning's is left out.
+        optimizer: The optimizers' tensors by ``"{optimizer}/{parameter}/{key}"``; None to leave out all training state.
+        rest: The trainer state; ignored if it isn't Lightning's.
 
     Raises:
-        CheckpointError: The optimizers' state is asked for and isn't Lightning's.
+        CheckpointError: The optimizers' state is requested, and isn't Lightning's.
     """
     if not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
         if optimizer:
@@ -80,7 +82,7 @@ def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | 
 
 
 def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One optimizer's state dict as torch has it."""
+    """One optimizer's state dict with parameter numbers, as torch's ``state_dict()`` has it."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     assert len(numbers) == len(names), "an optimizer has a parameter twice"

@@ -1,10 +1,10 @@
-"""torch's own files (a zip of one pickle and the tensors' bytes), written and read without their tensors in memory.
+"""Writes and reads torch's own files (a zip of one pickle and the tensors' bytes) without their tensors in memory.
 
-The only file that calls ``torch.save`` and ``torch.load``. Reading is by ``weights_only=True``, which builds plain
+The only file that calls ``torch.save`` and ``torch.load``. It reads with ``weights_only=True``, which builds only plain
 values and tensors, and runs no code that a file names.
 
-Of torch 2.11 to 2.13 it uses what may yet change there: ``serialization.skip_data``, which leaves room for the tensors'
-bytes, and the ``_checkpoint_offset`` that storages loaded under ``FakeTensorMode`` have, where their bytes are.
+Unstable parts of torch 2.11 to 2.13: ``serialization.skip_data``, which writes a file with gaps for the tensors' bytes;
+and ``_checkpoint_offset``, the position of a storage's bytes in a file that was loaded under ``FakeTensorMode``.
 """
 
 from __future__ import annotations
@@ -31,23 +31,29 @@ from lightning_shard.errors import CheckpointError, CorruptCheckpointError, Unsu
 
 MAGIC = b"PK\x03\x04"
 MAX_CHUNKS = 2**16
-"""A tensor that isn't contiguous in the file is read in pieces that are, in no more than this."""
+"""A tensor that isn't contiguous in the file is read in contiguous chunks, at most so many."""
 MAX_DEPTH = 200
 MIN_VALUES, MIN_TEXT_BYTES, RATIO = 10_000, 64 * 2**20, 8
-"""How many values, and how long texts, a pickle may hold, plus so many for each of its bytes."""
+"""A pickle may have MIN_VALUES values and MIN_TEXT_BYTES of text, and of each RATIO more for each of its bytes."""
 _ENCRYPTED = 1
 Key = TypeVar("Key", bound=Hashable)
 
 
 def fake_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without memory, to stand for a stored one in what is given to :func:`skeleton`."""
+    """A tensor without memory, as a placeholder for a stored one in the value that :func:`skeleton` is given."""
     with FakeTensorMode():
         return torch.empty(tuple(shape), dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Skeleton(Generic[Key]):
-    """A file without its tensors' bytes: its size, where each tensor's bytes begin, and what lies between them."""
+    """A file without its tensors' bytes.
+
+    Attributes:
+        size: The file's size in bytes.
+        literals: (position, bytes) of everything outside of the tensors' bytes.
+        places: The position of each tensor's bytes.
+    """
 
     size: int
     literals: list[tuple[int, bytes]]
@@ -55,18 +61,18 @@ class Skeleton(Generic[Key]):
 
 
 def skeleton(value: Any, fakes: Mapping[Key, Tensor]) -> Skeleton[Key]:
-    """What ``torch.save`` writes of ``value``, whose tensors are all among ``fakes``, beside those tensors' bytes.
+    """The file that ``torch.save`` writes of ``value``, without its tensors' bytes; all its tensors are in ``fakes``.
 
-    The checksums of these records are left empty; torch doesn't read them.
+    The checksums of the tensors' records are left empty; torch doesn't read them.
 
     Raises:
-        UnsupportedStateError: There is another tensor in it.
+        UnsupportedStateError: ``value`` contains another tensor.
     """
     keys = {id(fake): key for key, fake in fakes.items()}
     order: dict[Key, None] = {}
 
     class Pickler(pickle.Pickler):
-        """Notes the tensors in the order in which torch numbers their records."""
+        """Records the tensors in the order in which torch numbers their records."""
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, Tensor):
@@ -91,7 +97,7 @@ def skeleton(value: Any, fakes: Mapping[Key, Tensor]) -> Skeleton[Key]:
 
 
 def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin: after the fixed 30 bytes, the name and the padding of its own header."""
+    """The position of a record's data: after the fixed 30 bytes of its local header, the name and the padding."""
     file.seek(record.header_offset)
     header = file.read(30)
     if len(header) < 30 or header[:4] != MAGIC:
@@ -100,7 +106,7 @@ def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
 
 
 def _between(file: IO[bytes], spans: list[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-    """What is outside of the spans (begin, bytes) of a file, with where it begins."""
+    """Yield (position, bytes) of everything in a file that is outside of the spans (begin, length)."""
     at = 0
     for begin, nbytes in [*sorted(span for span in spans if span[1]), (file.seek(0, os.SEEK_END), 0)]:
         file.seek(at)
@@ -110,11 +116,11 @@ def _between(file: IO[bytes], spans: list[tuple[int, int]]) -> Iterator[tuple[in
 
 
 def read_archive(file: IO[bytes], path: str) -> Archive:
-    """What a file holds, with fake tensors that know where in the file their bytes are.
+    """Read a file's content, with fake tensors whose storages know the position of their bytes in the file.
 
     Raises:
-        CheckpointError: It holds more than plain values and tensors, or stores them as torch doesn't.
-        CorruptCheckpointError: It can't be read.
+        CheckpointError: The file holds more than plain values and tensors, or isn't stored as torch does it.
+        CorruptCheckpointError: The file is damaged.
     """
     try:
         records, pickle_bytes = _records(file, path)
@@ -131,7 +137,7 @@ def read_archive(file: IO[bytes], path: str) -> Archive:
             " torch.serialization.add_safe_globals, or load it with torch.load(weights_only=False) and save what you"
             " need of it."
         ) from error
-    except Exception as error:  # of all kinds, from zipfile, from torch and from what it builds
+    except Exception as error:  # any kind, from zipfile, torch, and constructors that it calls
         first = str(error).split("\n")[0]
         raise CorruptCheckpointError(
             f"{path} can't be read as torch's file: {type(error).__name__} {first}."
@@ -141,14 +147,14 @@ def read_archive(file: IO[bytes], path: str) -> Archive:
 
 
 def _records(file: IO[bytes], path: str) -> tuple[dict[int, int], int]:
-    """Where each record's bytes begin, and how many there are; and the bytes of pickles.
+    """Check the zip's records; returns each record's size by the position of its data, and the bytes of pickles.
 
-    torch reads the tensors' bytes where they lie, whatever the records say of how they are stored, so that is checked:
-    as they are, one after another, in this byte order, each told alike by its own header and by the directory.
+    torch reads the tensors' bytes in place and ignores how the records say they are stored. So this checks that they
+    are uncompressed, don't overlap, have this machine's byte order, and that headers and directory agree.
 
     Raises:
-        CheckpointError: They are compressed, encrypted, or of the other byte order.
-        CorruptCheckpointError: They overlap, or lie elsewhere than in the file.
+        CheckpointError: Records are compressed, encrypted, or of the other byte order.
+        CorruptCheckpointError: Records overlap, or lie outside of the file.
         ValueError, zipfile.BadZipFile: Other damage.
     """
     remedy = "load it with torch.load where that can be done, and save it anew with torch.save"
@@ -182,8 +188,8 @@ def _records(file: IO[bytes], path: str) -> tuple[dict[int, int], int]:
 
 
 def _check_size(content: Any, pickle_bytes: int, path: str) -> None:
-    """Refuse values that are far more than the bytes they were read from: a list may be in others many times, or in
-    itself, and whoever goes through it would never come to an end; and a ``bytearray`` is made of its length alone.
+    """Refuse content that is far larger than the pickle it was read from: a list may occur in others many times, or in
+    itself, so that walking it would never end; and a ``bytearray`` can be made from a length alone.
     """
     values, text_bytes = MIN_VALUES + RATIO * pickle_bytes, MIN_TEXT_BYTES + RATIO * pickle_bytes
     pending: list[tuple[Any, int]] = [(content, 0)]
@@ -200,17 +206,17 @@ def _check_size(content: Any, pickle_bytes: int, path: str) -> None:
 
 @dataclass(frozen=True)
 class Archive:
-    """What a file holds, and where the bytes of its records begin and how many they are."""
+    """A file's content (with fake tensors), and the size of each record by the position of its data."""
 
     content: Any
     records: dict[int, int]
 
     def stored_as(self, name: str, tensor: Tensor) -> dict[str, Any]:
-        """A manifest's tensor for one of the content's, in the checkpoint's only file.
+        """The manifest's JSON for a tensor of the content, which lies in file 0.
 
         Raises:
-            UnsupportedStateError: A sparse or quantized tensor, or one whose elements lie scattered.
-            CorruptCheckpointError: It reaches beyond its record.
+            UnsupportedStateError: A sparse or quantized tensor, or one whose strides make too many chunks.
+            CorruptCheckpointError: It extends beyond its record.
         """
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise UnsupportedStateError(
@@ -250,7 +256,7 @@ class Archive:
 
 
 def _contiguous_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """From which dim on the elements lie in row-major order without gaps."""
+    """The first dim from which on the elements are contiguous in row-major order."""
     expected = 1
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1 and strides[dim] != expected:

@@ -116,7 +116,7 @@ class _Encoder:
         return self._foreign(value, kind, path)
 
     def _foreign(self, value: Any, kind: type, path: tuple[str, ...]) -> Any:
-        """Encode types of optional packages, known by name: where such a value exists, its package is installed."""
+        """Encode types of optional packages, recognized by name; a value of one implies its package is installed."""
         module = kind.__module__.partition(".")[0]
         if module == "numpy":
             return self._numpy(value, path)

@@ -1,9 +1,9 @@
-"""Torch optimizers to a checkpoint and back: their state by parameter's name, so that it comes back on any layout.
+"""The stored form of torch optimizers: state keyed by parameter name, so that it can be restored on any layout.
 
-Tensors are in the checkpoint's ``optimizer`` section, named ``"{optimizer}/{parameter}/{key}"``. What isn't a tensor,
-and the groups, are in the trainer state under ``optimizer_states``, an entry for each optimizer: ``values`` by
-parameter and key, ``shared`` (state that is of no parameter), ``param_groups`` with parameters' names. Trainers write
-the same, so each reads the other's.
+Tensors are in the checkpoint's ``optimizer`` section, named ``"{optimizer}/{parameter}/{key}"``. Other values and the
+groups are in the trainer state under ``optimizer_states``, with an entry for each optimizer: ``values`` by parameter
+and key, ``shared`` (state that belongs to no parameter), and ``param_groups`` with parameters' names. Trainers write the
+same form, so a Trainer and a plain loop can resume from each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     pass
 
 OPTIMIZER_STATES = "optimizer_states"
-"""Where the trainer state has what isn't a tensor of the ``optimizer`` section."""
+"""Key of the trainer state for everything of optimizers but the tensors of the ``optimizer`` section."""
 NAMES_OF_NOTHING_ELSE = {"params", "param_names"}
-"""The keys of a parameter group that name its parameters; all others are hyperparameters."""
+"""The keys of a parameter group that list its parameters; all others are hyperparameters."""
 
 State = Mapping[str, Any] | torch.nn.Module
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state dict with parameters' names in place of its numbers.
+    """An optimizer's state dict, keyed by parameter names instead of numbers.
 
     Args:
-        optimizer: Over this rank's parameters.
+        optimizer: Of this rank's parameters.
         names: ``id(parameter)`` to name.
 
     Returns:
-        ``"state"`` by parameter's name, ``"shared"`` with what is the state of none, ``"param_groups"``, and the
+        ``"state"`` by parameter name, ``"shared"`` (state that belongs to no parameter), ``"param_groups"``, and the
         ``"parameters"`` by name.
 
     Raises:
-        UnsupportedStateError: The optimizer's own state dict has more than torch's.
+        UnsupportedStateError: The optimizer's state dict has other keys than torch's.
     """
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:
@@ -62,16 +62,17 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, 
 
 
 def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest: groups, and values that aren't tensors.
+    """Split optimizers' states into tensors by ``"{optimizer}/{parameter}/{key}"``, and the rest (groups and values).
 
-    A DTensor inside a list or dict, or of another shape than its parameter, is among both: the rest refers to it.
+    A DTensor that is inside a list or dict, or hasn't its parameter's shape, is among the tensors, and the rest has a
+    reference to it.
 
     Args:
-        states: As :func:`named_optimizer_state` gives them; ``"parameters"`` may lack those that aren't known.
+        states: Results of :func:`named_optimizer_state`; ``"parameters"`` may lack unknown ones.
 
     Raises:
-        UnsupportedStateError: A parameter's name has a ``/``, which parts the names of the optimizer's tensors; or two
-            tensors would have one name.
+        UnsupportedStateError: A parameter's name contains ``/``, the separator in names of optimizer tensors; or two
+            tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
@@ -85,7 +86,7 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
                 label = f"{index}/{name}/{key}"
                 whole = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
                 lifted = {label: value}
-                # a name is a text: only the rest knows of other keys
+                # tensors' names need string keys; only the rest can have other keys
                 if not (isinstance(key, str) and isinstance(value, Tensor) and (whole or not is_dtensor(value))):
                     values.setdefault(name, {})[key], lifted = lift(value, label)
                 if taken := tensors.keys() & lifted.keys():
@@ -100,11 +101,12 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
 
 
 def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]) -> list[dict[str, Any]]:
-    """One description of the optimizers for all stages, each of which has the same groups of its own names.
+    """Merge all stages' descriptions of the optimizers; each stage has the same groups, with its own parameters.
 
     Args:
-        order: Each parameter's place in the whole module. Groups that go through it in that order on every stage do so
-            in the result, so that they are those of one process.
+        rests: Each stage's second result of :func:`flatten_optimizer_states`.
+        order: Each parameter's position in the whole module. A group that is in that order on every stage is in that
+            order in the result, too, as on one process.
     """
     merged: list[dict[str, Any]] = []
     in_order: dict[tuple[int, int], bool] = {}
@@ -127,15 +129,15 @@ def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]
 def name_numbered(
     tensors: Mapping[str, StoredTensor], states: Sequence[dict[str, Any]], names: Sequence[Sequence[Sequence[str]]]
 ) -> tuple[dict[str, StoredTensor], list[dict[str, Any]]]:
-    """Optimizers' state that plain torch numbered by parameter, named by it; what has names already is left as it is.
+    """Replace parameter numbers, as plain torch saves them, by names; states that have names already are unchanged.
 
     Args:
-        tensors: By ``"{optimizer}/{number}/{key}"``, or parameter in place of the number where that is known.
+        tensors: By ``"{optimizer}/{number}/{key}"``, or with the parameter's name instead of the number.
         states: Each optimizer's values that aren't tensors, and its groups.
-        names: Of all stages' parameters, for each optimizer and group, in the order of the optimizer's groups.
+        names: The names of all stages' parameters, for each optimizer and group, in the order of the groups.
 
     Raises:
-        StateMismatchError: Other groups, or others' sizes.
+        StateMismatchError: The numbers or sizes of groups differ.
     """
     named: list[dict[str, Any]] = []
     by_number: dict[str, dict[str, str]] = {}

@@ -1,4 +1,8 @@
-"""What ``load`` is given of optimizers, filled from a state by name, on any layout."""
+"""Loading optimizers: restores the state of torch optimizers from tensors and values keyed by name, on any layout.
+
+Stored tensors are read into new tensors; an optimizer is changed only when all of them have been read, so a refused
+load leaves it as it was.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +36,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What torch's schedulers add to parameter groups."""
+"""Keys that torch's learning rate schedulers add to parameter groups."""
 
 
 class Restored:
-    """Optimizers that are to be filled from a checkpoint, with the parameters of a state.
+    """The optimizers that one load restores; their parameters are those of a state.
 
     Attributes:
-        asked: The parameters, as ``optimizer:0/name``, that are to have a place in the checkpoint's groups.
+        asked: The parameters, as ``optimizer:0/name``, that the checkpoint's groups should contain.
     """
 
     def __init__(self, optimizer: Any, into: State) -> None:
@@ -61,19 +65,21 @@ class Restored:
 
     @classmethod
     def of(cls, optimizer: Any, into: State) -> list[Restored]:
-        """None for no optimizer, and for tensors by name."""
+        """A list of one, or an empty list for no optimizer and for a mapping of tensors."""
         return [] if optimizer is None or is_by_name(optimizer) else [cls(optimizer, into)]
 
     def find(
         self, checkpoint: Checkpoint, strip_prefix: str | None, rename: Rename | None, asked_by_any: Collection[str]
     ) -> set[str]:
-        """Look everything up; returns the checkpoint's parameters, named as :attr:`asked`.
+        """Find the optimizers' state in a checkpoint; returns its parameters, in the form of :attr:`asked`.
 
         Args:
+            checkpoint: The checkpoint.
+            strip_prefix, rename: As for :func:`~lightning_shard.checkpoint.load`.
             asked_by_any: All ranks' :attr:`asked`.
 
         Raises:
-            StateMismatchError: Other optimizers, or other groups.
+            StateMismatchError: The checkpoint has other optimizers or other groups.
         """
         states = stored_states(checkpoint)
         if states is None:
@@ -106,22 +112,22 @@ class Restored:
         }
 
     def pairs(self) -> list[tuple[StoredTensor, Tensor]]:
-        """What is to be read into new tensors."""
+        """The stored tensors, each with the new tensor to read it into."""
         return [pair for plan in self._plans for pair in plan.pairs]
 
     def finish(self) -> None:
-        """Give the optimizers what has been read."""
+        """Set the optimizers' state, once all :meth:`pairs` have been read."""
         for plan in self._plans:
             plan.finish()
 
 
 def asked_as(index: int, name: str) -> str:
-    """A parameter of one of several optimizers."""
+    """The name of a parameter of optimizer number ``index``, in reports of missing and unexpected names."""
     return f"optimizer:{index}/{name}"
 
 
 def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
-    """What the trainer state says of the optimizers; None if nothing. Its own tensors are read, sharded ones aren't."""
+    """The optimizers' entries of the trainer state; None if it has none. Reads its tensors, but not sharded ones."""
     tree = checkpoint.state_json()
     if not isinstance(tree, dict):
         return None
@@ -133,19 +139,20 @@ def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
 
 
 def _described(index: int, state: Any) -> dict[str, Any]:
-    """As it is, or a plain ``state_dict()``, which Trainers on one process keep whole in the trainer state."""
+    """Normalize an entry: our form is unchanged; a plain ``state_dict()``, which Trainers on one process keep whole in
+    the trainer state, is converted."""
     if isinstance(state, Mapping) and "values" in state and "param_groups" in state:
         return dict(state)
     if not isinstance(state, Mapping) or not is_state_dict(state):
         raise StateMismatchError(f"The trainer state's {OPTIMIZER_STATES} ({index}) aren't of an optimizer of torch.")
-    named = named_state_dict(state, {})  # its numbers as names
+    named = named_state_dict(state, {})  # its numbers serve as names
     return {**named, "values": named["state"]}
 
 
 def renamed(
     tensors: Mapping[str, Any], states: Sequence[dict[str, Any]], strip_prefix: str | None, rename: Rename | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """With the names that the model's tensors of the checkpoint have for the state that is loaded; numbers stay."""
+    """Rename the parameters in optimizers' tensors and states as the model's tensors are renamed; numbers stay."""
     named, found = [], {}
     for index, state in enumerate(states):
         if state.get("numbered"):
@@ -166,7 +173,7 @@ def renamed(
 
 
 class Plan:
-    """What fills one optimizer: ``pairs`` are read into new tensors, which :meth:`finish` makes its state."""
+    """The plan to restore one optimizer: ``pairs`` are read into new tensors, which :meth:`finish` makes its state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], shared: Mapping[Any, Any]):
         self._optimizer = optimizer
@@ -192,17 +199,17 @@ def plan_optimizers(
     states: Sequence[dict[str, Any]],
     asked_by_any: Collection[str],
 ) -> list[Plan]:
-    """What fills optimizers, their tensors sharded like their parameters; they are left as they are until then.
+    """Plan the restoring of optimizers, with state tensors sharded like their parameters. Doesn't change them.
 
     Args:
-        optimizers: Over this rank's parameters.
+        optimizers: Of this rank's parameters.
         names: ``id(parameter)`` to name.
         stored: The checkpoint's optimizer tensors by ``"{optimizer}/{parameter}/{key}"``.
-        states: What :func:`flatten_optimizer_states` kept beside them.
+        states: The second result of :func:`flatten_optimizer_states`.
         asked_by_any: The parameters of all ranks' optimizers, by :func:`asked_as`.
 
     Raises:
-        StateMismatchError: Other parameter groups.
+        StateMismatchError: The checkpoint has other parameter groups.
     """
     by_parameter: dict[tuple[str, str], dict[str, Any]] = {}
     for path, value in stored.items():
@@ -240,10 +247,10 @@ def _groups_of(
     rest: Mapping[str, Any],
     asked_by_any: Collection[str],
 ) -> list[dict[str, Any]]:
-    """For each of the optimizer's groups the saved one: of the same place, or where that isn't told, of its parameters.
+    """The saved group for each of the optimizer's groups: by position, or for a flattened state by its parameters.
 
-    A pipeline stage has a part of each group's parameters, maybe none; parameters that weren't optimized may be in any.
-    A group that holds these alone, on all stages, keeps its settings; where the place isn't told, on this one.
+    A pipeline stage has some of each group's parameters, maybe none. Parameters that weren't optimized when saving may
+    be in any group. A group of only such parameters, on all stages (flattened: on this stage), keeps its settings.
     """
     saved = rest["param_groups"]
     _check_kind(index, optimizer, saved)
@@ -279,12 +286,12 @@ def _groups_of(
 
 
 def _check_kind(index: int, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse the state of an optimizer of another kind, whose learning rate would be taken and whose state would lie.
+    """Refuse the state of an optimizer of another class: its learning rate would be used, and its state misread.
 
-    The kind isn't stored. Another version of the same one may have settings more, or fewer; another kind has both.
+    The class isn't stored. Another version of the same class may have more settings, or fewer; another class has both.
 
     Raises:
-        StateMismatchError: The saved groups have settings that the optimizer doesn't know, and lack some that it needs.
+        StateMismatchError: The saved groups have unknown settings, and also lack some that the optimizer needs.
     """
     known = {*optimizer.defaults, *_SCHEDULERS, *NAMES_OF_NOTHING_ELSE}
     for group, before in zip(optimizer.param_groups, saved):
@@ -299,7 +306,7 @@ def _check_kind(index: int, optimizer: torch.optim.Optimizer, saved: Sequence[Ma
 
 
 def _stored_in(value: Any) -> set[str]:
-    """The names of the stored tensors anywhere in a value."""
+    """The names of all stored tensors nested in a value."""
     if isinstance(value, StoredTensor):
         return {value.name}
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -309,11 +316,14 @@ def _stored_in(value: Any) -> set[str]:
 def _placed(
     value: Any, parameter: Tensor, device: torch.device, referred: bool, pairs: list[tuple[StoredTensor, Tensor]]
 ) -> Any:
-    """A parameter's state with empty tensors for the stored ones, which are added to ``pairs``.
+    """A parameter's state with new tensors in place of stored ones; adds each (stored, new) to ``pairs``.
 
     Args:
-        device: For what is no DTensor.
-        referred: The state refers to the stored tensors, which were DTensors then.
+        value: The stored state.
+        parameter: The parameter.
+        device: The device of new tensors that aren't laid out like the parameter.
+        referred: The stored tensors were referred to from the state, so they were DTensors when saved.
+        pairs: Extended.
     """
 
     def place(leaf: Any) -> Any:
@@ -343,7 +353,7 @@ def _target(leaf: StoredTensor, parameter: Tensor, device: torch.device, referre
 
 
 def _part_of(full: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, laid out like the parameter."""
+    """Shard a whole tensor like the parameter."""
     from lightning_shard.sharding import local_part
 
     target = torch.empty_like(parameter.detach(), dtype=full.dtype)

@@ -1,4 +1,4 @@
-"""What ``save`` is given of optimizers, in any of torch's forms, as tensors and a state by name."""
+"""Saving optimizers: converts what ``save`` is passed, in any of torch's forms, to tensors and values keyed by name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 def take_apart(
     optimizer: Any, state: State, trainer_state: Any, mesh: DeviceMesh | None, ranks: Ranks
 ) -> tuple[Mapping[str, Tensor] | None, Any]:
-    """The tensors by name of what ``save`` was given as ``optimizer``, and the trainer state with the rest of it.
+    """Split what ``save`` was passed as ``optimizer``. A collective call, unless it is a mapping of tensors.
 
-    A collective call, but for tensors by name, which are taken as they are.
+    Returns:
+        The optimizers' tensors by name, and the trainer state with the rest of the optimizers' state added.
 
     Raises:
-        UnsupportedStateError: Parameters that aren't in ``state``; a trainer state that has no place for the rest.
+        UnsupportedStateError: A parameter isn't in ``state``; or the rest can't be added to the trainer state.
     """
     if optimizer is None or is_by_name(optimizer):
         return optimizer, trainer_state
@@ -42,7 +43,7 @@ def take_apart(
         found, described = flatten_optimizer_states(_named(item, state) for item in several(optimizer))
         tensors.update(found)
         holders = () if mesh is None else tuple(int(rank) for rank in mesh.mesh.flatten())
-        # where all ranks hold the same, the first one's description is that of all
+        # if all ranks hold the same tensors, the first rank's description is complete
         return holders, described if mesh is not None or ranks.first else []
 
     def complete(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> None:
@@ -58,12 +59,12 @@ def is_by_name(optimizer: Any) -> bool:
 
 
 def is_state_dict(value: Mapping[str, Any]) -> bool:
-    """Of an optimizer itself, or as ``torch.distributed.checkpoint.state_dict`` names it."""
+    """Whether a mapping is an optimizer's ``state_dict()``, or one from ``torch.distributed.checkpoint.state_dict``."""
     return isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
 
 
 def _is_flattened(value: Mapping[str, Any]) -> bool:
-    """As ``get_optimizer_state_dict`` gives it with ``flatten_optimizer_state_dict=True``."""
+    """Whether it is from ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``."""
     return any(str(key).startswith("param_groups.") and not isinstance(item, Mapping) for key, item in value.items())
 
 
@@ -86,7 +87,7 @@ def _named(optimizer: Any, state: State) -> dict[str, Any]:
 
 
 def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """By name, if it is known which they are; else the numbers are the names, and ``"numbered"`` says so."""
+    """An optimizer's state dict keyed by names if these are known; else by the numbers, and ``"numbered"`` is true."""
     groups: list[dict[str, Any]] = [dict(group) for group in content["param_groups"]]
     listed = [key for group in groups for key in group["params"]]
     # torch knows the names of an optimizer that was made from named_parameters()
@@ -110,11 +111,12 @@ def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor
 
 
 def _unflattened(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Its groups aren't told: parameters of the same hyperparameters make up one, and ``"flattened"`` says so."""
+    """Convert a flattened state dict. It doesn't record groups, so parameters of equal hyperparameters form one, and
+    ``"flattened"`` is true."""
     entries: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
     for key, value in content.items():
         section, _, rest = key.partition(".")
-        # a key may have a dot, and so may a name: the longest name that fits is meant
+        # keys and names may both contain dots: the longest matching name counts
         cuts = [rest[:at] for at in range(len(rest), 0, -1) if rest[at : at + 1] == "."]
         name = next((name for name in cuts if name in parameters), None)
         if section not in entries or name is None:
@@ -133,7 +135,7 @@ def _unflattened(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -
 
 
 def _same_values(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two groups have the same hyperparameters, which may be tensors (``lr`` is, where steps are captured)."""
+    """Whether two groups have equal hyperparameters, which may be tensors (such as ``lr`` with captured steps)."""
     keys = group.keys() - NAMES_OF_NOTHING_ELSE
     return keys == other.keys() - NAMES_OF_NOTHING_ELSE and all(_equal(group[key], other[key]) for key in keys)
 
@@ -145,7 +147,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _merged(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """One description of the optimizers, of those of every mesh's first rank."""
+    """Merge the descriptions of every mesh's first rank to one."""
     by_mesh: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for holders, described in everyone:
         by_mesh.setdefault(holders, described)
@@ -174,10 +176,12 @@ def _with_states(trainer_state: Any, described: list[dict[str, Any]]) -> dict[An
 
 
 def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -> dict[int, str]:
-    """``id(parameter)`` to name, of the optimizers' parameters: those of a module, or tensors of one memory with them.
+    """Find the names of the optimizers' parameters: ``id(parameter)`` to name.
+
+    ``state`` is the module, or has tensors that share the parameters' memory.
 
     Raises:
-        UnsupportedStateError: One isn't there.
+        UnsupportedStateError: A parameter isn't in ``state``, or its empty shard matches several names.
     """
     if isinstance(state, torch.nn.Module):
         tensors: Iterable[tuple[str, Tensor]] = state.named_parameters(remove_duplicate=False)
@@ -211,7 +215,7 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
 
 
 def _of_one_storage(parameter: Tensor, empty: Sequence[Located]) -> list[str]:
-    """The names of the tensors whose part on this rank is empty that are views of the parameter's storage."""
+    """The names of those tensors with an empty shard on this rank that are views of the parameter's storage."""
     _, local, spread = locate("", parameter)
     alike = [other for other in empty if other.spread is spread and other.local.device == local.device]
     return [other.name for other in alike if local.layout is torch.strided and other.local.is_set_to(local)]

@@ -1,14 +1,13 @@
-"""Saving while training goes on: the caller waits for a copy of its tensors, a thread writes it.
+"""Asynchronous saving: the caller waits only until its tensors are copied; a background thread writes the copy.
 
-The copy lies in memory that is kept from save to save. At most one save is under way: the next one waits for it, and
-raises what went wrong with it. The thread talks to the other ranks over a process group of its own, so that it never
-gets between the collectives of the training.
+The copy's memory is kept from save to save. At most one save is in progress: the next one waits for it, and raises its
+error. The thread communicates over its own process group, so that its collectives never mix with those of training.
 
-What a program neither waits for nor closes is finished before the interpreter exits; if it fails then, that is printed,
-and the exit status is 1.
+A save that the program neither waits for nor closes is finished before the interpreter exits. If it fails then, the
+error is printed, and the exit status is 1.
 
-Private parts of Python 3.11 to 3.14 used: ``threading._register_atexit``, since thread pools, which stores use, take no
-more work once ``atexit`` is reached.
+Private part of Python 3.11 to 3.14: ``threading._register_atexit``, since thread pools, which stores use, accept no
+work once ``atexit`` callbacks run.
 """
 
 from __future__ import annotations
@@ -48,12 +47,13 @@ _ALIGNMENT_BYTES = 64
 class AsyncSaver:
     """Saves as :func:`lightning_shard.checkpoint.save` does, but returns when the tensors have been copied.
 
-    Making one is a collective call over the ranks that will save; so are :meth:`save` and :meth:`wait`. As a context
-    manager it is closed at the end of the block, which raises what went wrong with the last save.
+    The constructor, :meth:`save` and :meth:`wait` are collective calls over the ranks that save. As a context manager
+    it closes at the end of the block, and raises the error of the last save.
 
     Args:
         group: The ranks that save. Default: all.
-        timeout: Of the background's process group: so long ranks wait for one that is lost. Default: torch's.
+        timeout: The timeout of the background thread's process group, which bounds the wait for a lost rank. Default:
+            torch's.
     """
 
     def __init__(self, group: Any = None, *, timeout: timedelta | None = None) -> None:
@@ -84,18 +84,18 @@ class AsyncSaver:
         digests: bool = True,
         afterwards: Callable[[Ranks], None] | None = None,
     ) -> None:
-        """Copy the tensors, and write them in the background; what is changed after this returns isn't saved.
+        """Copy the tensors, and write them in the background. Changes after this returns don't affect the save.
 
-        Waits for the last save, if it is still being written. See :func:`lightning_shard.checkpoint.save` for the
+        Waits for the previous save, if it is still being written. See :func:`lightning_shard.checkpoint.save` for the
         other arguments.
 
         Args:
-            afterwards: Called in the background on every rank when the checkpoint is committed, with the ranks, which
-                it may talk to. It belongs to the save, which fails if it does.
+            afterwards: Called in the background thread on every rank once the checkpoint is committed, with the ranks,
+                over which it may use collectives. It is part of the save: if it raises, the save has failed.
 
         Raises:
-            UnsupportedStateError: As ``save``: nothing has been written then.
-            CheckpointError: The last save failed.
+            UnsupportedStateError: As ``save``; nothing has been written.
+            CheckpointError: The previous save failed.
         """
         waits = self._saving is not None and not self._saving.done()
         self._finish()
@@ -121,7 +121,7 @@ class AsyncSaver:
         _unheard[self._saving] = order.path
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something when the save that is under way has been committed; not at all if it fails. Not collective."""
+        """Run ``action`` in the background once the current save is committed, not if it fails. Not collective."""
         saving = self._saving
 
         def act() -> None:
@@ -131,24 +131,24 @@ class AsyncSaver:
         self._after.append(self._thread.submit(act))
 
     def done(self) -> bool:
-        """Whether nothing is under way on this rank: then :meth:`save` and :meth:`wait` find their answer at once."""
+        """Whether this rank has no save in progress, so that :meth:`save` and :meth:`wait` needn't wait for one."""
         return all(future.done() for future in self._under_way())
 
     def wait(self) -> SaveReport | None:
-        """Until the save that is under way is committed; a collective call.
+        """Wait until the save in progress is committed. A collective call.
 
         Returns:
-            What :func:`lightning_shard.checkpoint.save` does; None where none was under way.
+            The save's report, as of :func:`lightning_shard.checkpoint.save`; None if no save was in progress.
 
         Raises:
-            CheckpointError: It failed, on every rank; the checkpoint that was at its path before is still there.
+            CheckpointError: The save failed, on every rank; an earlier checkpoint at its path is still there.
         """
-        self._finish()  # before talking, which the thread does on the same group
+        self._finish()  # before our own collectives, since the thread uses the same group
         with all_or_none(self._ranks.group):
             return self.drain()
 
     def drain(self) -> SaveReport | None:
-        """The same for this rank alone: for one that ends by an error, and can't count on the others.
+        """:meth:`wait` for this rank alone, not collective: for a rank that ends with an error.
 
         Raises:
             CheckpointError: The save failed.
@@ -165,7 +165,7 @@ class AsyncSaver:
         return report
 
     def _finish(self) -> None:
-        """Wait, and keep what came of it. Interrupted, it leaves all as it is: the thread still reads the copies."""
+        """Wait for the thread, keeping results. If interrupted, nothing changes: the thread still reads the copies."""
         futures.wait(self._under_way())
 
     def _under_way(self) -> list[Future[Any]]:
@@ -222,8 +222,8 @@ def _write(order: Order, ranks: Ranks, part: RankPart, afterwards: Callable[[Ran
 
 
 _unheard: dict[Future[SaveReport], str] = {}
-"""Saves whose outcome nobody has been told, with their paths."""
-os.register_at_fork(after_in_child=_unheard.clear)  # a child has not the threads that write them
+"""Saves whose outcome nobody has asked for yet, with their paths."""
+os.register_at_fork(after_in_child=_unheard.clear)  # a forked child lacks the threads that write them
 
 
 def _finish_before_exit() -> None:
@@ -232,13 +232,13 @@ def _finish_before_exit() -> None:
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Failures that nobody has heard of end the program with status 1, unless an error ends it anyway."""
+    """Print failures that nobody has asked for, and end the program with status 1, unless an error ends it anyway."""
     failed = [(path, error) for future, path in _unheard.items() if future.done() and (error := future.exception())]
     for path, error in failed:
         print(f"[lightning_shard] The save to {path} failed, and nobody waited for it: {error}", file=sys.stderr)
     if not failed or getattr(sys, "last_value", None) is not None:
         return
-    # Python has no other way to set the status now. What is registered before this module was imported isn't run.
+    # Python has no other way to set the exit status now. Callbacks registered before this module's import don't run.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -250,14 +250,14 @@ threading._register_atexit(_finish_before_exit)  # type: ignore[attr-defined]
 
 
 class _Copies:
-    """Memory for one rank's part of a checkpoint, which grows to the largest and is used again."""
+    """Reused memory for copies of one rank's part of a checkpoint; grows to the largest part."""
 
     def __init__(self) -> None:
         self._memory = host_memory(0, pinned=False)
         self._pinned = False
 
     def of(self, files: Iterable[PartFile]) -> list[PartFile]:
-        """The same files with copies of the tensors."""
+        """Copy the files' tensors; returns the files with the copies."""
         files = list(files)
         everything = [data for file in files for data in file.data]
         starts, total = [], 0
@@ -266,11 +266,11 @@ class _Copies:
             total += -(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         of_device = any(data.is_cuda for data in everything)
         if self._memory.numel() < total or (of_device and not self._pinned):
-            self._memory = host_memory(0, pinned=False)  # free it before there is more
+            self._memory = host_memory(0, pinned=False)  # free the old memory first
             self._memory, self._pinned = host_memory(total, pinned=of_device), of_device
         places = iter(starts)
         copies = [replace(file, data=[self._copied(data, next(places)) for data in file.data]) for file in files]
-        settle(everything)  # the copies are launched: what is done to the tensors after this doesn't reach them
+        settle(everything)  # wait for device copies: later changes of the tensors don't reach them
         return copies
 
     def _copied(self, data: Tensor, start: int) -> Tensor:

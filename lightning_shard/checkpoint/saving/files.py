@@ -1,6 +1,6 @@
-"""Tensors to files: each file is streamed once, front to back, and digests are taken while the bytes are in cache.
+"""Writes tensors to safetensors files: streams each file once, and hashes the bytes while they are in the CPU cache.
 
-A contiguous tensor on the CPU is written from its own memory; any other goes through one staging buffer.
+A contiguous CPU tensor is written from its own memory; any other goes through a staging buffer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, set
 from lightning_shard.checkpoint.store import Buffer, Store
 
 WRITE_STEP_BYTES = 2**18
-"""How much is hashed, then written, at a time: small enough to stay in a core's cache, and for the kernel to find pages
-for it without moving others out of the way, which larger writes to a nearly full page cache spend seconds on."""
+"""How much is hashed and then written at a time. Small enough to stay in a core's cache, and for the kernel to find
+free pages: larger writes to a nearly full page cache spend seconds on moving other pages."""
 STAGING_BYTES = 4 * 2**20
 SMALL_BYTES = 2**15
-"""Tensors up to this are copied together and written at once: a call for each would take longer than its bytes."""
+"""Tensors up to this size are copied together and written in one call, since a call costs more than their bytes."""
 
 
 class Outline(NamedTuple):
-    """What a file gets of one tensor, without its elements: the box ``box`` of ``name`` of global shape ``shape``."""
+    """Metadata of a piece: the box ``box`` of tensor ``name`` with global shape ``shape``."""
 
     name: str
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Outline(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The same with its elements."""
+    """A box of a tensor to be written to a file, with its elements ``data``."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,14 +55,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """How pieces lie in a file: follows from their outlines, and so is the same from save to save of a run.
+    """The arrangement of pieces in a file. It depends only on their outlines, so it is the same from save to save.
 
     Attributes:
-        order: Of the pieces in the file, by their numbers.
-        outlines: In that order.
-        header: The header's JSON of tensors.
-        places: For the header's metadata, which box of its tensor each piece is.
-        data_bytes: Of all pieces.
+        order: The pieces' numbers, in the file's order.
+        outlines: The outlines, in the file's order.
+        header: The header's JSON of tensors, without metadata.
+        places: Entries of the header's metadata: the box that a piece is of its tensor.
+        data_bytes: Bytes of all pieces.
+        table: What the manifest needs of the pieces.
     """
 
     order: tuple[int, ...]
@@ -74,13 +75,13 @@ class FilePlan:
 
 
 class Table(NamedTuple):
-    """What the manifest is told of a file's pieces, column by column, in its own words.
+    """A file's pieces in columns, as the manifest's text needs them.
 
     Attributes:
-        names: Of the tensors.
-        heads: The tensors' dtypes and global shapes, see :func:`~..format.text.tensor_head`.
-        places: The boxes of them, see :func:`~..format.text.place_text`.
-        spans: Where their bytes begin and end, counted from where the file's data begins.
+        names: The tensors' names.
+        heads: Text of the tensors' dtypes and global shapes, see :func:`~..format.text.tensor_head`.
+        places: Text of the pieces' boxes, see :func:`~..format.text.place_text`.
+        spans: (begin, end) of the pieces' bytes, from the beginning of the file's data section.
     """
 
     names: list[str]
@@ -91,10 +92,12 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """One written file and the chunks in it, as they travel: a table that is ready-made, and what each save finds anew.
+    """One written file and its chunks, as sent to the group's leader.
 
     Attributes:
-        digests: Of each chunk's blocks, joined.
+        file: The file's entry.
+        table: The chunks' metadata, the same in every save.
+        digests: For each chunk its blocks' digests, joined.
     """
 
     file: FileEntry
@@ -102,10 +105,10 @@ class Written:
     digests: list[str]
 
     def chunks(self, number: int) -> Iterator[tuple[str, str, str, str]]:
-        """Of each chunk the tensor's name and head, the place, and the chunk's text in a manifest.
+        """Yield of each chunk: the tensor's name and head, the place, and the chunk's text in the manifest.
 
         Args:
-            number: The file's there.
+            number: The file's index in the manifest.
         """
         base = self.file.header_bytes
         for name, head, place, (begin, end), digests in zip(*self.table, self.digests, strict=True):
@@ -113,10 +116,10 @@ class Written:
 
 
 def plan_file(outlines: Sequence[Outline]) -> FilePlan:
-    """Lay pieces out.
+    """Arrange pieces in a file.
 
-    Those of wide dtypes come first, so that each is aligned to its elements; of these those of whole pages, so that
-    all that are large begin on a page: their writes are a sixth faster.
+    Wider dtypes come first, so that each piece is aligned to its element size. Within a width, pieces whose size is a
+    multiple of a page come first, so that most large ones begin on a page: their writes are a sixth faster.
     """
     order = sorted(range(len(outlines)), key=lambda number: _position(outlines[number]))
     ordered = [outlines[number] for number in order]
@@ -130,7 +133,7 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
         if piece.box.sizes != piece.shape
     }
     header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
-    known: dict[str, str] = {}  # equal texts become one object, which travels once
+    known: dict[str, str] = {}  # equal texts become one object, which is pickled once
 
     def once(text: str) -> str:
         return known.setdefault(text, text)
@@ -151,14 +154,14 @@ def _position(piece: Outline) -> tuple[Any, ...]:
 
 
 def file_metadata(attempt: str, section: str) -> dict[str, str]:
-    """What a file says of itself, for people and for salvage."""
+    """The metadata in a file's header, for people and for salvage."""
     return {"format": "pt", "lightning_shard.attempt": attempt, "lightning_shard.section": section}
 
 
 def write_pieces(
     store: Store, path: str, pieces: Sequence[Piece], metadata: dict[str, str], *, digests: bool, durable: bool
 ) -> Written:
-    """Write one safetensors file of pieces in any order."""
+    """Write one safetensors file of pieces, which may be in any order."""
     plan = plan_file([piece.outline for piece in pieces])
     data = [pieces[number].data for number in plan.order]
     settle(data)
@@ -175,7 +178,7 @@ def write_file(
     digests: bool,
     durable: bool,
 ) -> Written:
-    """Write one safetensors file, of the elements of each of the plan's pieces in their order."""
+    """Write one safetensors file by a plan; ``data`` has the elements of the plan's pieces, in the plan's order."""
     header = header_of(plan.header, {**metadata, **plan.places})
     size = len(header) + plan.data_bytes
     sums: list[list[str]] = [[] for _ in data]
@@ -185,14 +188,14 @@ def write_file(
 
 
 def write_json(store: Store, path: str, tree: Any, *, digests: bool, durable: bool) -> FileEntry:
-    """Write one file of JSON."""
+    """Write one JSON file."""
     data = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
     store.write(path, [memoryview(data)], len(data), durable=durable)
     return FileEntry(path, len(data), 0, digest(data) if digests else None)
 
 
 def _unambiguous(names: Sequence[str]) -> list[str]:
-    """A key per piece: the tensor's name, with ``#2`` and so on where one file holds several chunks of it."""
+    """A unique key for each piece: the tensor's name, plus ``#2`` and so on for further chunks of it in one file."""
     taken = set(names)
     seen: set[str] = set()
     keys = []
@@ -207,7 +210,7 @@ def _unambiguous(names: Sequence[str]) -> list[str]:
 
 
 def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None) -> Iterator[Buffer]:
-    """The file's bytes in order; fills ``sums`` with each tensor's block digests on the way."""
+    """Yield the file's bytes in order; adds each tensor's block digests to ``sums`` on the way."""
     yield memoryview(header)
     staging: list[Tensor] = []
     small: list[tuple[int, Tensor]] = []
@@ -239,7 +242,7 @@ def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None)
 
 
 def _together(numbered: Sequence[tuple[int, Tensor]], sums: list[list[str]] | None) -> Buffer:
-    """A copy of the bytes of small tensors of one dtype, each a digest block."""
+    """A copy of the bytes of small tensors of one dtype; each tensor is one digest block."""
     memory, begin = byte_view(torch.cat([tensor.reshape(-1) for _, tensor in numbered])), 0
     for index, tensor in numbered:
         end = begin + tensor.nbytes
@@ -250,7 +253,7 @@ def _together(numbered: Sequence[tuple[int, Tensor]], sums: list[list[str]] | No
 
 
 def _steps(nbytes: int, to_boundary: int) -> Iterator[tuple[int, int]]:
-    """Cut a buffer so that no step crosses a block's end, the next of which is ``to_boundary`` bytes away."""
+    """Cut a buffer into steps that don't cross a block boundary; the next one is ``to_boundary`` bytes away."""
     start = 0
     while start < nbytes:
         stop = min(nbytes, start + WRITE_STEP_BYTES, start + (to_boundary or BLOCK_BYTES))
@@ -260,7 +263,7 @@ def _steps(nbytes: int, to_boundary: int) -> Iterator[tuple[int, int]]:
 
 
 def _buffers(tensor: Tensor, staging: list[Tensor]) -> Iterator[Buffer]:
-    """A tensor's bytes in row-major order: its own memory, or parts of it copied into a staging buffer."""
+    """Yield a tensor's bytes in row-major order: its own memory, or parts copied into the staging buffer."""
     if is_plain(tensor):
         yield byte_view(tensor)
         return
@@ -274,7 +277,7 @@ def _buffers(tensor: Tensor, staging: list[Tensor]) -> Iterator[Buffer]:
 
 
 def _parts(tensor: Tensor, limit_bytes: int) -> Iterator[Tensor]:
-    """Views that follow on one another in row-major order, none larger than the limit."""
+    """Cut a tensor into views in row-major order, none larger than the limit."""
     if tensor.numel() * tensor.element_size() <= limit_bytes:
         if tensor.numel():
             yield tensor

@@ -1,8 +1,7 @@
-"""Tensors that all ranks of a mesh hold alike, each of which writes a part: do they hold the same?
+"""Fingerprints of replicated tensors, to check that they are equal on all ranks of a mesh, each of which writes a part.
 
-A fingerprint of the contents is compared: of small tensors all elements, of others a sample, so that a save takes no
-longer. Replicas that have come apart differ nearly everywhere. It depends on the elements alone, and not on how or on
-what device a rank holds them.
+A fingerprint covers all elements of a small tensor, and a sample of a larger one, so that it costs a save no time;
+replicas that have diverged differ nearly everywhere. It depends only on the elements, not on strides or devices.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch import Tensor
 from lightning_shard.checkpoint.memory import byte_view, is_plain
 
 WHOLE_BYTES = 2**14
-"""Tensors up to this are compared whole."""
+"""Tensors up to this size are compared whole."""
 WINDOWS, WINDOW_BYTES = 16, 2**10
-"""Of a larger one, evenly from its first element to its last."""
+"""The sample of a larger tensor: so many windows, evenly spaced from its first element to its last."""
 FINGERPRINT_BYTES = 8
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> bytes:
-    """One after another, of :data:`FINGERPRINT_BYTES` each."""
+    """The fingerprints of tensors, concatenated, :data:`FINGERPRINT_BYTES` each."""
     sampled = iter(_sampled([tensor for tensor in tensors if not is_plain(tensor)]))
     return b"".join(_digest(_parts(tensor) if is_plain(tensor) else [next(sampled)]) for tensor in tensors)
 
@@ -36,7 +35,7 @@ def _digest(parts: Iterable[memoryview]) -> bytes:
 
 
 def _windows(tensor: Tensor) -> list[tuple[int, int]]:
-    """Begin and end of what is compared, in elements of the row-major order."""
+    """[begin, end) of each window, as flat row-major element indices."""
     elements, each = tensor.numel(), WINDOW_BYTES // tensor.element_size()
     if tensor.nbytes <= WHOLE_BYTES:
         return [(0, elements)]
@@ -49,7 +48,7 @@ def _parts(tensor: Tensor) -> list[memoryview]:
 
 
 def _sampled(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """The same of tensors that aren't plain in the CPU's memory; from a device they come in one copy."""
+    """The samples of tensors that aren't contiguous CPU tensors; one copy from each device."""
     samples = [_sample(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for number, sample in enumerate(samples):

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: local disk, or any place that fsspec knows, behind the few verbs of :class:`Store`.
+"""Storage of checkpoints: local disk, or any filesystem of fsspec, behind the protocol :class:`Store`.
 
-Paths are ``str`` throughout: ``pathlib`` turns ``s3://a/b`` into ``s3:/a/b``.
+Paths are ``str`` throughout, since ``pathlib`` turns ``s3://a/b`` into ``s3:/a/b``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _CUT_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)")
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
-    """The store for a directory: local disk, or whatever fsspec has for the path's protocol.
+    """Open the store for a directory: local disk, or fsspec's filesystem for the path's protocol.
 
     Args:
-        storage_options: For fsspec. ``stall_s`` is taken out: the seconds after which a call of a remote store that has
-            no answer has stalled (default 60). It is made again then, and given up after three times as long.
+        path: A local path, or a URL.
+        storage_options: For fsspec, except ``stall_s``: the seconds after which an unanswered call of a remote store
+            counts as stalled (default 60). The call is then retried, and given up after three times as long.
 
     Raises:
-        CheckpointError: No such path can be: an unknown protocol, a package that isn't there, a URL with a password, a
+        CheckpointError: The path can't be opened: an unknown protocol, a missing package, or a URL with a password, a
             token or a signature.
     """
     root = as_path(path)
@@ -59,7 +60,7 @@ def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | N
 
 
 def open_filesystem(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """The fsspec filesystem of a store, and the path as that names it: for the folders that checkpoints lie in.
+    """The fsspec filesystem of a store, and its own form of the path. For listing folders of checkpoints.
 
     Raises:
         CheckpointError: As :func:`open_store`.
@@ -75,9 +76,9 @@ def open_filesystem(path: str | os.PathLike[str], storage_options: dict[str, Any
 
 
 def forget_listings(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> None:
-    """Other filesystems of this kind in this process look anew: they may have cached what was in a folder before.
+    """Invalidate the listing caches of all filesystem objects of this kind in the process.
 
-    Private parts of fsspec 2026.9 used: ``_cache``, a class's instances.
+    Private part of fsspec 2026.9: ``_cache``, a filesystem class's instances.
     """
     filesystem, _ = open_filesystem(path, storage_options)
     for one in list(type(filesystem)._cache.values()):
@@ -85,7 +86,11 @@ def forget_listings(path: str | os.PathLike[str], storage_options: dict[str, Any
 
 
 def as_path(path: str | os.PathLike[str]) -> str:
-    """A path as text, without a trailing slash, and without the manifest's name if it is the manifest's own path."""
+    """Normalize a checkpoint's path: to ``str``, without a trailing slash or a trailing ``manifest.json``.
+
+    Raises:
+        CheckpointError: No ``str``, empty, a URL that was converted to a ``Path``, or a URL with a secret.
+    """
     text = os.fspath(path)
     if not isinstance(text, str):
         raise CheckpointError(f"path ({path!r}) must be a str or a path that gives one.")
@@ -104,7 +109,7 @@ def as_path(path: str | os.PathLike[str]) -> str:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The same, of the local disk from its root: what is done later is done there, wherever the program is by then."""
+    """:func:`as_path`, made absolute if local, so that later use doesn't depend on the working directory."""
     text = as_path(path)
     scheme, separator, rest = text.partition("://")
     if "::" in text or (separator and scheme not in ("file", "local")):

@@ -1,7 +1,7 @@
-"""Calls of a file system: bounded in time, and made again where what went wrong may pass.
+"""Filesystem calls with timeouts, and with retries of transient errors.
 
-Everything that goes through a network goes through :class:`Calls`, so that nothing is waited for without end, and so
-that errors are an OSError with a clear text and without what ``storage_options`` hold of secrets.
+Everything that goes through a network goes through :class:`Calls`. So no wait is unbounded, and an error is an OSError
+with a clear text, without secrets from ``storage_options``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from lightning_shard.errors import CheckpointError
 Result = TypeVar("Result")
 
 STALL_S = 60.0
-"""A call without an answer for so long has stalled; ``storage_options={"stall_s": …}`` says otherwise."""
+"""Timeout of one attempt without an answer; ``storage_options={"stall_s": …}`` overrides it."""
 STALLS = 3
-"""A call is given up, with all its attempts, after the time of so many stalls."""
+"""All attempts of a call together may take so many times the timeout."""
 MIN_BYTES_PER_S = 128 * 2**10
-"""Slower bytes have stalled too: a call that moves many is given so much more time."""
+"""Slowest accepted transfer: a call's timeout grows by its bytes at this rate."""
 ATTEMPTS = 8
 MAX_WAIT_S = 10.0
-"""The longest wait between two attempts; they are random, so that ranks don't come back all at once."""
+"""Longest wait between two attempts; waits are random, so that ranks don't retry all at once."""
 LAST_S = 10.0
-"""After a call was given up, the next ones, which are there to clean up, get one attempt of so long each."""
+"""After a call was given up, later calls, which clean up, get one attempt each with this timeout."""
 
 _LOOKS = {"ls", "find", "info", "modified"}
-"""What file systems may answer from listings that they keep. Other ranks and programs write too: none is believed."""
+"""Calls that filesystems may answer from cached listings, which are invalidated first: other ranks and programs write,
+too."""
 
 _FINAL = (
     FileNotFoundError,
@@ -59,7 +60,7 @@ _PASSING_CODES = {
     "SlowDown",
     "XAmzContentSHA256Mismatch",
 }
-"""S3's words for what may pass, some of which come with a status of 400."""
+"""S3's codes of transient errors, some of which come with status 400."""
 _PASSING_KINDS = {
     "HTTPClientError",  # botocore: cut and timed out connections
     "ConnectionError",  # refused and reset ones
@@ -76,11 +77,11 @@ _PASSING_KINDS = {
     "ResourceLocked",
     "SSHException",  # paramiko
 }
-"""Names of base classes of errors that may pass, of libraries that aren't imported here."""
+"""Class names of transient errors (base classes suffice) in libraries that aren't imported here."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a call that failed so may succeed when it is made again."""
+    """Whether a call that failed with ``error`` may succeed when retried."""
     if not isinstance(error, Exception) or isinstance(error, CheckpointError):
         return False
     status, code = answer_of(error)
@@ -96,8 +97,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def answer_of(error: BaseException | None) -> tuple[int | None, str]:
-    """The status and S3's word for it in the server's answer that an error is about, if it is about one."""
-    # s3fs makes an OSError of it
+    """The HTTP status and S3's error code in the server's answer that caused an error, if there was one."""
+    # s3fs raises an OSError from botocore's error
     for part in (error, error.__cause__) if isinstance(error, OSError) else (error,):
         response = getattr(part, "response", None)
         if isinstance(response, dict):  # botocore
@@ -112,13 +113,13 @@ def answer_of(error: BaseException | None) -> tuple[int | None, str]:
 
 
 class Calls:
-    """Makes the calls of one fsspec file system, for one store.
+    """Makes the calls of one fsspec filesystem, for one store.
 
     Args:
-        fs: The file system.
-        place: What it is called in errors.
-        options: Its storage options, of which no secret gets into an error.
-        stall_s: See :data:`STALL_S`.
+        fs: The filesystem.
+        place: Its name in errors.
+        options: Its storage options, whose secrets are redacted in errors.
+        stall_s: The timeout of one attempt in seconds; see :data:`STALL_S`.
     """
 
     def __init__(
@@ -131,15 +132,15 @@ class Calls:
         self._given_up = threading.Event()
 
     def __call__(self, method: str, *args: Any, moving_bytes: float = 0, **kwargs: Any) -> Any:
-        """Call a method of the file system until it succeeds, a fault can't pass, or its time is up.
+        """Call a method of the filesystem; retry until it succeeds, fails permanently, or runs out of time.
 
         Raises:
-            OSError: What it failed with at last, also where the library's own error is none.
+            OSError: The last error; converted to an OSError if the library's own error is none.
         """
         return self.tried(lambda limit_s: self.once(method, *args, limit_s=limit_s, **kwargs), moving_bytes)
 
     def tried(self, attempt: Callable[[float], Result], moving_bytes: float = 0) -> Result:
-        """The same for what takes several calls. ``attempt`` is given the seconds that each of them may take."""
+        """Retry an operation of several calls; ``attempt(limit_s)`` gets the timeout of each call in seconds."""
         slack_s = moving_bytes / MIN_BYTES_PER_S
         stall_s = STALL_S if self._stall_s is None else self._stall_s
         limit_s = (min(LAST_S, stall_s) if self._given_up.is_set() else stall_s) + slack_s
@@ -171,10 +172,10 @@ class Calls:
         return result
 
     def once(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
-        """Call a method of the file system, and wait for it no longer than so many seconds.
+        """Call a method of the filesystem once, with a timeout.
 
         Raises:
-            TimeoutError: It took longer. What runs on a loop has been cancelled then; another thread may still hang.
+            TimeoutError: It took longer. A call on fsspec's event loop is cancelled; one on a thread may still hang.
         """
         if method in _LOOKS:
             self.fs.invalidate_cache()
@@ -184,7 +185,7 @@ class Calls:
                 return self._on_loop(native, *args, limit_s=limit_s, **kwargs)
             return self.bounded(getattr(self.fs, method), *args, limit_s=limit_s, **kwargs)
         except FileNotFoundError as error:
-            # fsspec's HTTP says that a file isn't there whatever the server answered
+            # fsspec's HTTP filesystem raises FileNotFoundError for any answer of the server
             status = answer_of(error.__cause__)[0]
             if status not in (None, 404, 410) and isinstance(error.__cause__, Exception):
                 raise error.__cause__ from None
@@ -199,12 +200,12 @@ class Calls:
             return sync(self.fs.loop, call, *args, timeout=limit_s, **kwargs)
         except FSTimeoutError as error:
             cause = error.__cause__
-        if cause is not None and cause.args:  # the library's own, or the server's
-            raise cause from None  # here, since in the handler its context would be the error that it is the cause of
+        if cause is not None and cause.args:  # an error of the library itself, or of the server
+            raise cause from None  # not in the handler, where its context would be the error that it caused
         raise self._stalled(call.__name__.lstrip("_"), limit_s)
 
     def bounded(self, call: Callable[..., Result], *args: Any, limit_s: float, **kwargs: Any) -> Result:
-        """Call anything on a thread of its own, and wait for it no longer than so many seconds."""
+        """Call a function on its own thread, and wait for it with a timeout."""
         done: Future[Result] = Future()
 
         def run() -> None:
@@ -213,7 +214,7 @@ class Calls:
             except BaseException as error:
                 done.set_exception(error)
 
-        # not of a pool: the interpreter waits for a pool's threads at its end
+        # not from a pool: at exit the interpreter waits for pools' threads
         threading.Thread(target=run, name="checkpoint-store", daemon=True).start()
         try:
             return done.result(limit_s)
@@ -223,7 +224,7 @@ class Calls:
             raise self._stalled(getattr(call, "__name__", "a call"), limit_s) from None
 
     def part(self, call: Callable[..., Result], *args: Any, moving_bytes: float) -> Result:
-        """Call what can't be tried again, such as a write to an open file."""
+        """Call a function that can't be retried, such as a write to an open file."""
         stall_s = STALL_S if self._stall_s is None else self._stall_s
         with self._clearly():
             return self.bounded(call, *args, limit_s=stall_s + moving_bytes / MIN_BYTES_PER_S)
@@ -233,7 +234,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _clearly(self) -> Iterator[None]:
-        """Make an error an OSError, and without secrets; those of programming stay what they are."""
+        """Convert errors to OSError and redact secrets; Python's own errors, such as TypeError, keep their type."""
         try:
             yield
         except Exception as error:
@@ -249,7 +250,7 @@ class Calls:
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
-    seen: set[int] = set()  # a library may raise what it has caught from what came of it
+    seen: set[int] = set()  # a library may raise an error from its own consequence, in a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield f"{error}"

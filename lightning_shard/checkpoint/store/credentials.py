@@ -1,8 +1,7 @@
-"""What may not be shown: passwords and keys in paths, which are refused, and in errors, where they are left out.
+"""Keeps secrets out of paths and errors: refuses paths with passwords or keys, and redacts them in error messages.
 
-And what of storage options tells one store from another, which is kept, and so is without them.
-
-Paths are shown, logged, and kept in checkpoints as the paths of the best ones; errors end in logs.
+Reason: paths are shown, logged, and saved in checkpoints (as the paths of the best ones), and errors end in logs. It
+also extracts from storage options, without secrets, the values that distinguish one store from another.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ HIDDEN = "…"
 _SECRET_NAME = re.compile(r"token|sig|secret|key|pass|pwd|cred|auth|session|sas|jwt|hmac", re.IGNORECASE)
 _NO_SECRET_NAME = re.compile(r"endpoint|region|style|use_ssl|ssh_key_filename|key_filename", re.IGNORECASE)
 _USER_IN_HOST = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "az", "adl"}
-"""Where ``user@host`` (of Azure ``container@account``) is a place, and no secret."""
+"""Protocols whose ``user@host`` (Azure: ``container@account``) is a location, not a secret."""
 _MIN_CHARS = 4
-"""Shorter texts are in any error by chance."""
+"""Shorter secrets aren't redacted, since they occur in any error by chance."""
 
 
 def refuse_secrets(path: str) -> None:
-    """Refuse a path that holds what must not be shown.
+    """Refuse a path that contains a secret.
 
     Raises:
-        CheckpointError: It does; the text shows the path without it.
+        CheckpointError: It contains one; the message shows the path without it.
     """
     for part in path.split("::"):
         scheme, separator, rest = part.partition("://")
@@ -39,7 +38,7 @@ def refuse_secrets(path: str) -> None:
         if at and (":" in before or scheme not in _USER_IN_HOST):
             word = "a password" if ":" in before else "a key or token"
         elif not at and "@" in rest and ":" in host and not _is_host_and_port(host):
-            word, after = "a password", rest.rpartition("@")[2].partition("/")[0]  # one with a slash in it
+            word, after = "a password", rest.rpartition("@")[2].partition("/")[0]  # a password with a slash
         if word is None and any(_SECRET_NAME.search(unquote(name)) for name in re.findall(r"([^&=]+)=", query)):
             word, after = "a token or signature", host
         if word is not None:
@@ -55,14 +54,14 @@ def _is_host_and_port(host: str) -> bool:
 
 
 def redact(text: str, options: Mapping[str, Any]) -> str:
-    """The text without the secrets among storage options."""
+    """Remove from a text all secrets that are in storage options."""
     for secret in sorted(set(_secrets(options)), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def places(value: Any, name: str = "") -> Iterator[str]:
-    """The texts and ports among storage options, behind their names, which may say where a store is; no secrets."""
+    """Yield ``name=value`` of the strings and ports in storage options, which may locate a store; without secrets."""
     if isinstance(value, Mapping):
         for inner in sorted(value, key=str):
             if not _is_secret(inner):
@@ -70,7 +69,7 @@ def places(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from places(inner, name)
-    elif isinstance(value, str) and ";" in value and "=" in value:  # Azure's connection strings hold a key, too
+    elif isinstance(value, str) and ";" in value and "=" in value:  # Azure's connection strings contain a key
         yield from places(dict(part.partition("=")[::2] for part in value.split(";")), name)
     elif isinstance(value, str):
         yield f"{name}={re.sub('://[^/]*@', '://', value)}"
@@ -83,7 +82,7 @@ def _is_secret(name: Any) -> bool:
 
 
 def _secrets(value: Any, named: bool = False) -> Iterator[str]:
-    """Texts under a name of secrets, however deep, and passwords in URLs under any."""
+    """Yield the strings at any depth below a secret's name, and passwords in any URL."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, named or _is_secret(name))

@@ -1,4 +1,4 @@
-"""Local disk, or anything that is mounted like one."""
+"""``LocalStore``: a store on local disk, or on any filesystem that is mounted."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ MAX_THREADS = 8
 _IOV_MAX = 1024
 _MAX_CALL_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB per call
 LOCK_WAIT_S = 10.0
-"""A lock is held while a file is read and renamed. Who holds it for longer has been stopped, and may yet wake up."""
+"""Limit for a lock. It is held only to read and rename a file; a process that holds it longer was stopped, and may
+continue later."""
 _FOLDERS = ("model", "optimizer", "trainer")
 _TRIES = 10
-# What mounts answer that have no locks, no hard links, or no folders that can be opened or synced.
+# Errors of mounts without locks, without hard links, or whose folders can't be opened or synced.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV}
 _NO_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -42,7 +43,7 @@ _MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11's mmap has no name for it
 
 
 def thread_count() -> int:
-    """Threads for this process, of the processors that it shares with the other ranks of the machine."""
+    """The number of threads for this process: its share of the processors among the machine's ranks."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, min(MAX_THREADS, processors // (int(neighbours) if neighbours.isdigit() else 1) or 1))
@@ -56,13 +57,13 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._base = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # wherever the program goes
+        self._base = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # independent of later chdir
         self.links_lead_anywhere = True
-        """Whether a file, or a folder of the directory, may be a link to elsewhere."""
+        """Whether files, and folders of the directory, may be symbolic links that lead out of it."""
         self._made: set[str] = set()
-        """Folders in which one was made."""
+        """Parents in which a folder was created; they need a sync."""
         self._inside: set[str] = set()
-        """Folders of which it is known that no link leads out of the directory."""
+        """Folders that are known to be inside the directory, after resolving links."""
 
     @property
     def requests(self) -> int:
@@ -75,11 +76,11 @@ class LocalStore:
         return os.path.join(self._base, name)
 
     def _open(self, name: str) -> int:
-        """A descriptor to read a file by.
+        """Open a file for reading; returns its descriptor.
 
         Raises:
-            CorruptCheckpointError: It is no regular file (a pipe would be waited for, a device has no end), or a link
-                leads out of the directory.
+            CorruptCheckpointError: It is no regular file (a pipe would block, a device has no end), or a link leads out
+                of the directory.
         """
         path = self._path(name)
         if not self.links_lead_anywhere:
@@ -129,8 +130,8 @@ class LocalStore:
             os.close(fd)
 
     def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
-        """See the protocol. The pages are brought in by a call that can fail, not by touching them, which would kill
-        the process where the disk fails or the file has been cut off.
+        """See the protocol. ``madvise`` populates the pages, which can fail with an error; a page fault on touching
+        them would kill the process (SIGBUS) if the disk failed or the file was truncated.
         """
         if sys.platform != "linux" or end == begin:
             return None
@@ -139,7 +140,7 @@ class LocalStore:
             if os.fstat(fd).st_size < end:
                 raise too_short(name, end)
             start = begin - begin % mmap.ALLOCATIONGRANULARITY
-            # private and "writable": torch and numpy complain of memory that isn't
+            # private and writable, since torch and numpy warn about read-only memory
             pages = mmap.mmap(fd, end - start, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
             pages.madvise(_MADV_POPULATE_READ)
         except OSError as error:
@@ -152,8 +153,8 @@ class LocalStore:
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         path = self._path(name)
-        self._check_inside(path)  # what is written through such a link can't be read
-        # the name carries the attempt, so nothing is there; and a link that someone put there isn't followed
+        self._check_inside(path)  # a file written through such a link couldn't be read
+        # O_EXCL: the name contains the attempt, so no file has it; and a link that someone put there isn't followed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = self._create(path, flags)
         try:
@@ -171,9 +172,9 @@ class LocalStore:
             os.close(fd)
 
     def _create(self, path: str, flags: int) -> int:
-        """A new file, and its folders: those may be removed by others at any moment, as long as they are empty.
+        """Create a file and its folders. Retries, since other processes may remove empty folders at any moment.
 
-        A link that leads nowhere gives way to a folder.
+        A dangling link at the directory's path is replaced by a folder.
         """
         for _ in range(_TRIES):
             try:
@@ -191,7 +192,7 @@ class LocalStore:
         return os.open(path, flags, 0o666)
 
     def make(self, *, durable: bool) -> None:
-        """Make the folder, and those that it lies in."""
+        """Create the directory and its parents."""
         parents, folder = [], os.path.abspath(self._base)
         while not os.path.exists(folder):
             folder = os.path.dirname(folder)
@@ -251,10 +252,13 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _held(self, name: str, stamp: Stamp) -> Iterator[bool]:
-        """Lock a file and see whether it is the one that the stamp was made of; False where none is there.
+        """Lock a file and check that it still has this stamp; yields False if there is no file.
 
-        The lock is on the file that is to go, not on its name: whoever waited for it finds another file under the name,
-        or none. Mounts without locks get the look alone.
+        The lock is on the file (inode) to be replaced, not on its name: a process that waited for it then finds another
+        file under the name, or none. On mounts without locks, only the check is made.
+
+        Raises:
+            CheckpointConflictError: The file has other content, or the lock can't be had in time.
         """
         path = self._path(name)
         try:
@@ -331,13 +335,13 @@ def _preadv_all(fd: int, buffers: list[Buffer], offset: int, name: str) -> None:
 
 def _open_to_lock(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what is open for writing
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only files that are open for writing
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _lock(fd: int) -> bool:
-    """Whether the file is this process's for now, or can't be anyone's. Closing it unlocks it."""
+    """Lock a file, until it is closed. False if another process holds the lock; True also on mounts without locks."""
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -354,10 +358,10 @@ def _lock(fd: int) -> bool:
 
 
 def _fsync_folder(path: str) -> None:
-    """Sync a folder's entries, where that can be done; the files themselves have been synced.
+    """Sync a folder's entries, where that is possible; the files themselves have been synced.
 
     Raises:
-        OSError: It failed. Not where mounts can't do it, or the folder may be written to but not be opened.
+        OSError: The sync failed. Not raised for mounts that can't sync folders, or a folder without read permission.
     """
     try:
         fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The few verbs that a checkpoint needs of the place it lies in. Everything else is written on top of these."""
+"""The ``Store`` protocol: the few operations that checkpoints need from local disk or remote storage."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from lightning_shard.errors import CheckpointConflictError, CorruptCheckpointErr
 
 Buffer = memoryview
 Segment = tuple[int, Buffer]
-"""Where in the file, in bytes, and the memory to fill from there."""
+"""A byte offset in the file, and the memory to read into from there."""
 Reader = Callable[[Sequence[Segment]], None]
-"""Fills segments, which are in ascending order. Raises CorruptCheckpointError if the file is too short."""
+"""Reads segments, which are in ascending order. Raises CorruptCheckpointError if the file is too short."""
 Stamp = str
-"""Tells a file's content from any other that has been or will be under its name: a hash of it, or an ETag."""
+"""Identifies a version of a file's content, among all that its name has had or will have: a hash, or an ETag."""
 ANYTHING: Stamp = "anything"
-"""In a stamp's place: whatever is there, or nothing."""
+"""Passed in place of a stamp: matches any content, and a missing file."""
 
 
 class Store(Protocol):
-    """One directory of files. Errors of the underlying system pass through, except as said.
+    """One directory of files. Errors of the underlying system pass through, except where stated.
 
-    A store is rooted at one checkpoint's directory; names in it are relative, with ``/``. Its methods may be called
-    from several threads at once.
+    A store is rooted at one checkpoint's directory; names are relative to it, with ``/``. Its methods are thread-safe.
     """
 
     @property
     def root(self) -> str:
-        """The path as the user gave it; never with credentials."""
+        """The path as the user passed it; never contains credentials."""
 
     @property
     def is_remote(self) -> bool:
@@ -36,28 +35,28 @@ class Store(Protocol):
 
     @property
     def requests(self) -> int:
-        """How many calls are worth having under way at once, each from a thread of its own."""
+        """The best number of concurrent calls, each from its own thread."""
 
     @property
     def step_bytes(self) -> int:
-        """How much is best asked for at a time: what stays in a core's cache, or what makes up for a round trip."""
+        """The best size of one read: what fits into a core's cache, or what amortizes a network round trip."""
 
     def place(self) -> tuple[str, ...]:
-        """What tells this directory from any other, also of the same path in another store: the path, and what else."""
+        """Identifies this directory among all stores: the path, and what else locates it, such as an endpoint."""
 
     def read(self, name: str) -> bytes:
-        """A whole small file. Raises FileNotFoundError."""
+        """Read a whole small file. Raises FileNotFoundError."""
 
     def size(self, name: str) -> int:
-        """In bytes. Raises FileNotFoundError."""
+        """A file's size in bytes. Raises FileNotFoundError."""
 
     def reading(self, name: str) -> AbstractContextManager[Reader]:
-        """Open a file for reading parts of it. Raises FileNotFoundError, then or at the first read."""
+        """Open a file for reading parts of it. Raises FileNotFoundError, on opening or at the first read."""
 
     def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
-        """The bytes of a file from ``begin`` to ``end`` where the system has them in memory, for as long as it is held.
+        """Memory-map a file from ``begin`` to ``end``; valid while the buffer is referenced.
 
-        It must not be written to. None where that isn't possible, or not worth it: then they are to be read.
+        The buffer must not be written to. None where mapping isn't possible, or not worth it: then read instead.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -65,10 +64,10 @@ class Store(Protocol):
         """
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
-        """Write a new file from buffers, each of which may be reused once the next one is asked for."""
+        """Write a new file from buffers. The iterator may reuse a buffer's memory once the next one is requested."""
 
     def stamp(self, name: str) -> Stamp | None:
-        """What is under a name now; None where nothing is."""
+        """The stamp of a file's current content; None if there is no such file."""
 
     def publish(
         self,
@@ -79,32 +78,32 @@ class Store(Protocol):
         durable: bool,
         replaces: Stamp | None = ANYTHING,
     ) -> None:
-        """The same, replacing a file at once: readers see the old bytes or all of the new ones, never a mixture.
+        """Write a file, replacing an old one atomically: readers see all of the old bytes or all of the new ones.
 
         Args:
-            replaces: What may be replaced: a stamp, or None for nothing. A file that has been removed since its stamp
-                was taken is no hindrance. Of several that replace one stamp at the same time, one succeeds; stores that
-                can't put conditionally look before and after, and so may let the later one win.
+            replaces: The stamp of the content that may be replaced, or None if there must be no file. If the file was
+                removed since its stamp was taken, the write succeeds. Of several concurrent calls that replace one
+                stamp, one succeeds; stores without conditional puts check before and after, so the later call may win.
 
         Raises:
-            CheckpointConflictError: Something else is there; it stays, and nothing has been changed.
+            CheckpointConflictError: The file has other content; it stays, and nothing has been changed.
         """
 
     def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
-        """Remove a file if it is there.
+        """Remove a file if it exists.
 
         Raises:
-            CheckpointConflictError: Something else than ``only`` is there; it stays.
+            CheckpointConflictError: The file's content isn't the one of stamp ``only``; it stays.
         """
 
     def remove_empty_folders(self) -> None:
-        """Remove the folder and those in it that this format makes, as far as they are empty.
+        """Remove this directory, and the folders in it that the format makes, where they are empty.
 
-        Nothing on stores that have no folders.
+        Does nothing on stores that have no folders.
         """
 
     def modified(self, name: str) -> float | None:
-        """When a file was written, in seconds since 1970 by the store's own clock; None where the store doesn't tell.
+        """When a file was written, in seconds since 1970 by the store's own clock; None if the store has no times.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -113,18 +112,19 @@ class Store(Protocol):
     def exists(self, name: str) -> bool: ...
 
     def names(self) -> list[str]:
-        """All files in the directory and one level below, to find leftovers; never to find data."""
+        """All files in the directory and one level below. Used to find leftovers, never to find data."""
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make the folder entries of these files survive a crash of the machine."""
+        """Sync the folder entries of these files, so that they survive a crash of the machine."""
 
 
 def adjacent(
     segments: Sequence[Segment], max_gap: int = 0, max_span: int = 0
 ) -> Iterable[tuple[int, int, list[Segment]]]:
-    """Segments that follow on one another, as (start, stop, segments).
+    """Group adjacent segments; yields (start, stop, segments).
 
-    Between two there may be up to ``max_gap`` bytes, as long as the whole isn't longer than ``max_span``.
+    Gaps of up to ``max_gap`` bytes are allowed between two segments, as long as the group isn't longer than
+    ``max_span``.
     """
     start = stop = 0
     joined: list[Segment] = []

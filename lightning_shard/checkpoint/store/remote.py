@@ -1,7 +1,7 @@
-"""Any place that fsspec knows.
+"""``RemoteStore``: a store on any filesystem of fsspec.
 
-A fault that may pass is met by trying again, in bounded time: see :mod:`~lightning_shard.checkpoint.store.calls`. What
-is streamed can't be tried again: then the save fails, and the checkpoint that was there before is still there.
+Transient errors are retried in bounded time: see :mod:`~lightning_shard.checkpoint.store.calls`. A stream can't be
+retried; if it breaks, the save fails, and the earlier checkpoint stays.
 """
 
 from __future__ import annotations
@@ -32,54 +32,55 @@ from lightning_shard.checkpoint.store.protocol import (
 )
 from lightning_shard.errors import CheckpointError
 
-# Few long ranges: each request has a price, and some servers hash the whole object for each.
+# Few long ranges: each request costs money, and some servers hash the whole object for each.
 RANGE_BYTES = 32 * 2**20
 REQUESTS = 8
 MAX_GAP_BYTES = 256 * 2**10
-"""Ranges this near each other are read as one: it costs less than another round trip."""
+"""Ranges separated by no more than this are read as one, which costs less than another round trip."""
 PUT_BYTES = 16 * 2**20
 """Files up to this size are put in one call."""
 SMALL_BYTES = 8 * 2**20
-"""What is read whole gets the time that so much takes."""
+"""The size assumed for the timeout of reading a whole file."""
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos", "memory"}
-"""A put is seen whole or not at all, there are no folders and no moves.
+"""Protocols with atomic puts, and without folders or moves.
 
-Elsewhere what is put may be seen half written: there it is put under another name, and moved.
+On others a put may be visible half written, so the file is put under a temporary name and then moved.
 """
 _WEBDAV = {"webdav", "dav"}
 _HTTP = {"http", "https"}
 _PLACES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST")
-"""Variables of the environment by which adlfs and gcsfs find their stores."""
+"""Environment variables by which adlfs and gcsfs find their stores."""
 
 
 class RemoteStore:
-    """A directory of any fsspec filesystem.
+    """A directory on any fsspec filesystem.
 
     Args:
-        storage_options: For fsspec; and ``stall_s``, the seconds after which a call without an answer has stalled.
+        root: The directory's URL.
+        storage_options: For fsspec; and ``stall_s``, the seconds after which an unanswered call counts as stalled.
     """
 
     is_remote = True
     step_bytes = RANGE_BYTES
     requests = REQUESTS
     _puts_streams_whole = False
-    """Whether a stream, too, is seen when it is complete, and not at all if it fails."""
+    """Whether streams are atomic, too: visible only when complete, and never if they fail."""
 
     def __init__(self, root: str, storage_options: dict[str, Any]) -> None:
         import fsspec
 
         self.root = root
-        if any(character < " " for character in root):  # clients and servers quote them in ways of their own
+        if any(character < " " for character in root):  # clients and servers quote these differently
             raise CheckpointError(f"path ({root!r}) holds a control character, which names in stores can't: rename it.")
         options = dict(storage_options)
         stall_s = options.pop("stall_s", None)
         if stall_s is not None and not (isinstance(stall_s, int | float) and stall_s > 0):
             raise CheckpointError(f"stall_s ({stall_s!r}) in storage_options must be a number of seconds above 0.")
-        if isinstance(options.get("auth"), list):  # YAML and JSON have no tuples, which libraries for HTTP insist on
+        if isinstance(options.get("auth"), list):  # HTTP libraries need a tuple, which YAML and JSON lack
             options["auth"] = tuple(options["auth"])
         if root.partition("://")[0] in _WEBDAV:
-            # faults are met in one place; a server may take its time over a large file
+            # `Calls` alone retries; and a server may be slow with a large file
             options = {"retry": False, "timeout": stall_s or STALL_S, **options}
         if root.partition("://")[0] in _HTTP:
             options["client_kwargs"] = {"timeout": _silence(stall_s or STALL_S), **options.get("client_kwargs", {})}
@@ -94,18 +95,18 @@ class RemoteStore:
         self._is_object_store = bool(protocols & _OBJECT_STORES)
         self._is_webdav = bool(protocols & _WEBDAV)
         self._is_http = bool(protocols & _HTTP)
-        # memory:// shows a file from its first byte; it is no place for large ones anyway
+        # memory:// shows a streamed file from its first byte, so it gets no streams; it isn't for large files anyway
         self._put_bytes = sys.maxsize if "memory" in protocols else PUT_BYTES
 
     def place(self) -> tuple[str, ...]:
         found = {name: os.environ.get(name) for name in _PLACES}
-        return (self.root, *places({**found, **self.fs.storage_options}))  # with those of fsspec's own configuration
+        return (self.root, *places({**found, **self.fs.storage_options}))  # including fsspec's own configuration
 
     def _path(self, name: str) -> str:
-        """The file system's path of a file. Names mean what they say: no server may take ``%2e%2e`` for ``..``."""
+        """A file's path for the filesystem, quoted so that no server takes ``%2e%2e`` in a name for ``..``."""
         if self._is_http:
             name = quote(name)
-        elif self._is_webdav:  # its client quotes the rest
+        elif self._is_webdav:  # the client quotes the rest
             name = name.replace("%", "%25")
         return posixpath.join(self.base, name)
 
@@ -140,7 +141,7 @@ class RemoteStore:
 
         def fetch(limit_s: float) -> Buffer:
             data = memoryview(self._calls.once("cat_file", path, start=start, end=stop, limit_s=limit_s))
-            if data.nbytes > stop - start:  # a web server that doesn't know ranges sends the file
+            if data.nbytes > stop - start:  # a web server without range requests sends the whole file
                 data = data[start:stop]
             if data.nbytes < stop - start:
                 if self._size(name, self._calls.once("info", path, limit_s=limit_s)) < stop:
@@ -156,7 +157,7 @@ class RemoteStore:
             if not self._is_object_store:
                 self._calls("makedirs", posixpath.dirname(path), exist_ok=True)
             if size_bytes <= self._put_bytes:
-                data = b"".join(bytes(buffer) for buffer in buffers)  # each at once: its memory may be used again
+                data = b"".join(bytes(buffer) for buffer in buffers)  # copied now: buffers are reused
                 assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
                 self._calls("pipe_file", path, data, moving_bytes=size_bytes)
             else:
@@ -167,14 +168,14 @@ class RemoteStore:
     def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
         calls = self._calls
         file = calls.part(self.fs.open, self._path(name), "wb", moving_bytes=0)
-        # not a with block: its exit would publish what was written before an error as if it were whole
+        # no with block: after an error its exit would publish a truncated file
         try:
             for part in in_parts(buffers, size_bytes, PUT_BYTES):
                 calls.part(file.write, bytes(part), moving_bytes=len(part))
         except BaseException:
             with contextlib.suppress(Exception):
                 calls.part(file.discard, moving_bytes=0)
-            # some stores' discard does nothing, and their files would be completed, cut, when they are collected
+            # some filesystems' discard does nothing, and garbage collection would complete the truncated file
             with contextlib.suppress(Exception):
                 file.closed = True
             raise
@@ -200,13 +201,13 @@ class RemoteStore:
             return
         data = b"".join(bytes(buffer) for buffer in buffers)
         assert len(data) == size_bytes, f"{name}: planned {size_bytes} bytes, has {len(data)}"
-        # Looks before and after: many stores have no conditions, and some servers ignore them and don't say so.
+        # Check before and after: many stores have no conditional puts, and some servers silently ignore the condition.
         if self.stamp(name) not in (None, replaces):
             raise conflict(self.root, name)
         self._look_after(name, data, self._put_over(name, data, replaces))
 
     def _put_over(self, name: str, data: bytes, replaces: Stamp | None) -> Stamp:
-        """Put a file in the place of another, on that condition where the store knows any; returns its stamp."""
+        """Put a file over ``replaces``, conditionally if the store supports that; returns the new stamp."""
         self._put(name, [memoryview(data)], len(data), durable=True)
         return digest(data)
 
@@ -224,7 +225,7 @@ class RemoteStore:
             raise
 
     def _move(self, name: str, to: str, size_bytes: int) -> None:
-        """Give a whole file another name, at which another one may be. At no time is a cut one seen there."""
+        """Move a file, perhaps over another one. A truncated file is never visible at the target."""
         source, target = self._path(name), self._path(to)
         calls = self._calls
         tried = False
@@ -232,15 +233,15 @@ class RemoteStore:
         def move(limit_s: float) -> None:
             nonlocal tried
             if tried and not self.exists(name) and self.exists(to):
-                return  # the first call was carried out, and its answer was lost
+                return  # an earlier call succeeded, and its answer was lost
             tried = True
-            if self._is_webdav:  # its fsspec layer copies, and copies may be seen half written
+            if self._is_webdav:  # fsspec's layer would copy, and a copy may be visible half written
                 calls.bounded(self.fs.client.move, source, target, overwrite=True, limit_s=limit_s)
             elif not self._is_object_store:
                 calls.once("mv", source, target, limit_s=limit_s)
             else:
                 calls.once("cp_file", source, target, limit_s=limit_s)
-                # some answer before they have copied, and give up when the source is removed
+                # some stores answer before the copy is complete, and abandon it when the source is removed
                 if self._size(to, calls.once("info", target, limit_s=limit_s)) != size_bytes:
                     raise OSError(errno.EIO, f"{to} is not copied yet")
                 calls.once("cat_file", target, start=size_bytes - 1, end=size_bytes, limit_s=limit_s)
@@ -250,11 +251,11 @@ class RemoteStore:
             self.remove(name)
 
     def _look_after(self, name: str, data: bytes, put: Stamp) -> None:
-        """See whether what was put is there.
+        """Check that the file that was put is there.
 
-        A look that finds nothing is no conflict, since it may be the look that failed: after a conflict, the files that
-        the manifest names are removed. Nor is another stamp, before the bytes were compared: some servers give other
-        ETags when they are asked for one than they gave at the put.
+        A missing file is no conflict, since the check itself may be wrong, and after a conflict the files that the
+        manifest names are removed. A different stamp isn't one either, until the bytes have been compared: some servers
+        report other ETags later than at the put.
         """
         if self.stamp(name) == put:
             return
@@ -300,18 +301,18 @@ class RemoteStore:
         return []
 
     def sync(self, names: Iterable[str]) -> None:
-        """A remote store is as durable as it is when a write returns."""
+        """Does nothing: a remote store is as durable as it gets when a write returns."""
 
 
 def _silence(limit_s: float) -> Any:
-    """For aiohttp: how long a server may be silent."""
+    """aiohttp's timeout for a silent server, without a total limit."""
     import aiohttp
 
     return aiohttp.ClientTimeout(total=None, sock_connect=limit_s, sock_read=limit_s)
 
 
 def in_parts(buffers: Iterable[Buffer], size_bytes: int, part_bytes: int) -> Iterator[bytearray]:
-    """The same bytes in parts of one length, but for the last. Each part has memory of its own."""
+    """Regroup buffers into parts of ``part_bytes`` (the last one shorter). Each part has its own memory."""
     left = size_bytes
     part = bytearray(min(part_bytes, left))
     filled = 0

@@ -1,4 +1,4 @@
-"""S3 and what speaks like it: large files go up in several parts at once, in bounded memory."""
+"""``S3Store``: S3 and compatible servers, with conditional puts, and multipart uploads in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in
 
 PART_BYTES = 8 * 2**20
 PARTS_IN_FLIGHT = 4
-"""With :data:`PART_BYTES`, the memory that an upload takes, plus one part that is being filled."""
+"""Times :data:`PART_BYTES`, the memory that an upload takes, plus one part that is being filled."""
 _CONFIG: dict[str, Any] = {
-    # our own digests cover every byte; and some servers send an object's checksum with a range of it, at which botocore
-    # fails
+    # our own digests cover every byte; and some servers send a whole object's checksum with a range, so botocore fails
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
-    # faults are met in one place, `Calls`: three of them multiply to minutes where a server is gone
+    # `Calls` alone retries: three layers of retries multiply to minutes when a server is gone
     "retries": {"total_max_attempts": 1, "mode": "standard"},
     "connect_timeout": 10,
 }
-_MAX_PARTS = 10_000  # of one object, by S3's rules; and all but the last must have 5 MiB
+_MAX_PARTS = 10_000  # S3's limit per object; all parts but the last must have at least 5 MiB
 _MARK = "lightning-shard-upload"
-"""Metadata of a file that was uploaded in parts: which upload made it."""
+"""Metadata key of a multipart file: identifies the upload that made it."""
 _NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
-"""What servers answer that don't know conditions of a put or removal."""
+"""Error codes of servers that don't support conditional puts or deletes."""
 _JOINED_BYTES_PER_S = 64 * 2**20
-"""Servers put the parts of a file together no more slowly."""
+"""Slowest accepted rate at which a server joins the parts of a file."""
 
 Upload = dict[str, str]
-"""Names a file that is being uploaded, on any process."""
+"""Identifies a multipart upload; can be sent to other processes."""
 
 
 class S3Store(RemoteStore):
-    """A prefix of a bucket, by s3fs."""
+    """A prefix in a bucket, accessed through s3fs."""
 
     _puts_streams_whole = True
 
@@ -48,18 +47,18 @@ class S3Store(RemoteStore):
         import fsspec
 
         given = {**fsspec.config.conf.get("s3", {}), **storage_options}
-        # The limit of a silence, which isn't counted while botocore waits to be told to send a body (Expect:
-        # 100-continue), nor while it sends one: `Calls` has a limit for the whole of a call.
+        # Limits only silence, and not while botocore waits for permission to send a body (Expect: 100-continue) or
+        # sends one; `Calls` limits the whole call.
         stall_s = storage_options.get("stall_s", STALL_S)
         config = {**_CONFIG, "read_timeout": stall_s, **(given.get("config_kwargs") or {})}
-        # listings are never cached, since other ranks write too
+        # no listing cache, since other ranks write, too
         super().__init__(root, {"use_listings_cache": False, **storage_options, "config_kwargs": config})
         self.fs.retries = 1
         self._unfinished: dict[str, list[Upload]] = {}
-        """Uploads without an end, by the name of their file, as :meth:`names` found them."""
+        """Unfinished uploads that :meth:`names` has found, by file name."""
 
     def place(self) -> tuple[str, ...]:
-        # by the client itself, which finds its endpoint in options, the environment, and files of AWS
+        # the client itself finds its endpoint, in options, the environment, and AWS's files
         return self.root, str(self._calls("connect").meta.endpoint_url)
 
     def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
@@ -72,10 +71,10 @@ class S3Store(RemoteStore):
             raise
 
     def read(self, name: str) -> bytes:
-        # by one request: else s3fs asks for the size first
+        # one request: otherwise s3fs asks for the size first
         return self._calls("cat_file", self._path(name), max_concurrency=1, moving_bytes=SMALL_BYTES)
 
-    # -- one winner -----------------------------------------------------------------------------------------------
+    # -- conditional puts -----------------------------------------------------------------------------------------
 
     def stamp(self, name: str) -> Stamp | None:
         try:
@@ -90,7 +89,7 @@ class S3Store(RemoteStore):
         return stamp
 
     def _put_if(self, name: str, data: bytes, replaces: Stamp | None, limit_s: float) -> Stamp | None:
-        """Returns the stamp of what was put."""
+        """One attempt of a conditional put; returns the new stamp."""
         condition = {"IfNoneMatch": "*"} if replaces is None else {"IfMatch": replaces}
         put = {**self._where(name), "Body": data}
         try:
@@ -102,11 +101,11 @@ class S3Store(RemoteStore):
             if status not in (404, 412) or code == "NoSuchBucket":
                 raise
             try:
-                # an attempt whose answer was lost may have been carried out
+                # an earlier attempt, whose answer was lost, may have succeeded
                 if self._calls.once("cat_file", self._path(name), max_concurrency=1, limit_s=limit_s) == data:
                     return self.stamp(name)
             except FileNotFoundError:
-                if replaces is not None:  # removed since: no hindrance
+                if replaces is not None:  # removed since, which is allowed
                     return self._put_if(name, data, None, limit_s)
             raise conflict(self.root, name) from error
 
@@ -114,10 +113,10 @@ class S3Store(RemoteStore):
         bucket, key, _ = self.fs.split_path(self._path(name))
         return {"Bucket": bucket, "Key": key}
 
-    # -- files in parts -----------------------------------------------------------------------------------------------
+    # -- multipart uploads --------------------------------------------------------------------------------------------
 
     def begin_upload(self, name: str) -> Upload:
-        """Begin a file of which several processes put parts. Nobody sees it before it is completed."""
+        """Begin a multipart upload, to which several processes may put parts. The file is invisible until completed."""
         where, mark = self._where(name), secrets.token_hex(8)
         metadata = {**self.fs.s3_additional_kwargs.get("Metadata", {}), _MARK: mark}
         answers_lost = 0
@@ -134,14 +133,14 @@ class S3Store(RemoteStore):
         except BaseException:
             self._abort_others(where)
             raise
-        if answers_lost:  # each may have begun an upload all the same
+        if answers_lost:  # each lost answer may stand for an upload that was begun
             self._abort_others(where, but=number)
         return {**where, "UploadId": number, "Mark": mark}
 
     def upload_parts(
         self, upload: Upload, buffers: Iterable[Buffer], size_bytes: int, part_bytes: int, *, first: int
     ) -> list[str]:
-        """Put consecutive parts, the first of them the ``first``-th of the file, and return their tags."""
+        """Put consecutive parts, beginning with the file's part number ``first``; returns their ETags."""
         tags: list[str] = []
         running: collections.deque[Future[Any]] = collections.deque()
         pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
@@ -158,10 +157,10 @@ class S3Store(RemoteStore):
                 running.append(pool.submit(put, number, part))
             return tags + [future.result() for future in running]
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # each call ends in its time
+            pool.shutdown(wait=True, cancel_futures=True)  # bounded, since each call has a timeout
 
     def complete_upload(self, upload: Upload, tags: Sequence[str], size_bytes: int) -> None:
-        """Make the file of all its parts, whose tags are in its order."""
+        """Complete an upload from the ETags of all its parts, in order."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
         answer_lost = False
 
@@ -170,7 +169,7 @@ class S3Store(RemoteStore):
             try:
                 self._once("complete_multipart_upload", limit_s, **_named(upload), MultipartUpload={"Parts": parts})
             except FileNotFoundError as error:
-                # the upload is gone where an earlier call was carried out and only its answer was lost
+                # the upload is gone if an earlier call succeeded and only its answer was lost
                 if not answer_lost:
                     raise
                 if not self._made_by(upload, tags, limit_s):
@@ -182,7 +181,7 @@ class S3Store(RemoteStore):
         self._calls.tried(complete, size_bytes * MIN_BYTES_PER_S // _JOINED_BYTES_PER_S)
 
     def _made_by(self, upload: Upload, tags: Sequence[str], limit_s: float) -> bool:
-        """Whether the file that is there now is this upload's: by its metadata, or else by S3's sum over the parts."""
+        """Whether the current file is this upload's, judged by its metadata, or by S3's ETag over the parts."""
         try:
             found = self._once("head_object", limit_s, Bucket=upload["Bucket"], Key=upload["Key"])
         except FileNotFoundError:
@@ -190,19 +189,22 @@ class S3Store(RemoteStore):
         return found.get("Metadata", {}).get(_MARK) == upload["Mark"] or found.get("ETag", "") == _tag_of_parts(tags)
 
     def abort_upload(self, upload: Upload) -> None:
-        """Free what was put of a file; parts without an end cost money, and can't be seen."""
+        """Free the parts of an unfinished upload, which cost money and are invisible."""
         with contextlib.suppress(Exception):
             self._call("abort_multipart_upload", **_named(upload))
 
     def _abort_others(self, where: dict[str, str], but: str = "") -> None:
-        """Abort what was begun of one file. Its name is this save's alone; of what is gathered, its latest writer's."""
+        """Abort all other uploads of one file.
+
+        A checkpoint's file name belongs to this save alone; a gathered file's name belongs to its latest writer.
+        """
         with contextlib.suppress(Exception):
             for found in self._uploads(where["Bucket"], where["Key"]):
                 if found["Key"] == where["Key"] and found["UploadId"] != but:
                     self.abort_upload(found)
 
     def _uploads(self, bucket: str, prefix: str) -> list[Upload]:
-        """Uploads of files whose keys begin with ``prefix`` that were neither completed nor aborted."""
+        """Unfinished uploads (neither completed nor aborted) of files whose keys begin with ``prefix``."""
         found: list[Upload] = []
         more: dict[str, str] = {}
         while True:
@@ -217,12 +219,12 @@ class S3Store(RemoteStore):
     # -- leftovers ----------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """See the protocol. Files of which only some parts were put are among them: :meth:`remove` frees these."""
+        """See the protocol. Includes the files of unfinished uploads, whose parts :meth:`remove` frees."""
         names = super().names()
         bucket, key, _ = self.fs.split_path(self.base)
         prefix = f"{key.rstrip('/')}/" if key else ""
         self._unfinished = {}
-        with contextlib.suppress(Exception):  # not everyone may list them
+        with contextlib.suppress(Exception):  # listing them needs a permission of its own
             for upload in self._uploads(bucket, prefix):
                 self._unfinished.setdefault(upload["Key"][len(prefix) :], []).append(upload)
         return sorted({*names, *(name for name in self._unfinished if name.count("/") <= 1)})
@@ -268,7 +270,7 @@ class S3Store(RemoteStore):
 
 
 def part_bytes(size_bytes: int) -> int:
-    """How long all parts of a file are, but for the last, which is shorter or as long: some stores insist on it."""
+    """The size of all parts of a file; only the last may be shorter, since some stores insist on equal sizes."""
     return max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
 
 
@@ -277,7 +279,7 @@ def _named(upload: Upload) -> Upload:
 
 
 def _tag_of_parts(tags: Sequence[str]) -> str | None:
-    """The ETag that S3 gives a file of parts of these: the MD5 of theirs; None where they are none."""
+    """The ETag that S3 gives a multipart file: the MD5 of its parts' MD5s; None if a tag is no MD5."""
     try:
         sums = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
     except ValueError:

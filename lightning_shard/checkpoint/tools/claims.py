@@ -1,4 +1,4 @@
-"""Which tensors' chunks lie in which file, of a checkpoint with millions of them."""
+"""Index of chunks by file, for a checkpoint with millions of chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_shard.checkpoint.format.manifest import Chunk, TensorEntry
 
 
 class Claim(NamedTuple):
-    """A chunk, and the tensor that it is of: its name and its dtype by the format's name."""
+    """A chunk, with its tensor's name and dtype (by the format's name)."""
 
     name: str
     dtype: str
@@ -20,11 +20,11 @@ class Claim(NamedTuple):
 
 
 class Claims:
-    """All chunks by file. An object for a chunk is made when its file is asked for.
+    """All chunks by file. Objects for chunks are made lazily, when their file is requested.
 
     Args:
-        tensors: Names and entries; those that raise have been left out.
-        files: How many there are.
+        tensors: (name, entry, columns) of each tensor; damaged ones must have been left out.
+        files: The number of files.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, TensorEntry, Columns]], files: int) -> None:
@@ -32,7 +32,7 @@ class Claims:
         lengths = [len(columns) for _, _, columns in self._tensors]
         self._firsts = np.cumsum([0, *lengths])
         all_files = np.concatenate([np.empty(0, np.int64), *(columns.files for _, _, columns in self._tensors)])
-        # of all chunks, numbered through all tensors: by file
+        # the numbers of all chunks, counted through all tensors, sorted by file
         self._order = np.argsort(all_files, kind="stable")
         self._bounds = np.searchsorted(all_files[self._order], np.arange(files + 1))
 
@@ -41,7 +41,7 @@ class Claims:
         return len(self._tensors)
 
     def of(self, file: int) -> list[Claim]:
-        """Of a file, by number: by where they begin and end."""
+        """The chunks in file number ``file``, sorted by begin and end."""
         numbers = self._order[self._bounds[file] : self._bounds[file + 1]]
         places = np.searchsorted(self._firsts, numbers, side="right") - 1
         claims = []

@@ -1,7 +1,7 @@
-"""``diff``: what differs between two checkpoints, of any layouts, in any stores, in bounded memory.
+"""``diff``: compares two checkpoints, of any layouts and in any stores, in bounded memory.
 
-Chunks of the same box and the same digests are equal without being read; all other boxes are read from both, a part at
-a time.
+Chunks with the same box and the same digests are equal, and aren't read. All other boxes are read from both
+checkpoints, part by part.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ Kind = Literal["only in a", "only in b", "shape", "dtype", "value"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One name, or key path of the trainer state, that differs.
+    """One tensor, or key path of the trainer state, that differs.
 
-    ``section`` is ``model``, ``optimizer``, ``trainer`` or ``rank 0`` and so on. ``a`` and ``b`` are what either side
-    has: dtype and shape of a tensor, or a value of the trainer state as JSON. Where elements of a tensor differ,
-    ``different`` says how many of ``elements`` do, and ``max_difference`` by how much at most.
+    Attributes:
+        section: ``model``, ``optimizer``, ``trainer`` or ``rank 0`` and so on.
+        a, b: What each side has: dtype and shape of a tensor, or a value of the trainer state as JSON.
+        different: How many of the tensor's ``elements`` differ.
+        max_difference: The largest absolute difference of elements.
     """
 
     section: str
@@ -72,7 +74,7 @@ class Difference:
 
 @dataclass
 class DiffReport:
-    """What was compared, and what differs. ``bytes`` of tensors were compared, of which ``bytes_read`` were read."""
+    """What was compared, and what differs: ``bytes`` of tensors were compared; ``bytes_read`` were read for that."""
 
     a: str
     b: str
@@ -111,21 +113,22 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints: names, shapes, dtypes and values of tensors, and the trainer state by key path.
 
-    Elements are equal as numbers are, and NaN equals NaN. Tensors of two dtypes always differ; how far their values
-    do is told too.
+    Elements are compared as numbers, and NaN equals NaN. Tensors of different dtypes always differ; the difference of
+    their values is reported, too.
 
     Args:
+        a, b: Paths of the checkpoints.
         rtol, atol: Floating numbers differ if ``|a - b| > atol + rtol * |b|``.
-        sections: Some of ``model``, ``optimizer``, ``trainer`` (its state) and ``ranks`` (each rank's own tensors,
-            which other numbers of ranks have others of).
+        sections: Some of ``model``, ``optimizer``, ``trainer`` (its state) and ``ranks`` (tensors of single ranks,
+            which differ between different numbers of ranks).
         verify: Check digests of what is read.
         storage_options: For fsspec.
-        b_storage_options: For ``b``, where it needs others than ``a``.
-        progress: Called now and then with the bytes done and the bytes in all.
+        b_storage_options: For ``b``, if it needs others than ``a``.
+        progress: Called repeatedly with the bytes done and the total bytes.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
-        ConfigurationError: ``sections`` has a name that is none, or a tolerance is negative.
+        ConfigurationError: ``sections`` has an unknown name, or a tolerance is negative.
     """
     unknown = sorted(set(sections) - set(SECTIONS))
     if unknown:
@@ -156,7 +159,7 @@ def diff(
 
 @dataclass
 class _Pair:
-    """Two tensors of one shape, and what was found of their elements."""
+    """Two tensors of one shape, and the differences of their elements found so far."""
 
     section: str
     name: str
@@ -171,13 +174,13 @@ class _Pair:
         return max(DTYPES[entry.dtype].itemsize for entry in (self.a, self.b))
 
     def room(self, elements: int) -> int:
-        """Bytes of buffer for so many elements, aligned for what follows."""
+        """Bytes of buffer for so many elements, rounded up so that the next part is aligned."""
         return -(-elements * self.width // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One box of two tensors, and the memory for it."""
+    """One box of two tensors, and the memory to read it into."""
 
     pair: _Pair
     box: Box
@@ -210,7 +213,7 @@ class _Comparison:
             elif name not in a:
                 self.differ(title, name, "only in b", b=_shown(b[name]))
             elif a.alias_of(name) is None or a.alias_of(name) != b.alias_of(name):
-                # tied alike on both sides: told once, under the name of the tensor itself
+                # an alias of the same tensor on both sides is skipped: reported once, under that tensor's name
                 self.tensor(title, name, a[name], b[name])
 
     def tensor(self, section: str, name: str, a: TensorEntry, b: TensorEntry) -> None:
@@ -296,12 +299,12 @@ class _Comparison:
                 )
 
     def boxes(self, pair: _Pair) -> Iterator[Box]:
-        """The parts of a tensor that must be read to be compared."""
+        """The boxes of a tensor that must be read to compare it."""
         grids = {checkpoint.manifest.block_bytes for checkpoint in (self.a, self.b)}
         alike = pair.a.dtype == pair.b.dtype and len(grids) == 1 and 0 not in grids
         a = pair.a.columns()
         if alike and self.files_alike and pair.a.same_chunks(pair.b):
-            return  # the same boxes and digests, and what was checked of one goes for the other
+            return  # the same boxes and digests; the checks of the one's chunks hold for the other's
         b = pair.b.columns()
         if alike and a.boxes == b.boxes and a.digests == b.digests:
             return
@@ -320,12 +323,12 @@ class _Comparison:
 
 
 def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
-    """How many elements of two tensors of one shape differ, and by how much at most.
+    """The number of differing elements of two tensors of one shape, and the largest absolute difference.
 
-    NaN equals NaN, and is infinitely far from any number.
+    NaN equals NaN, and differs from any number by infinity.
     """
     count, most = 0, 0.0
-    # small steps: what is computed of a step may be wider than its elements
+    # small steps, since intermediate results may be wider than the elements
     for x, y in zip(a.reshape(-1).split(STEP_ELEMENTS), b.reshape(-1).split(STEP_ELEMENTS)):
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
@@ -336,10 +339,10 @@ def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tup
 
 
 def _distances(a: Tensor, b: Tensor, rtol: float, atol: float) -> Tensor:
-    """How far apart elements are; 0 for those that count as equal."""
+    """The elements' absolute differences; 0 for elements that count as equal."""
     if a.dtype == torch.int64:
         distances = torch.maximum(a, b) - torch.minimum(a, b)
-        # exact unless it is no int64 itself
+        # exact, unless the difference overflows int64
         return (a.double() - b.double()).abs() if (distances < 0).any() else distances
     distances = (a - b).abs()
     if distances.isnan().any():
@@ -351,10 +354,10 @@ def _distances(a: Tensor, b: Tensor, rtol: float, atol: float) -> Tensor:
 
 
 def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in one dtype that has arithmetic and holds their values."""
+    """Convert both to one dtype that has arithmetic and represents their values."""
     dtypes = {a.dtype, b.dtype}
     if dtypes == {torch.uint64}:
-        # of which there is hardly any arithmetic: shifted by 2^63, order and distances stay
+        # torch has hardly any uint64 arithmetic; shifting by 2^63 keeps order and differences
         return a.view(torch.int64) ^ _LEAST_INT64, b.view(torch.int64) ^ _LEAST_INT64
     if any(dtype.is_complex for dtype in dtypes):
         wide = torch.complex128
@@ -373,12 +376,12 @@ def _carve(buffer: Tensor, box: Box, entry: TensorEntry) -> Tensor:
 
 
 def _kind(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a tagged value is, beside its ``v``; nothing for a plain mapping."""
+    """The fields of a tagged value except ``v``; empty for a plain mapping."""
     return {key: value for key, value in tree.items() if key != "v"} if TAG in tree else {}
 
 
 def _items(tree: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """A mapping's values by what tells their keys apart, with the keys as a path has them."""
+    """A mapping's items: unique text of the key, to the key's part of a path and the value."""
     if TAG not in tree:
         return {key: (f".{key}", value) for key, value in tree.items()}
     keys = [(json.dumps(key), key, value) for key, value in tree["v"]]

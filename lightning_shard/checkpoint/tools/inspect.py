@@ -1,4 +1,4 @@
-"""``inspect``: what a checkpoint holds, from its manifest and its trainer state; no tensor is read."""
+"""``inspect``: summarizes a checkpoint from its manifest and its trainer state; reads no tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_shard.checkpoint.loading.open import read
 
 @dataclass(frozen=True)
 class TensorLine:
-    """One tensor; ``section`` is ``model`` or ``optimizer``, ``chunks`` how many pieces it is stored in."""
+    """One tensor; ``section`` is ``model`` or ``optimizer``, ``chunks`` the number of its chunks."""
 
     section: str
     name: str
@@ -26,7 +26,7 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """A checkpoint at a glance. Sizes are in bytes; ``rank_bytes`` counts all that a rank wrote, if it did write."""
+    """A checkpoint's summary. Sizes are in bytes; ``rank_bytes`` is what each rank wrote, for ranks that wrote any."""
 
     path: str
     writer: str
@@ -38,12 +38,12 @@ class InspectReport:
     global_step: int | None
     digests: bool
     manifest_digest: bool
-    """Whether the manifest carries a digest of its own; where it does, it fits."""
+    """Whether the manifest contains its own digest; if so, it has been verified."""
     tensors: dict[str, int]
-    """How many, by section."""
+    """The number of tensors by section."""
     section_bytes: dict[str, int]
     parameters: int
-    """Elements of the model's tensors."""
+    """The number of elements of the model's tensors."""
     rank_bytes: dict[int, int]
     files: dict[str, int]
     biggest: list[TensorLine]
@@ -54,7 +54,7 @@ class InspectReport:
 
     @property
     def imbalance(self) -> float:
-        """The largest rank's bytes over the mean: 1.0 is even, and the time that a save takes grows with it."""
+        """The most bytes that a rank wrote over the mean: 1.0 is even, and a save's time grows with it."""
         written = sum(self.rank_bytes.values())
         return max(self.rank_bytes.values()) * self.world_size / written if written else 1.0
 
@@ -62,7 +62,7 @@ class InspectReport:
 def inspect(
     path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, biggest: int = 10
 ) -> InspectReport:
-    """Layout, step, sizes and the ``biggest`` tensors of a checkpoint.
+    """Summarize a checkpoint: layout, step, sizes and the ``biggest`` tensors.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
@@ -76,8 +76,8 @@ def inspect(
         for name, entry in sections[title].items()
         if sections[title].alias_of(name) is None
     ]
-    largest = sorted(own, key=lambda one: (-one[2].nbytes, *one[:2]))[:biggest]  # chunks of the others aren't looked at
-    # what users saved may be anything; Lightning's is a dict with these
+    largest = sorted(own, key=lambda one: (-one[2].nbytes, *one[:2]))[:biggest]  # only these tensors' chunks are parsed
+    # a user's trainer state may be anything; Lightning's is a dict with these keys
     tree = checkpoint.state_json()
     state = tree if isinstance(tree, dict) else {}
     rank_bytes: dict[int, int] = {}

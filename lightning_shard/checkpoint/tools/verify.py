@@ -1,4 +1,4 @@
-"""``verify``: whether every byte of a checkpoint is there and is what was written."""
+"""``verify``: checks that every byte of a checkpoint exists and is what was written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_shard.errors import CheckpointError, CorruptCheckpointError, Form
 
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong: in which file, with which tensor if with one, and what."""
+    """One fault: the file, the tensor (None if it concerns no single tensor), and what is wrong."""
 
     file: str
     tensor: str | None
@@ -36,8 +36,8 @@ class Fault:
 
 @dataclass
 class VerifyReport:
-    """What was checked, and what is wrong. ``digests`` tells whether the bytes themselves could be checked, and
-    ``manifest_digest`` whether the manifest could."""
+    """What was checked, and what is wrong. ``digests``: whether the tensors' bytes could be checked;
+    ``manifest_digest``: whether the manifest's could."""
 
     path: str
     files: int = 0
@@ -70,10 +70,10 @@ def verify(
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
     """Check the manifest's own digest, every file's size and header, every chunk's digests, and that the chunks of
-    every tensor cover it, each element once.
+    every tensor cover it, each element exactly once.
 
     Raises:
-        CheckpointNotFoundError: No manifest there.
+        CheckpointNotFoundError: There is no manifest.
         FormatVersionError: Written by a newer version of the format.
     """
     report = VerifyReport(as_path(path))
@@ -124,7 +124,7 @@ def verify(
 
 @dataclass
 class _Found:
-    """Faults by kind, in which order they are told."""
+    """Faults by kind, in the order of the report."""
 
     overlaps: list[Fault] = field(default_factory=list)
     headers: list[Fault] = field(default_factory=list)
@@ -132,7 +132,7 @@ class _Found:
 
 
 def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[tuple[str, TensorEntry, Columns]]:
-    """Every tensor that has bytes of its own; what can't be parsed is a fault."""
+    """Every tensor that isn't an alias; adds a fault to the report for each that can't be parsed."""
     for title, section in sections.items():
         for name in section:
             label = name if title == "model" else f"{title}: {name}"
@@ -148,8 +148,14 @@ def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[
 
 @dataclass
 class _Looked:
-    """A file's chunks but for those that share bytes with one before them, so that no byte is read twice; what is wrong
-    with the others, and with the file's size and header; and whether the tensors' bytes can be looked at."""
+    """The result of checking one file without its tensors' bytes.
+
+    Attributes:
+        claims: The file's chunks, without those that overlap with an earlier one, so that no byte is read twice.
+        overlaps: A fault for each chunk left out.
+        faults: Faults of the file's size and header.
+        readable: Whether the tensors' bytes can be checked.
+    """
 
     claims: list[Claim]
     overlaps: list[Fault] = field(default_factory=list)
@@ -178,7 +184,7 @@ def _apart(claims: list[Claim], file: FileEntry) -> _Looked:
 
 
 def _check_ends(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) -> tuple[list[Fault], bool]:
-    """Size and header; with what is wrong, whether the tensors' bytes can be looked at."""
+    """Check a file's size and header; returns faults, and whether the tensors' bytes can be checked."""
     faults: list[Fault] = []
     try:
         size = checkpoint.store.size(file.path)
@@ -204,7 +210,7 @@ def _check_ends(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) ->
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Bytes of one chunk that are read at once, and the digests of the blocks in them."""
+    """A byte range of one chunk that is read at once, and the digests of its blocks."""
 
     file: FileEntry
     name: str
@@ -241,7 +247,7 @@ def _check_stretch(checkpoint: Checkpoint, stretch: _Stretch) -> list[Fault]:
 
 
 def _check_header(file: FileEntry, entries: list[HeaderEntry], claims: list[Claim]) -> Iterator[Fault]:
-    """The header and the manifest must tell of the same bytes, and the header of all of them."""
+    """Check that the header declares every byte of the file, and each of the manifest's chunks."""
     fault = layout_fault(entries, file.header_bytes, file.bytes)
     if fault is not None:
         yield Fault(file.path, *fault)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.state.snapshot import Memory
 from lightning_shard.plugin.trainer_private import logging_by
 
@@ -42,12 +43,12 @@ def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
 
 @contextmanager
 def trial_runs_of_step(device: torch.device, module: pl.LightningModule) -> Iterator[RunChanges]:
-    """The same for a LightningModule's step; inside, nothing is logged."""
+    """The same for a LightningModule's step; inside, nothing is logged or printed by the module's own means."""
     own = vars(module)
     before = own.get("log")
     own["log"] = _log_nothing
     try:
-        with logging_by(module, _log_nothing), trial_runs(device, module) as changes:
+        with logging_by(module, _log_nothing), DirectOutput(module).watched(), trial_runs(device, module) as changes:
             yield changes
     finally:
         del own["log"]

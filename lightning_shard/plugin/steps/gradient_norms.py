@@ -37,7 +37,6 @@ from lightning_shard.parallel.clip import (
     is_counted_elsewhere,
     norm_over_ranks,
     norms_over_stage,
-    scale_to_norm,
     type_of_norm,
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
@@ -212,6 +211,7 @@ def _total_norm(tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = F
 
 
 def _clip_with_norm(parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None) -> None:
+    from lightning_shard.parallel.clip import scale_to_norm
     from lightning_shard.plugin.steps.gradient_norms import _OWN_CLIP, WholeNorms
 
     if WholeNorms.current is None:

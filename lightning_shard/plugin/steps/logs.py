@@ -110,7 +110,7 @@ class HeldLogs:
         combined = []
         for record in self._records.values():
             options = dict(record.options)
-            if record.batch_sizes:
+            if len(record.batch_sizes) == len(record.values):  # else of some only: Lightning counts the batch
                 options["batch_size"] = sum(record.batch_sizes)
             combined.append((record.name, self._combine(record), options))
         return combined

@@ -48,6 +48,7 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
@@ -129,6 +130,7 @@ class PipelinedSteps:
         self.reset_crossings()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
+        self._output = DirectOutput(module, self._is_silent)
         self._weights = weights
         self._means = means
         self._sums = SummedLosses(schedule.microbatches)
@@ -403,8 +405,13 @@ class PipelinedSteps:
     @contextmanager
     def _around_steps(self, microbatches: int) -> Iterator[None]:
         """Context in which a batch's steps run."""
-        with self._logs.holding(microbatches), self._drawing(), WholeNorms.aside():
+        with self._logs.holding(microbatches), self._drawing(), WholeNorms.aside(), self._output.watched(microbatches):
             yield
+
+    def _is_silent(self) -> bool:
+        """Whether a stage before the last runs: the last one's step does the same."""
+        stage = self._stages.current
+        return stage is not None and stage.in_step and not stage.is_last
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -417,7 +424,7 @@ class PipelinedSteps:
 
     def _remember(self) -> MemoryBeside:
         self._may_have_new_generators = True  # a first step may make some
-        put_rest_back = [self._apart.remember(), self._logs.remember(), self._kept.remember()]
+        put_rest_back = [each.remember() for each in (self._apart, self._logs, self._kept, self._output)]
 
         def put_all_back() -> None:
             for put_back in put_rest_back:

@@ -28,7 +28,9 @@ from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace, is_machinery, namespaces
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 
-STAND_INS = frozenset({"forward", "log", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"})
+STAND_INS = frozenset(
+    {"forward", "log", "print", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"}
+)
 """Module attributes that may shadow a method of that name."""
 CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
