@@ -2,8 +2,8 @@
 
 Tensors are in the checkpoint's ``optimizer`` section, named ``"{optimizer}/{parameter}/{key}"``. Other values and the
 groups are in the trainer state under ``optimizer_states``, with an entry for each optimizer: ``values`` by parameter
-and key, ``shared`` (state that belongs to no parameter), and ``param_groups`` with parameters' names. Trainers write the
-same form, so a Trainer and a plain loop can resume from each other's checkpoints.
+and key, ``shared`` (state that belongs to no parameter), and ``param_groups`` with parameters' names. Trainers write
+the same form, so a Trainer and a plain loop can resume from each other's checkpoints.
 """
 
 from __future__ import annotations
