@@ -85,51 +85,74 @@ def _counts(rows: list[Row], compared: list[Row], known: int) -> str:
 
 def _table(family: str, rows: list[Row], reasons: _Reasons) -> str:
     alike = sum(all(result["result"] in SHOWN for result in row["layouts"].values()) for row in rows)
-    lines = [f"## {family.capitalize()}: {len(rows)}, {alike} of them alike wherever they can be\n"]
+    lines = [f"## {family.capitalize()}: {len(rows)}, {alike} of them refused on no layout\n"]
     lines += ["| architecture | pp2 | dp2 | tp2 |", "|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: str(row["class"]).lower()):
-        cells = (_cell(row["layouts"].get(layout), reasons) for layout in LAYOUTS)
+        cells = (_cell(row, layout, reasons) for layout in LAYOUTS)
         lines.append(f"| {row['class']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(result: Row | None, reasons: _Reasons) -> str:
-    kind = result["result"] if result else "not run"
-    if result is None or kind in SHOWN:
+def _cell(row: Row, layout: str, reasons: _Reasons) -> str:
+    kind = row["layouts"].get(layout, {"result": "not run"})["result"]
+    if kind in SHOWN or kind == "not run":
         return SHOWN.get(kind, kind)
-    number = reasons.number(result)
+    number = reasons.number(row, layout)
     return f"[{number}](#reasons)" if kind == "refused" else f"**{kind}** [{number}](#reasons)"
 
 
+_REASONS = {
+    r"has style '(\w+)'; known are": "The model's own plan uses the style `{0}`, which isn't supported.",
+    r"of style 'moe_tp_experts', has parameters that the plan doesn't cut": "The model's own plan names experts without"
+    " saying how their parameters are cut.",
+    r"first step fails with tensor_parallel_plan: The size of tensor": "Under the model's own plan, code between split"
+    " layers gets this rank's features only and doesn't know that: sizes don't match.",
+    r"first step fails with tensor_parallel_plan: Given normalized_shape": "Under the model's own plan a norm over all"
+    " features gets this rank's features only.",
+    r"computes with parameters that are sharded \(aten\.convolution": "Code outside a block's call uses the block's"
+    " parameters, which are sharded then: a convolution with them.",
+    r"computes with parameters that are sharded": "Code outside a module's call uses its sharded parameters.",
+    r"blocks run with gradients switched off": "Its blocks run under `torch.no_grad()` within a training step, so no"
+    " gradient would cross the stages.",
+    r"returned without calling the network, or the network skipped": "The network skips blocks (of text alone, those of"
+    " images): a training step must call each.",
+    r"of a Linear, of shape .*was changed in place in a step": "It changes its weights in place in a step, which runs"
+    " once for each microbatch.",
+    r"as a number \(__bool__\)": "Its code decides by the values of a parameter that another stage holds.",
+    r"runs within another block, or without its __call__": "It calls a block within another one or by `forward`: a"
+    " pipeline cuts between calls of blocks.",
+    r"has no list of repeated blocks.*'network\.recurrent'": "It is one recurrent module, with nothing to cut between.",
+    r"has no list of repeated blocks": "It has no list of blocks; `pipeline_blocks` can name what to cut between.",
+    r"ran 2 times within one step": "A training step calls the network twice; with an `example_input_array` its calls"
+    " are counted, or `pipeline_blocks` names blocks as often as they run.",
+}
+"""Texts of refusals, and what the page says of them; braces stand for what a pattern has in parentheses."""
+
+
 class _Reasons:
-    """Texts of refusals with names and numbers left out, so that equal ones are one."""
+    """Numbers the reasons for refusals, and keeps which architectures and layouts they hold for."""
 
     def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+        self._seen: dict[str, list[str]] = {}
 
-    def number(self, result: Row) -> int:
-        text = _without_names(result["why"])
-        if result.get("error"):
-            text = f"{result['error']}: {text}"
-        self._seen[text] += 1
+    def number(self, row: Row, layout: str) -> int:
+        result = row["layouts"][layout]
+        text = _reason(" ".join(result["why"].split()))
+        self._seen.setdefault(text, []).append(f"{row['class']} ({layout})")
         return list(self._seen).index(text) + 1
 
     def section(self) -> str:
         if not self._seen:
             return ""
-        lines = [f"{i}. {text} ({count}×)" for i, (text, count) in enumerate(self._seen.items(), 1)]
-        return "## Reasons\n\n" + "\n".join(lines) + "\n"
+        lines = [f"{i}. {text} *{', '.join(of)}*" for i, (text, of) in enumerate(self._seen.items(), 1)]
+        return "## Reasons\n\nThe errors themselves are in [models.json](models.json).\n\n" + "\n".join(lines) + "\n"
 
 
-def _without_names(text: str) -> str:
-    text = re.sub(r"\[[^\]]*\]|\([^)]*\d[^)]*\)", "…", " ".join(text.split()))
-    text = re.sub(r"'[^']*'", "…", text)
-    text = re.sub(r"^(Model|Supervised|WithItsHead|ItsOwnNetwork) ", "The module ", text)
-    text = re.sub(r"\b\w+(\.\w+)+", "…", text)
-    text = re.sub(r"\d[\d,.]*", "N", text)
-    text = re.sub(r"…(,? …)+", "…", text)
-    first = re.split(r"(?<=[a-z…)])\. |: (?=[a-z])", text)[0]
-    return first.replace("|", "\\|")[:240]
+def _reason(why: str) -> str:
+    for pattern, text in _REASONS.items():
+        if found := re.search(pattern, why):
+            return text.format(*found.groups())
+    return why.replace("|", "\\|")
 
 
 def _others(title: str, key: str, rows: list[Row], why: str) -> str:
