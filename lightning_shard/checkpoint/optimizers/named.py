@@ -1,9 +1,9 @@
 """The stored form of torch optimizers: state keyed by parameter name, so that it can be restored on any layout.
 
 Tensors are in the checkpoint's ``optimizer`` section, named ``"{optimizer}/{parameter}/{key}"``. Other values and the
-groups are in the trainer state under ``optimizer_states``, with an entry for each optimizer: ``values`` by parameter and
-key, ``shared`` (state that belongs to no parameter), and ``param_groups`` with parameters' names. Trainers write the
-same form, so a Trainer and a plain loop can resume from each other's checkpoints.
+groups are in the trainer state under ``optimizer_states``, with an entry for each optimizer: ``values`` by parameter
+and key, ``shared`` (state that belongs to no parameter), and ``param_groups`` with parameters' names. Trainers write
+the same form, so a Trainer and a plain loop can resume from each other's checkpoints.
 """
 
 from __future__ import annotations
