@@ -69,7 +69,7 @@ class MixtureLanguageModel(LanguageModel):
         inner: The inner width of a routed expert.
         shared: The inner width of the shared expert. A token uses as many parameters as in the plain GPT if
             ``shared + chosen × inner`` is four times the width.
-        balance_weight: The weight of the load-balancing loss, which is added to the cross entropy (the logged ``train_loss``).
+        balance_weight: The weight of the load-balancing loss, added to the cross entropy (the logged ``train_loss``).
         gpt: Arguments of :class:`~gpt.LanguageModel`.
     """
 
