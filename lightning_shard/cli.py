@@ -1,7 +1,7 @@
-"""``lightning-shard``: look into checkpoints, check and compare them, and make one file of them; plan a run.
+"""The command line ``lightning-shard``: inspect, list, verify, gather and compare checkpoints, and plan runs.
 
-Tables for people, ``--json`` for machines. The exit code is 0 where all is well, 1 where a fault or a difference was
-found or the work failed, and 2 where the command line was not understood.
+Prints tables for people, and JSON for machines with ``--json``. The exit code is 0 on success, 1 if a fault or a
+difference was found or the command failed, and 2 for an invalid command line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     except (ShardError, OSError, ImportError, ValueError) as error:
-        # an error of ours says what to do; one of the system or of a store says what it met
+        # our own errors say what to do; others are shown with their type
         text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
         if arguments.verb is _gather:
             text = _with_flags(text)
@@ -273,7 +273,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         )
     if arguments.json:
         found = [
-            # JSON has no infinity, which is how far NaN is from a number
+            # JSON has no infinity, which is the difference between NaN and a number
             {**dataclasses.asdict(d), "max_difference": d.max_difference if math.isfinite(d.max_difference) else None}
             for d in report.differences
         ]
@@ -297,7 +297,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     return 1
 
 
-# -- what people see --------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def _console() -> Console:
@@ -318,7 +318,7 @@ def _with_flags(text: str) -> str:
 
 @contextlib.contextmanager
 def _progress(title: str, arguments: argparse.Namespace) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on the terminal, once the work has lasted a while; nothing where the output isn't one."""
+    """Context: a progress bar on the terminal, once the work has lasted a while; None if there is no terminal."""
     console = Console(stderr=True)
     if arguments.json or not console.is_terminal:
         yield None
@@ -344,12 +344,12 @@ def _print_json(value: Any) -> None:
 
 
 def _cell(text: str) -> Text:
-    """Text from a checkpoint as a table shows it: nothing in it is markup."""
+    """Text from a checkpoint as a table cell, without interpreting markup."""
     return Text(_printable(text))
 
 
 def _printable(text: str) -> str:
-    """Text without what a terminal would obey, or can't show, as JSON's escapes: names may be anything."""
+    """Escape control and unprintable characters as JSON does, since a checkpoint's names may contain any."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
@@ -381,7 +381,7 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-# -- what people type -------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``lightning-shard plan``: what a layout takes, of a recipe or of a module that a function builds."""
+"""``lightning-shard plan``: plans a layout, or searches for one, for a recipe or a module that a function builds."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ _OF_STRATEGY = (
     "reduce_each_microbatch",
     "reshard_after_forward",
 )
-"""Settings of the strategy that a plan depends on, beside the sizes."""
+"""Settings of the strategy, other than axis sizes, that a plan depends on."""
 
 
 def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
-    """Add the verb to a command line.
+    """Add the verb ``plan`` to a command line.
 
     Args:
-        size: Reads ``80GiB``.
+        verbs: The parser's subparsers.
+        size: Parses sizes such as ``80GiB``.
     """
     summary = "say what a layout takes, before it is run: memory, time, checkpoints; or search for one"
     parser = verbs.add_parser("plan", help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -90,14 +91,14 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints isn't the answer
+    with contextlib.redirect_stdout(sys.stderr):  # keep what user code prints out of the answer
         answer, code = _answer(arguments)
     print(answer)
     return code
 
 
 def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and the exit code."""
+    """The text to print, and the exit code."""
     from lightning_shard.dryrun.planning import plan
 
     function = next((what for what in arguments.what if ":" in what and "=" not in what), None)
@@ -136,7 +137,7 @@ def _draw(made: Plan, html: str | None, picture: str | None) -> None:
 
 
 def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The device at hand, and what the module's parts take there."""
+    """Settings of a plan by measurement: the profile of the device at hand, and the times of the module's parts."""
     from lightning_shard.dryrun.timing.calibrate import calibrate, device_at_hand, kind_at_hand
 
     given = ("pipeline_blocks", "precision")
@@ -173,11 +174,11 @@ def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[st
 
 
 def _sizes(sizes: Mapping[str, Any], world: int | None) -> dict[str, int]:
-    """Axis sizes, of which data parallelism may be what is left of ``world`` ranks."""
+    """Axis sizes; ``data_parallel_size`` "auto" is resolved to the rest of ``world`` ranks."""
     found = dict(sizes)
     if found.get("data_parallel_size", "auto") == "auto":
         names = ("pipeline_parallel_size", "tensor_parallel_size")
-        ranks = math.prod(max(1, found.get(name, 1)) for name in names)  # others are refused with the layout
+        ranks = math.prod(max(1, found.get(name, 1)) for name in names)  # the layout refuses invalid sizes
         if world is not None and world % ranks:
             both = " × ".join(f"{name} ({found.get(name, 1)})" for name in names)
             raise ConfigurationError(
@@ -198,7 +199,7 @@ def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(path)
-    except Exception as error:  # of the user's code
+    except Exception as error:  # from the user's code
         raise ConfigurationError(
             f"{path} can't be imported ({type(error).__name__}: {error}): run this in the folder from which it can, or"
             " correct it; a function is named as package.module:function."
@@ -226,11 +227,11 @@ def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return [*inspect.signature(build).parameters.values()]
     except (TypeError, ValueError):
-        return []  # one that doesn't tell
+        return []  # a callable without a signature
 
 
 def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[str, Any]]:
-    """What ``recipes/train.py`` would train with these overrides."""
+    """Yield a plan's settings: what ``recipes/train.py`` would train with these overrides."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from hydra.utils import instantiate
@@ -258,7 +259,7 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
         raise ConfigurationError(
             f"These settings make no recipe: {reason} Settings are those of {folder}, as key=value."
         ) from error
-    sizes = (*_SIZES.values(), "context_parallel_size")  # which the plan refuses
+    sizes = (*_SIZES.values(), "context_parallel_size")  # which a plan refuses
     yield "layout", {setting: strategy[setting] for setting in sizes if setting in strategy}
     for name in _OF_STRATEGY:
         if name in strategy:
@@ -286,7 +287,7 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
 
 
 def _first_batch(data: Any, ranks: int) -> Any:
-    """Of a data module, as one of so many data-parallel ranks reads it."""
+    """The first training batch of a data module, as one of ``ranks`` data-parallel ranks reads it."""
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": ranks, "rank": 0})
     try:
         data.prepare_data()
@@ -294,7 +295,7 @@ def _first_batch(data: Any, ranks: int) -> Any:
         return next(iter(data.train_dataloader()))
     except ShardError:
         raise
-    except Exception as error:  # of the recipe's code, or no data
+    except Exception as error:  # from the recipe's code, or missing data
         raise ConfigurationError(
             f"The recipe's first batch can't be read ({type(error).__name__}: {error}): a plan needs its shapes. Have"
             " the data there, use data=random_tokens, or name a function that returns a module and a batch."

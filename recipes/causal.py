@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, from its configuration alone, in an ordinary LightningModule."""
+"""An ordinary LightningModule for any causal language model of transformers, built from its configuration alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch.nn import functional as F
 
 
 class CausalLM(L.LightningModule):
-    """Trains a transformers model to say the next token.
+    """Trains a transformers model to predict the next token.
 
     Args:
-        config: The model's, such as ``transformers.GPTNeoXConfig``. The model itself is built in ``configure_model``,
-            on whatever device is current: on meta, nobody ever holds all of it.
+        config: The model's configuration, such as ``transformers.GPTNeoXConfig``. The model itself is built in
+            ``configure_model`` on the meta device, so that no process ever holds all of it.
+        learning_rate: AdamW's learning rate.
+        weight_decay: AdamW's weight decay.
     """
 
     def __init__(self, config: Any, learning_rate: float = 1e-4, weight_decay: float = 0.1) -> None:

@@ -1,6 +1,6 @@
-"""The whole way once: train, stop in mid-run, resume on another layout, gather, compare with a plain model.
+"""End-to-end demo: train, kill the run, resume on another layout, gather, and compare with a plain model.
 
-Every step is a command or a call that you could give yourself; what doesn't come out as it should ends the demo.
+Every step is a command or a call that you could run yourself. The demo ends at the first result that isn't as expected.
 """
 
 import csv
@@ -31,9 +31,9 @@ GATHERED = OUTPUT / "model.safetensors"
 FIRST = ["trainer.devices=4", "strategy.pipeline_parallel_size=2"]
 SECOND = ["trainer.devices=4", "strategy.tensor_parallel_size=2", "checkpoint.resume=last"]
 KILL_AFTER_STEP = 120
-# Nats. The same sums in another order in fp32, through some twenty optimizer steps.
+# Nats. The layouts add in different orders in fp32, over some twenty optimizer steps.
 SAME_CURVE = 1e-4
-# Nats. The same weights on the same text.
+# Nats. Equal weights on the same text.
 SAME_MODEL = 1e-5
 
 console = Console(highlight=False, soft_wrap=True)
@@ -84,9 +84,9 @@ def main() -> None:
 
 
 def run_training(overrides: list[str], name: str, kill_after: int | None = None) -> dict[int, dict[str, float]]:
-    """Run recipes/train.py and show its progress; what it logged, by step.
+    """Run recipes/train.py and show its progress; returns what it logged, by step.
 
-    With ``kill_after``, all its processes are killed after that step, as a machine's failure would do it.
+    With ``kill_after``, all its processes are killed after that step, as by a machine's failure.
     """
     command = [sys.executable, str(TRAIN), "recipe=demo", *overrides]
     console.print("$ python " + " ".join(command[1:]), style="dim")
@@ -131,7 +131,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def show_progress(metrics: Path, shown: int) -> int:
-    """Print what is newer than step ``shown``; the newest step."""
+    """Print what was logged after step ``shown``; returns the newest step."""
     newest = shown
     for step, row in read_metrics(metrics).items():
         if step > shown and "val_loss" in row:
@@ -141,7 +141,7 @@ def show_progress(metrics: Path, shown: int) -> int:
 
 
 def plain_model(path: Path) -> tuple[LanguageModel, TextFolder]:
-    """The run's model with the weights of one file, and the run's data; of this package nothing is used."""
+    """The run's model with the weights of one file, and the run's data; uses nothing of this package."""
     config = OmegaConf.load(OUTPUT / "config" / "config.yaml")
     model, data = instantiate(config.model), instantiate(config.data)
     model.load_state_dict(load_file(path))

@@ -1,4 +1,4 @@
-"""A small GPT over bytes: an ordinary network in an ordinary LightningModule, which know of no parallelism.
+"""A small GPT over bytes: an ordinary network in an ordinary LightningModule, without any code for parallelism.
 
 Shapes: B batch, T tokens, D width, H heads, W width of a head, V vocabulary.
 """
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # How many heads follows from the projection's width: under tensor parallelism a rank has some of them.
+        # The number of heads follows from the projection's width: under tensor parallelism a rank has some of them.
         query_BHTW, key_BHTW, value_BHTW = (
             project(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -73,7 +73,7 @@ class GPT(nn.Module):
         self.draw_weights()
 
     def draw_weights(self) -> None:
-        """As in GPT-2: what is added to the residual stream starts smaller, the more often it is added."""
+        """Initialize as in GPT-2: projections into the residual stream are scaled down by √(2 × layers)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 added = name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down"))
@@ -88,11 +88,13 @@ class GPT(nn.Module):
 
 
 class LanguageModel(L.LightningModule):
-    """Trains a GPT to say the next token.
+    """Trains a GPT to predict the next token.
 
     Args:
-        warmup_steps: Optimizer steps in which the learning rate rises from 0; a cosine leads it down to a tenth from
-            there to the last step.
+        vocabulary, width, layers, heads, context: Sizes of the network.
+        learning_rate: The peak learning rate.
+        warmup_steps: Optimizer steps in which the learning rate rises linearly; then it decays to a tenth by a cosine
+            until the last step.
         weight_decay: For matrices; norms aren't decayed.
     """
 
@@ -113,7 +115,7 @@ class LanguageModel(L.LightningModule):
         self.model = GPT(vocabulary, width, layers, heads, context)
 
     def loss(self, window_BT: Tensor) -> Tensor:
-        """Nats per token; each token of the window but the first is predicted from those before it."""
+        """Cross entropy in nats per token; each token of the window but the first is predicted from those before it."""
         logits_BTV = self.model(window_BT[:, :-1])
         return F.cross_entropy(logits_BTV.flatten(0, 1), window_BT[:, 1:].flatten())
 

@@ -1,9 +1,9 @@
-"""The GPT with a mixture of experts in each block: still an ordinary network that knows of no parallelism.
+"""The GPT with a mixture of experts in each block; still an ordinary network without any code for parallelism.
 
-Every token goes through one shared MLP, and through the ``chosen`` of ``experts`` smaller ones that the router scores
-highest for it (DeepSeekMoE, arXiv:2401.06066).
+Every token goes through one shared MLP, and through those ``chosen`` of ``experts`` smaller MLPs for which the router
+scores highest (DeepSeekMoE, arXiv:2401.06066).
 
-Shapes: B batch, T tokens of a window, N tokens of a batch, D width, E experts, K experts chosen for a token.
+Shapes: B batch, T tokens of a window, N tokens of a batch, D width, E experts, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 
 class Experts(nn.Module):
-    """MLPs of one shape in two stacks of matrices: as ``expert_parallel_plan`` takes them, and in one process alike."""
+    """MLPs of one shape as two stacks of matrices, the form that ``expert_parallel_plan`` shards."""
 
     def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
@@ -35,11 +35,12 @@ class Experts(nn.Module):
 
 
 class Mixture(MLP):
-    """A shared expert, whose layers are an MLP's own, and routed ones.
+    """A shared expert (the inherited MLP), and routed experts.
 
     Attributes:
-        balance: Of the last batch, ``E · Σ share of the choices × mean score`` over the experts: 1 where all are chosen
-            alike, up to E where one is chosen for all (Switch Transformer, arXiv:2101.03961). To be kept low.
+        balance: The load-balancing loss of the last batch, ``E · Σ share of the choices × mean score`` over the
+            experts: 1 if all are chosen equally, up to E if all tokens choose the same one (Switch Transformer,
+            arXiv:2101.03961). To be minimized.
     """
 
     def __init__(self, width: int, experts: int, chosen: int, inner: int, shared: int) -> None:
@@ -60,16 +61,16 @@ class Mixture(MLP):
 
 
 class MixtureLanguageModel(LanguageModel):
-    """Trains the GPT with mixtures in the place of its MLPs.
+    """Trains the GPT with mixtures of experts in place of its MLPs.
 
     Args:
-        experts: Routed ones of each block.
-        chosen: For a token, of those.
-        inner: The inner width of each.
-        shared: That of the expert which every token goes through. A token meets as many parameters as in the plain GPT
-            where ``shared + chosen × inner`` is four times the width.
-        balance_weight: Of the load-balancing loss, beside the one that is logged.
-        gpt: As :class:`~gpt.LanguageModel` takes them.
+        experts: Routed experts per block.
+        chosen: Routed experts per token.
+        inner: The inner width of a routed expert.
+        shared: The inner width of the shared expert. A token uses as many parameters as in the plain GPT if
+            ``shared + chosen × inner`` is four times the width.
+        balance_weight: The weight of the load-balancing loss, added to the cross entropy (the logged ``train_loss``).
+        gpt: Arguments of :class:`~gpt.LanguageModel`.
     """
 
     def __init__(

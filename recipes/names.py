@@ -1,4 +1,4 @@
-"""Names in the configuration or on the command line that nothing has: refused, with the nearest one that there is."""
+"""Refuses unknown names in the configuration and on the command line, and suggests the nearest known name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 CONFIG = Path(__file__).parents[1] / "conf"
-# Settings of a group that train.py uses itself, beside those of the group's target.
+# Settings of a group that train.py uses itself, in addition to those of the group's target.
 OF_TRAINING = {"checkpoint": {"resume", "storage_options"}}
 OF_HYDRA = {"_target_", "_args_", "_convert_", "_partial_", "_recursive_"}
 
 
 def refuse_unknown_overrides(arguments: Sequence[str]) -> None:
-    """End the program at the first override of a key that the configuration doesn't have.
+    """Exit at the first override of a key that the configuration doesn't have.
 
-    What Hydra refuses for other reasons is left to it: it says so itself.
+    Other errors in overrides are left to Hydra, which reports them itself.
     """
     try:
         overrides = OverridesParser.create().parse_overrides([a for a in arguments if "=" in a and a[0] != "-"])
@@ -46,7 +46,7 @@ def refuse_unknown_overrides(arguments: Sequence[str]) -> None:
 
 
 def refuse_unknown_names(config: DictConfig) -> None:
-    """End the program at the first name that its target doesn't take, or value that is yet to be given."""
+    """Exit at the first name that isn't a parameter of its target, or at a missing value (``???``)."""
     for path, node in walk(OmegaConf.to_container(config)):
         if node == "???":
             sys.exit(f"{path} must be given: {path}=…")
@@ -57,7 +57,7 @@ def refuse_unknown_names(config: DictConfig) -> None:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything in a configuration."""
+    """Yield the dotted name and value of everything in a configuration."""
     for name, value in config.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
@@ -65,12 +65,12 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def parameters(node: Any) -> set[str]:
-    """What the target of a node takes by name; empty where there is no target, or it takes anything."""
+    """The parameter names of a node's target; empty if there is no target, or it accepts any name."""
     if not isinstance(node, dict) or "_target_" not in node:
         return set()
     try:
         taken = inspect.signature(get_object(node["_target_"])).parameters
-    except ValueError:  # of a class in C, which refuses what it doesn't know by itself
+    except ValueError:  # a class in C has no signature, and refuses unknown names itself
         return set()
     return set() if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else set(taken)
 

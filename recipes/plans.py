@@ -1,4 +1,4 @@
-"""The plans by which ``conf/`` splits the recipes' networks, for tests and benchmarks of the same networks."""
+"""The tensor- and expert-parallel plans of ``conf/`` for the recipes' networks, for use in tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 _STRATEGY: Any = OmegaConf.load(Path(__file__).parents[1] / "conf" / "strategy" / "hybrid_shard.yaml")
 
-#: Of the GPT in ``gpt.py``, over tensor ranks: names in the network, and how each is split.
+#: The tensor-parallel plan of the GPT in ``gpt.py``: module name to style.
 GPT: dict[str, str] = {**_STRATEGY.tensor_parallel_plan}
-#: Of the mixture in ``moe.py``, over expert ranks.
+#: The expert-parallel plan of the mixture in ``moe.py``.
 EXPERTS: dict[str, str] = {**_STRATEGY.expert_parallel_plan}

@@ -1,4 +1,4 @@
-"""Text files as bytes: fixed windows to train on, and the last tenth of every file held out."""
+"""Data modules: text files as bytes, in fixed windows, the last tenth of every file held out; and random tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of ``context + 1`` bytes; each begins with the last byte of the one before, so all are predicted once."""
+    """Windows of ``context + 1`` bytes, overlapping by one byte, so that each byte but the first is predicted once."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
@@ -31,16 +31,17 @@ class Windows(Dataset[Tensor]):
 
 
 class TextFolder(L.LightningDataModule):
-    """The files of a folder, its subfolders included, in the order of their names.
+    """The files of a folder and its subfolders, in the order of their names.
 
     Args:
         path: A folder, or one file.
-        pattern: Which files of the folder.
-        context: Bytes that a prediction may look back on.
+        pattern: A glob pattern of the files to use.
+        context: Bytes of context of a prediction.
         batch_size: Windows per data-parallel rank.
-        global_batch_size: Windows over all data-parallel ranks, to train on: a step stays the same on any number of
-            them that divides it. Default: ``batch_size`` for each.
-        held_out_windows: At most so many windows are validated on, evenly spread over the held-out text.
+        global_batch_size: Training windows over all data-parallel ranks, so that a step is the same on any number of
+            ranks that divides it. Default: ``batch_size`` per rank.
+        held_out_windows: The maximum number of windows for validation, evenly spread over the held-out text.
+        num_workers: DataLoader workers.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class TextFolder(L.LightningDataModule):
         return DataLoader(spread, self.batch_size, num_workers=self.num_workers)
 
     def _own_batch(self) -> int:
-        """Of a data-parallel rank, in training."""
+        """The training batch size of a data-parallel rank."""
         if self.global_batch_size is None:
             return self.batch_size
         assert self.trainer is not None
@@ -111,14 +112,14 @@ class TextFolder(L.LightningDataModule):
         return self.global_batch_size // ranks
 
     def byte_entropy(self) -> float:
-        """Nats per byte that the best model without any context reaches on the held-out text."""
+        """The entropy of single bytes of the held-out text, in nats: the loss of the best model without context."""
         counts = torch.bincount(self.held_out_text, minlength=256)
         shares = counts[counts > 0] / counts.sum()
         return -sum(share * math.log(share) for share in shares.tolist())
 
 
 class StandardLibrary(TextFolder):
-    """The source of the running Python's own standard library, without its tests."""
+    """The source files of the running Python's standard library, without its tests."""
 
     def __init__(self, **options: int) -> None:
         super().__init__(sysconfig.get_path("stdlib"), pattern="*.py", **options)
@@ -128,7 +129,7 @@ class StandardLibrary(TextFolder):
 
 
 class RandomTokens(L.LightningDataModule):
-    """Windows of ``context + 1`` tokens drawn at random: for plans and timings, not to learn anything from."""
+    """Windows of ``context + 1`` random tokens, for plans and timings; there is nothing to learn."""
 
     def __init__(self, vocabulary: int, context: int, batch_size: int, windows: int = 1024) -> None:
         super().__init__()

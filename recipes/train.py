@@ -1,10 +1,10 @@
-"""Train what the configuration in ``conf/`` says; every value of it can be set on the command line.
+"""Trains the model of the configuration in ``conf/``; every value can be overridden on the command line.
 
 python recipes/train.py strategy.pipeline_parallel_size=2 trainer.devices=4
 python recipes/train.py strategy.tensor_parallel_size=2 trainer.devices=4 checkpoint.resume=last
 python recipes/train.py data=folder data.path=my_texts
 python recipes/train.py checkpoint=s3 checkpoint.dirpath=s3://bucket/my_run checkpoint.resume=last
-python recipes/train.py recipe=gpt_175b --plan      # what it takes, and nothing is trained
+python recipes/train.py recipe=gpt_175b --plan      # estimates memory and time instead of training
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""What a layout takes, without devices: counted once on fake tensors, the rest is arithmetic."""
+"""Estimates a layout's memory and time without devices: counts one microbatch on fake tensors, computes the rest."""

@@ -1,4 +1,4 @@
-"""A plan: what a layout of a module takes, as a table for people and as JSON for machines."""
+"""``Plan``: the estimated memory, time and checkpoint of a layout, as a table for people and as JSON for machines."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 
 _UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
-"""Kinds of memory, as the table names them."""
+"""Kinds of memory, and their names in the table."""
 _FROM_THE_STEP = ("activations", "received", "loss", "working")
-"""Kinds that aren't known where the step wasn't counted."""
+"""Kinds that are unknown if the step wasn't counted."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is chosen beside the layout, and is arithmetic once a microbatch was counted.
+    """The choices beside the layout whose effect is computed from the counts of one microbatch.
 
     Attributes:
-        microbatches: Of a batch; with one stage there is one.
+        microbatches: Per batch; 1 with one stage.
     """
 
     schedule: str = "1F1B"
@@ -44,8 +44,8 @@ class Remedy:
     """A change that would make a layout fit.
 
     Attributes:
-        setting: As it is written in a recipe.
-        peak_bytes: Of the fullest stage then.
+        setting: The change as text, such as ``microbatches=16``.
+        peak_bytes: The fullest stage's peak after the change.
     """
 
     setting: str
@@ -54,24 +54,27 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layout of a module takes; ``str()`` is a table.
+    """The estimate for one layout of a module; ``str()`` is a table.
 
     Attributes:
         layout: Axis sizes.
-        run: What else was chosen.
+        run: The other choices.
         name: The module's class.
-        model_parameters: Elements of the whole model, tied ones once.
-        counts: Of one microbatch on one rank.
-        placement: Blocks to stages, to ranks; ``None`` where the module has no blocks.
-        schedule: Each rank's order.
-        optimizer: ``None`` where it can't be known.
-        stages: Memory of each pipeline rank's devices, with its stage or its stages.
+        precision: The Trainer's precision.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        model_parameters: The number of elements of the whole model's parameters; tied ones count once.
+        counts: The counts of one microbatch on one rank.
+        placement: Blocks to stages to ranks; ``None`` if the module has no blocks.
+        schedule: Each pipeline rank's order of actions.
+        optimizer: The optimizer's state per parameter; ``None`` if it isn't known.
+        stages: The memory of each pipeline rank, which has one stage or several.
         checkpoint: What a save writes.
-        device_memory: Bytes of a device, where it was given.
-        unknown: What isn't known, and why: the numbers leave it out.
-        remedies: What would make it fit, the cheapest first; empty where it fits, or nothing that was tried does.
-        time: A step on a device; ``None`` where none was named.
-        choice: How the schedule was chosen among others; empty where it was named.
+        device_memory: Bytes of a device's memory, if given.
+        unknown: What isn't known, and why; the numbers don't include it.
+        remedies: Changes that would make it fit, the cheapest first; empty if it fits, or if no tried change makes it
+            fit.
+        time: The time of a step on a device; ``None`` if no device was given.
+        choice: How the schedule was chosen among others; empty if it was given by name.
     """
 
     layout: Layout
@@ -94,12 +97,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest stage's devices."""
+        """Peak bytes of the fullest stage's devices."""
         return max(stage.peak.total for stage in self.stages)
 
     @property
     def fits(self) -> bool | None:
-        """Whether each device has room; ``None`` where its memory, or what it must hold, isn't known."""
+        """Whether the peak fits into each device's memory; ``None`` if either isn't known."""
         if self.device_memory is None:
             return None
         if self.peak_bytes > usable(self.device_memory):
@@ -107,7 +110,7 @@ class Plan:
         return None if self.unknown else True
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: numbers are bytes, where they aren't counts."""
+        """For machines. Sizes are in bytes."""
         return {
             "module": self.name,
             "parameters": self.model_parameters,

@@ -1,4 +1,4 @@
-"""Plans of one model: a microbatch is counted once, and each layout is arithmetic on that."""
+"""Makes plans of one model: counts each kind of microbatch once, and computes each layout from the counts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lightning_shard.plugin.steps.schedule_choice import against_parts, candidat
 
 
 class Planner:
-    """Plans of one model: each microbatch is counted once.
+    """Makes plans of one model, and caches the counts of microbatches.
 
     Args:
         model: The module and its batch.
-        rates: Of the device that steps are timed on.
+        rates: The speed of the device to estimate times for; None for no times.
     """
 
     def __init__(self, model: Model, rates: Rates | None = None) -> None:
@@ -40,13 +40,15 @@ class Planner:
         self._counts: dict[tuple[int, int, int], Counts] = {}
 
     def counts(self, layout: Layout, microbatches: int, *, in_two_parts: bool = False) -> Counts:
-        """Of one of so many microbatches.
+        """The counts of one microbatch, if the batch is cut into so many.
 
         Args:
-            in_two_parts: Its backward's parts, too.
+            layout: Its tensor and expert sizes matter.
+            microbatches: Per batch.
+            in_two_parts: Count the two parts of split backwards, too.
 
         Raises:
-            ConfigurationError: The batch can't be cut so, or the module.
+            ConfigurationError: The batch or the module can't be cut that way.
         """
         samples = tree.batch_size(self.model.batch)
         if samples % microbatches:
@@ -65,7 +67,7 @@ class Planner:
         return self._counts[key]
 
     def placed(self, layout: Layout, run: Run, order: Schedule) -> Placement | None:
-        """Blocks to stages, as a run places them."""
+        """The placement of blocks on stages that a run would use; None if the module has no blocks."""
         if self.model.cost is None:
             return None
         policy = run.placement if layout.pipeline_parallel_size > 1 else "even"
@@ -81,10 +83,10 @@ class Planner:
         )
 
     def plan(self, layout: Layout, run: Run, device_memory: int | None = None) -> Plan:
-        """One plan.
+        """Make the plan of a layout.
 
         Raises:
-            ConfigurationError: The module can't be laid out so.
+            ConfigurationError: The module can't be laid out that way.
         """
         order, choice = self._order(layout, run)
         counts = self.counts(layout, run.microbatches, in_two_parts=order.splits_backwards)
@@ -124,7 +126,7 @@ class Planner:
         )
 
     def _order(self, layout: Layout, run: Run) -> tuple[Schedule, str]:
-        """The schedule that a run would take, and how that was chosen."""
+        """The schedule that a run would use, and a text of how it was chosen."""
         orders = candidates(run.schedule, layout.pipeline_parallel_size, run.microbatches, run.placement)
         blocks = len(self.model.blocks.names) if self.model.blocks is not None else 1
         fitting = fitting_schedules(orders, blocks, run.placement)
@@ -145,7 +147,7 @@ class Planner:
         self, counts: Counts, layout: Layout, blocks: Sequence[range], order: Schedule, run: Run
     ) -> StepTime | None:
         if self.rates is None or not counts.counted:
-            return None  # estimated operations are of another microbatch
+            return None  # operations estimated from parameters are of another microbatch
         whole = counts
         if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
             whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)

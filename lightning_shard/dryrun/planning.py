@@ -1,4 +1,4 @@
-"""``lightning_shard.plan``: what a layout of a module takes, before anybody pays for it."""
+"""``lightning_shard.plan``: estimates memory, time and checkpoint size of a layout, without devices."""
 
 from __future__ import annotations
 
@@ -49,25 +49,28 @@ def plan(
     device: str | Mapping[str, Any] | Device | None = None,
     measured: Measured | None = None,
 ) -> Plan:
-    """What a layout takes: memory of each stage's devices, and what a checkpoint is; no device and no memory is used.
+    """Estimate a layout: memory of each stage's devices, checkpoint size and, for a device profile, time per step.
+
+    Uses no device, and no memory for the model.
 
     Args:
-        module: A LightningModule, which stays as it is, or a function that builds one; it is called on meta.
-        batch: What one data-parallel rank reads for a step, of any values: their shapes count. On meta too.
+        module: A LightningModule, which isn't modified; or a function that builds one, which is called on meta.
+        batch: What one data-parallel rank reads for a step. Only shapes count, so it may be on meta, too.
         layout: A :class:`~lightning_shard.layout.Layout`, or axis sizes by the names of the strategy's arguments.
         precision: The Trainer's.
         accumulate_grad_batches: The Trainer's.
-        asynchronous_saving: Whether checkpoints are copied and written by a thread.
-        device_memory: Bytes of each device, to say whether it fits and what would make it fit.
-        device_type: ``"cuda"``: with the fused kernels that GPUs have; ``"cpu"``.
-        device: A profile to time a step on: its name, such as ``"h100"``, the path of a YAML file, or a mapping. Says
-            its memory too, where ``device_memory`` doesn't.
-        measured: What the module's parts took on a device at hand (``dryrun.calibrate``), instead of its peaks.
+        asynchronous_saving: Whether checkpoints are copied to host memory and written by a thread.
+        device_memory: Bytes of each device, to determine whether the layout fits, and what would make it fit.
+        device_type: ``"cuda"``: with the fused kernels of GPUs; or ``"cpu"``.
+        device: A device profile to estimate the time of a step: its name, such as ``"h100"``; the path of a YAML file;
+            or a mapping. Its memory is the default of ``device_memory``.
+        measured: Measured times of the module's parts (``dryrun.timing.calibrate``), used instead of the profile's
+            peaks.
 
-    The others are those of :class:`~lightning_shard.HybridShardStrategy`, and mean the same.
+    The other arguments are those of :class:`~lightning_shard.HybridShardStrategy`.
 
     Raises:
-        ConfigurationError: What a run would refuse too; or the module can't be built without memory.
+        ConfigurationError: A run would refuse the settings, too; or the module can't be built without memory.
     """
     check_recomputing(activation_checkpointing)
     for name, value in (("accumulate_grad_batches", accumulate_grad_batches), ("device_memory", device_memory)):
@@ -88,7 +91,7 @@ def plan(
     model = Model.of(module, batch, settings, stages=stages, precision=precision, device_type=device_type)
     held = Held(
         activation_checkpointing,
-        cpu_offload and device_type != "cpu",  # there the host's memory is the device's
+        cpu_offload and device_type != "cpu",  # on the CPU, host memory is device memory
         reduce_each_microbatch,
         reshard_after_forward,
         accumulate_grad_batches,

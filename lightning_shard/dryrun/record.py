@@ -1,4 +1,4 @@
-"""``RecordTimeline``: a run's own timeline, beside the simulated one of the same schedule."""
+"""``RecordTimeline``: a callback that records a run's pipeline timeline, and draws it beside a simulated one."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from lightning_shard.plugin.strategy import HybridShardStrategy
 
 
 class RecordTimeline(pl.Callback):
-    """Records when each rank of a pipeline did what in a few training steps, and draws it.
+    """Records when each pipeline rank ran which action in a few training steps, and draws it.
 
-    Writes into ``folder``, on rank 0: ``timeline.json``; ``timeline.svg``, the step of median duration; and
-    ``timeline.html``, that step beside a simulation of the same schedule by its measured costs. A step that isn't
-    recorded costs nothing; before one that is, all ranks meet at two barriers, from which their clocks count: so ranks
-    that come late wait there, and their steps begin together. How far the clocks may differ is written beside the
-    times: the most that any rank spent in the second barrier.
+    Rank 0 writes into ``folder``: ``timeline.json``; ``timeline.svg``, the step of median duration; and
+    ``timeline.html``, that step beside a simulation of the same schedule with the measured costs. A step that isn't
+    recorded costs nothing. Before a recorded one all ranks meet at two barriers, where their clocks start: late ranks
+    are waited for there, so that the ranks' steps begin together. The clocks' possible difference is recorded with the
+    times: the longest time that any rank spent in the second barrier.
 
-    With one pipeline stage there is nothing to record, and it says so.
+    With one pipeline stage there is nothing to record; the callback warns.
 
     Args:
-        folder: A local folder, made where it isn't there; of rank 0's machine.
-        after: Training batches before the first that is recorded: the first ones find out what crosses stages, fill
+        folder: A local folder on rank 0's machine; created if missing.
+        after: Training batches before the first recorded one. The first batches determine what crosses stages, fill
             caches and compile.
-        steps: How many batches are recorded.
+        steps: How many batches to record.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, after: int = 10, steps: int = 3) -> None:
@@ -55,7 +55,7 @@ class RecordTimeline(pl.Callback):
         self.after = after
         self.steps = steps
         self.recording: Recording | None = None
-        """What was recorded, on rank 0."""
+        """The recorded steps, on rank 0; None elsewhere, and before they are complete."""
         self._batches = 0
         self._name: str | None = None
         self._skew_s = 0.0
@@ -99,7 +99,7 @@ class RecordTimeline(pl.Callback):
         strategy.watch_actions(UNWATCHED)
         watch, self._watch = self._watch, None
         spans = watch.spans()
-        if spans:  # else the pipeline was made anew in the meantime, on all ranks
+        if spans:  # otherwise the pipeline was rebuilt meanwhile, on all ranks
             self._seen.append((self._batches - 1, self._skew_s, spans))
         if len(self._seen) == self.steps:
             self._gather(strategy)
@@ -114,7 +114,7 @@ class RecordTimeline(pl.Callback):
         self._watch = None
 
     def _gather(self, strategy: HybridShardStrategy) -> None:
-        """To rank 0, which writes; a collective call over all ranks."""
+        """Gather the records to rank 0, which writes the files. A collective call over all ranks."""
         layout, group = strategy.layout, strategy.groups.host
         everyone: list[Any] = [None] * strategy.world_size
         mine = (layout.data_rank, layout.tensor_rank, layout.pipeline_rank, self._seen)
@@ -137,7 +137,7 @@ class RecordTimeline(pl.Callback):
 
 
 def _meet(strategy: HybridShardStrategy) -> float:
-    """Have all ranks begin together; returns how long the barrier took when all had come."""
+    """Synchronize all ranks by two barriers; returns how long the second one took, which all enter together."""
     if strategy.root_device.type == "cuda":
         torch.cuda.synchronize(strategy.root_device)
     group = strategy.groups.host
@@ -148,7 +148,7 @@ def _meet(strategy: HybridShardStrategy) -> float:
 
 
 def write(recording: Recording, folder: str | Path) -> None:
-    """``timeline.json``, ``timeline.svg`` and ``timeline.html`` of the first pipeline."""
+    """Write ``timeline.json``, and ``timeline.svg`` and ``timeline.html`` of the first pipeline."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "timeline.json").write_text(recording.to_json(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What would make a plan fit that doesn't."""
+"""Finds changes of settings or sizes that make a plan fit into the devices' memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lightning_shard.layout import Layout
 
 
 def remedies(planner: Planner, made: Plan) -> Iterator[Remedy]:
-    """What makes a plan fit that doesn't, the cheapest first."""
+    """Yield changes that make a plan fit, the cheapest first."""
     for setting, layout, run in _changes(made):
         try:
             changed = planner.plan(layout, run, made.device_memory)
         except ShardError:
-            continue  # the batch or the module can't be cut so
+            continue  # the batch or the module can't be cut that way
         if changed.fits:
             yield Remedy(setting, changed.peak_bytes)
             if layout == made.layout:
-                return  # what costs more time isn't needed
+                return  # changes that cost more time aren't needed
 
 
 def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
-    """What to try: from what costs nothing to what costs most."""
+    """The changes to try, from those that cost nothing to those that cost most."""
     layout, run, held = made.layout, made.run, made.run.held
     if layout.pipeline_parallel_size > 1:
         for times in (2, 4, 8):
@@ -50,7 +50,7 @@ def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
 
 
 def _other_sizes(layout: Layout) -> Iterator[Layout]:
-    """Of as many ranks, the model over twice as many."""
+    """Layouts of the same number of ranks, with the model split over twice as many of them."""
     if layout.data_parallel_size % 2 == 0 and layout.data_parallel_replicas == layout.expert_parallel_size == 1:
         half = layout.data_parallel_size // 2
         yield replace(layout, data_parallel_size=half, tensor_parallel_size=2 * layout.tensor_parallel_size)

@@ -1,1 +1,1 @@
-"""One microbatch on fake tensors: operations, memory, and what each part keeps."""
+"""Counts operations and memory of one microbatch on fake tensors, part by part."""

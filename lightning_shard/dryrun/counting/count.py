@@ -1,7 +1,7 @@
-"""A module's step on fake tensors, watched part by part.
+"""Counts one microbatch of a module's step: lays the module out, and runs the step on fake tensors.
 
-Blocks that are alike (of one class, with equal settings and parameters' shapes) and called on tensors alike are run
-twice; where both runs cost the same, those after stand for themselves by tensors of the right shapes.
+Equal blocks (same class, settings and parameters' shapes) that are called on inputs of the same shapes are run only
+twice. If both runs cost the same, further blocks are replaced by stand-ins that return tensors of the right shapes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
 
 @dataclass
 class _LaidOut:
-    """A module that is cut, in a process that is one of the ranks.
+    """A module that is cut to one rank, in a process with a fake process group.
 
     Attributes:
-        batch: The microbatch that is counted.
-        experts: The names of modules that are dealt.
-        parameters: By who holds them.
-        whole: Experts that aren't dealt.
-        stands_in: Whether blocks alike may stand for each other: not where code needs more than they return.
-        has_added: Whether there have been gradients already, to which a run added.
-        accumulators: Of the parameters' gradients; empty where backwards come in one part.
+        batch: The microbatch to count.
+        experts: The names of modules whose experts are sharded over ranks.
+        parameters: By the name of the block or part that holds them.
+        whole: Stacks of experts that aren't sharded.
+        stands_in: Whether stand-ins may replace equal blocks; False if the code needs more than they return.
+        has_added: Whether a run has already added to existing gradients.
+        accumulators: The parameters' AccumulateGrad nodes; empty unless backwards are split.
     """
 
     module: pl.LightningModule
@@ -74,10 +74,11 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
 
     Args:
         model: The module and its batch.
-        samples: Of the microbatch: so many of the batch's are taken.
+        tensor_parallel_size, expert_parallel_size: Sizes of these axes.
+        samples: The microbatch's size; taken from the batch.
 
     Raises:
-        ConfigurationError: The module can't be cut so.
+        ConfigurationError: The module can't be cut that way.
     """
     (counts,) = count_each(model, tensor_parallel_size, expert_parallel_size, [samples])
     return counts
@@ -86,7 +87,7 @@ def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: 
 def count_each(
     model: Model, tensor_parallel_size: int, expert_parallel_size: int, samples: Sequence[int]
 ) -> list[Counts]:
-    """The same for microbatches of several sizes, for which the module is cut once; one that can't be counted is last.
+    """:func:`count` for several microbatch sizes, with the module cut only once. Ends at one that can't be counted.
 
     Raises:
         ConfigurationError: As :func:`count`.
@@ -138,10 +139,11 @@ def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_paral
 
 
 def count_two_parts(model: Model, counts: Counts) -> Counts:
-    """The same, with what backwards in two parts keep between them; what is recomputed leaves nothing for the second.
+    """Add the counts of split backwards; a recomputed block leaves nothing for the second part.
 
     Args:
-        counts: Of the model.
+        model: The module and its batch.
+        counts: The counts without them.
     """
     if counts.in_two_parts or not counts.counted:
         return replace(counts, in_two_parts=True)
@@ -152,7 +154,7 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
         laid.batch, laid.accumulators = batch, accumulators(laid.module)
         try:
             outcome = _tried(laid, model, "plain")
-        except Exception as error:  # of the user's code, and of torch's in it
+        except Exception as error:  # from the user's code, or from torch
             return replace(counts, counted=False, in_two_parts=True, reason=_said(error))
 
     def with_parts(part: PartCount, place: int | None = None) -> PartCount:
@@ -183,7 +185,7 @@ def _saved_buffers(module: nn.Module) -> Iterable[Tensor]:
 
 @contextmanager
 def _laid_out(model: Model, tensor: int, expert: int) -> Iterator[_LaidOut]:
-    """Inside, this process is a rank with its part of the module."""
+    """Context: this process is a fake rank with its part of the module."""
     with fake_ranks(max(tensor, expert)):
         module = model.copy()
         experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
@@ -217,16 +219,19 @@ def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> t
     return tuple(found)
 
 
-# -- parameters, as a layout cuts them
+# -- parameters on one rank of a layout
 
 
 def _lay_out(
     module: pl.LightningModule, model: Model, tensor: int, expert: int, experts: Sequence[str]
 ) -> dict[str, tuple[ParameterCount, ...]]:
-    """Cut the module's tensors over the tensor- and expert-parallel axes, in place; says who holds which parameters.
+    """Cut the module's tensors over the tensor- and expert-parallel axes, in place.
 
     Args:
-        experts: Modules to be dealt.
+        experts: The names of modules whose experts are sharded over ranks.
+
+    Returns:
+        The parameters by the block or part that holds them.
     """
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     styles = resolve_plan(module, model.settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
@@ -238,7 +243,7 @@ def _lay_out(
             of_unit = (p for p in unit.parameters() if p.is_floating_point() and p not in left)
             gathered.update((id(p), model.settings.gathered_dtype) for p in of_unit)
     names = {id(p): name for name, p in module.named_parameters()}
-    dealt = tuple(f"{name}." for name in experts)  # these stay as they are
+    dealt = tuple(f"{name}." for name in experts)  # experts keep their dtype
     in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}
     lists = {name for name in experts if is_list(module.get_submodule(name))}
     if tensor > 1:
@@ -283,12 +288,12 @@ def _lay_out(
 
 
 def _runs_again(_owner: nn.Module) -> AbstractContextManager[RestoreAndReplay]:
-    """What a second run changes is of no use to a count."""
+    """Restore and replay nothing: a count doesn't need what a second run changes."""
     return nullcontext((lambda: None, nullcontext))
 
 
 def _estimated(model: Model, name: str) -> tuple[Work, Work]:
-    """Operations of a part that wasn't counted, from its parameters."""
+    """Forward and backward work of a part that wasn't counted, estimated from its parameters."""
     flops = model.estimated_flops.get(name, 0)
     return Work(flops), Work(2 * flops)
 
@@ -297,13 +302,13 @@ def _estimated(model: Model, name: str) -> tuple[Work, Work]:
 
 
 def _outcomes(laid: _LaidOut, model: Model, ways: Sequence[Way]) -> tuple[dict[Way, Outcome], str]:
-    """A run each, and why there is none."""
+    """Run each way; returns the outcomes, or the reason why the step can't be counted."""
     outcomes: dict[Way, Outcome] = {}
     for way in ways:
         try:
             outcomes[way] = _tried(laid, model, way, adds=not laid.has_added)
             laid.has_added = True
-        except Exception as error:  # of the user's code, and of torch's in it
+        except Exception as error:  # from the user's code, or from torch
             return {}, _said(error)
     return outcomes, ""
 
@@ -317,12 +322,14 @@ def _has_dtensors(module: nn.Module) -> bool:
 
 
 def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Outcome:
-    """A run that is counted; with all blocks, where it fails without.
+    """Run and count; if it fails with stand-ins, run all blocks.
 
-    On DTensors an operation's first call finds out its result's shape by another operation. So one isn't counted.
+    On DTensors the first call of an operation runs another one to find the result's shape. So a first run isn't
+    counted.
 
     Args:
-        adds: Whether there were no gradients so far, to which a second run adds: alike in all ways.
+        adds: Whether no gradients existed so far, to which a second run adds; then warm up that case, too (once for all
+            ways).
     """
     try:
         for _ in range((1 + adds) * _has_dtensors(laid.module)):

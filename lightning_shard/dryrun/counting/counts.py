@@ -1,9 +1,10 @@
-"""What one microbatch costs on one rank, part by part: counted once, and all layouts of a kind are arithmetic on it.
+"""Data classes of the counts: what one microbatch costs on one rank, part by part.
 
-Nothing is computed and no memory is used for the model: its own ``training_step`` runs forward and backward on fake
-tensors, tensor- and expert-parallel by the styles that a run applies, on a process group that sends nothing. What the
-step does outside of blocks and parts is an account of its own: *around*, which every stage of a pipeline runs (masks,
-positions), and *loss*, what follows the last block, which the last stage runs.
+The counts of one pair of tensor and expert sizes are made once; all layouts with that pair are computed from them.
+Counting computes no values and uses no memory for the model: its own ``training_step`` runs forward and backward on
+fake tensors, with the tensor- and expert-parallel styles of a run, on a fake process group. What the step does outside
+of blocks and parts has its own accounts: *around*, which every pipeline stage runs (masks, positions), and *loss*, what
+follows the last block, which only the last stage runs.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ TENSOR, EXPERT = "tensor", "expert"
 
 @dataclass(frozen=True)
 class Work:
-    """What a forward, or a backward, of one part costs a rank.
+    """The cost of one part's forward or backward on one rank.
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.
-        moved: Bytes that operations read and write, each for itself: what bounds those that compute little.
-        beside: What of that is by operations that ``flops`` doesn't count.
-        traffic: Bytes that this rank sends, by the axis that they are sent along (``"tensor"``, ``"expert"``), with
-            collectives going round a ring. What pipelines and data ranks send isn't a part's: see ``output`` and
-            ``parameters``.
-        collectives: How many collectives that is, by axis.
+        moved: Bytes that operations read and write, without fusion: the bound of memory-bound operations.
+        beside: Bytes of ``moved`` by operations that ``flops`` doesn't count.
+        traffic: Bytes that this rank sends, by axis (``"tensor"``, ``"expert"``), for ring collectives. Traffic of
+            pipelines and data ranks isn't included: it follows from ``output`` and ``parameters``.
+        collectives: The number of these collectives, by axis.
     """
 
     flops: int = 0
@@ -42,15 +42,16 @@ class Work:
 
 @dataclass(frozen=True)
 class TwoParts:
-    """A backward in two parts: the gradients of inputs, and later those of matrix products' weights; bytes.
+    """A split backward: first the gradients of inputs, later those of matrix products' weights. In bytes.
 
     Attributes:
-        owed: What products keep from the first part to the second, each storage once.
-        given: What of ``owed`` is the gradient with which the part's backward began.
+        owed: What products keep from the first part to the second; each storage counts once.
+        given: Bytes of ``owed`` that are the gradient with which the backward began.
         freed: As :attr:`Cost.freed`, in the first part.
-        inputs_peak, inputs_adding_peak, of_gradients: As those of :class:`Cost`'s backward, in the first part.
+        inputs_peak, inputs_adding_peak, of_gradients: As :class:`Cost`'s ``backward_peak``, ``adding_peak`` and
+            ``of_gradients``, in the first part.
         weights_peak, weights_adding_peak: The same in the second part.
-        late: Places of the parameters whose gradients come in the second part, in :attr:`PartCount.parameters`.
+        late: Indices in :attr:`PartCount.parameters` of the parameters whose gradients come in the second part.
         weights: The second part's operations.
     """
 
@@ -68,23 +69,25 @@ class TwoParts:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one microbatch, in one way to run a part.
+    """The cost of one microbatch in a part, for one way of running it. Memory in bytes.
 
     Attributes:
-        forward: Its operations.
-        backward: Its operations, with those of the second forward where it is run again.
-        kept: Bytes of what the part made in the forward that live until the backward, each storage once; without
-            parameters, and without what it was given. A block's output is the block's, where the next one keeps it.
-        forward_peak: The most bytes by which memory grows in its forward over what it was when that began.
-        backward_peak: The same in its backward, where weights have no gradients yet: those it makes are among it.
-        adding_peak: The same where they have, and new ones are added to them one at a time.
-        freed: What of ``kept`` is free when its backward begins, since what runs after it had been its last user.
-        carried: What lives when its forward begins of what ran before it, apart from what that keeps: values that code
-            has at hand, such as logits, and that no backward needs.
-        of_gradients: What of ``backward_peak`` is gradients of whole parameters.
-        experts_done: By how much more lives, or less, than when its backward began, gradients of parameters apart, when
-            the backward of experts in it is done that were dealt to ranks.
-        parts: Of a backward in two parts; ``None`` where nothing of it can come later, or that wasn't counted.
+        forward: The forward's operations.
+        backward: The backward's operations, including the second forward if the part is recomputed.
+        kept: Created in the forward and alive until the backward; each storage counts once. Without parameters and
+            inputs. A block's output counts for the block if the next one keeps it.
+        forward_peak: The largest growth of memory during the forward.
+        backward_peak: The largest growth during the backward if weights have no gradients yet; includes the gradients
+            that it creates.
+        adding_peak: The same if weights have gradients, to which new ones are added one at a time.
+        freed: Bytes of ``kept`` that are already free when the part's backward begins, since their last user was the
+            backward of what runs after it.
+        carried: Alive when the forward begins, from what ran before, beyond what that keeps: values that local
+            variables hold, such as logits, and that no backward needs.
+        of_gradients: Bytes of ``backward_peak`` that are gradients of whole parameters.
+        experts_done: The growth (negative: shrinkage) since the part's backward began, without gradients of parameters,
+            at the moment when the backward of its sharded experts is done.
+        parts: The split backward; ``None`` if nothing of it can be delayed, or it wasn't counted.
     """
 
     forward: Work = Work()
@@ -102,16 +105,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """One parameter; a tied one is in each part that uses it, under its first name.
+    """One parameter. A tied one is in each part that uses it, under its first name.
 
     Attributes:
-        shape: Of the whole parameter.
-        local_shape: What a rank has of it under tensor and expert parallelism, before it is fully sharded.
-        is_expert: Whether it is dealt to expert-parallel ranks: then it is sharded over the data ranks that hold the
-            same experts, not over all.
-        gathered_dtype: In which it is gathered to compute with it.
-        is_listed: Whether it is of a list of experts that are dealt to ranks: then all data ranks share it, and those
-            who compute with it gather it, so that it is among what its part keeps.
+        shape: The whole parameter's shape.
+        local_shape: One rank's shape under tensor and expert parallelism, before FSDP shards it.
+        is_expert: Whether it is sharded over expert-parallel ranks; FSDP then shards it over the data ranks that hold
+            the same experts, not over all.
+        gathered_dtype: The dtype in which FSDP gathers it; None for its own.
+        is_listed: Whether it belongs to a module list of experts that are sharded over ranks. Then all data ranks share
+            it, and the ranks that compute with it gather it, so that it is included in what its part keeps.
     """
 
     name: str
@@ -129,7 +132,7 @@ class ParameterCount:
 
     @property
     def bytes(self) -> int:
-        """Of the rank's part before it is fully sharded."""
+        """Bytes of the rank's part, before FSDP shards it."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -139,14 +142,14 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class PartCount:
-    """A block, a part before, between or after blocks, or what the step does around them.
+    """A block; a part before, between or after blocks; or what the step does around them.
 
     Attributes:
-        name: As the module has it.
+        name: The module's name.
         output: Bytes of the tensors that it returns: what a pipeline sends, if a cut follows.
-        plain: Run as it is.
-        recomputed: Under ``activation_checkpointing=True``; as ``plain`` of what isn't a block.
-        selective: Under ``activation_checkpointing="selective"``.
+        plain: The cost without activation checkpointing.
+        recomputed: The cost with ``activation_checkpointing=True``; same as ``plain`` if it isn't a block.
+        selective: The cost with ``activation_checkpointing="selective"``.
     """
 
     name: str
@@ -159,25 +162,25 @@ class PartCount:
 
 @dataclass(frozen=True)
 class Counts:
-    """A module's step on one microbatch, in one way to cut its tensors.
+    """A module's step on one microbatch, for one tensor and one expert size.
 
     Attributes:
-        blocks: In running order; one that runs several times is there as often.
-        parts: The others, each with the place of the block that it runs before; ``len(blocks)`` after all.
+        blocks: In running order; a block that runs several times is listed as often.
+        parts: (place, part) of the others; a part runs before the block of that place, ``len(blocks)``: after all.
         everywhere: What every stage holds and runs: *around*, and frozen modules beside the network.
-        loss: What the step does after the last block outside of parts.
-        samples: Of the microbatch.
-        tokens: Of the microbatch: elements of its largest tensor of integers; samples, where there is none.
-        batch_bytes: Of the microbatch's tensors.
-        buffer_bytes: Of all of the module's buffers, which every rank holds whole.
-        saved_buffer_bytes: What of that is in checkpoints.
-        tensor_parallel_size: That it was counted for.
-        expert_parallel_size: That it was counted for.
+        loss: What the step does after the last block, outside of parts.
+        samples: The number of samples of the microbatch.
+        tokens: The number of elements of the microbatch's largest integer tensor; samples, if there is none.
+        batch_bytes: Bytes of the microbatch's tensors.
+        buffer_bytes: Bytes of all of the module's buffers, which every rank holds whole.
+        saved_buffer_bytes: Bytes of those buffers that are saved in checkpoints.
+        tensor_parallel_size: The size that it was counted for.
+        expert_parallel_size: The size that it was counted for.
         counted: Whether the step ran on fake tensors. If not, only parameters, and operations estimated from them, are
-            known: memory of activations is unknown, and not 0.
-        reason: Why it was not counted.
-        in_two_parts: Whether backwards in two parts were counted too.
-        assumed: What had to be assumed, for people.
+            known; activation memory is then unknown, not 0.
+        reason: Why the step wasn't counted.
+        in_two_parts: Whether split backwards were counted, too.
+        assumed: Texts of the assumptions that were made.
     """
 
     blocks: tuple[PartCount, ...]
@@ -197,7 +200,7 @@ class Counts:
     assumed: tuple[str, ...] = ()
 
     def in_order(self) -> Iterator[tuple[int, PartCount]]:
-        """Everything that is cut, in running order, with its place: parts before the block of their place."""
+        """Yield (place, part or block) in running order; parts come before the block of their place."""
         for place in range(len(self.blocks) + 1):
             yield from ((place, part) for own, part in self.parts if own == place)
             if place < len(self.blocks):
@@ -205,12 +208,12 @@ class Counts:
 
     @cached_property
     def uses(self) -> Counter[str]:
-        """In how many of the parts that are cut each parameter is, by its name; a block that runs again is one."""
+        """For each parameter name, how many blocks and parts use it; a block that runs again counts once."""
         parts = {part.name: part for _, part in self.in_order()}
         return Counter(parameter.name for part in parts.values() for parameter in part.parameters)
 
     def of_stage(self, blocks: range) -> tuple[PartCount, ...]:
-        """What a stage with these blocks runs, in order; what every stage runs is first, the loss last."""
+        """What a stage with these blocks runs, in order: first what every stage runs, last the loss."""
         is_last = blocks.stop == len(self.blocks)
         own = [part for place, part in self.in_order() if place in blocks or (is_last and place == blocks.stop)]
         return (*self.everywhere, *own, *((self.loss,) if is_last else ()))

@@ -1,4 +1,7 @@
-"""A mixture's experts on ranks of their own, where no other rank is there to say how many tokens it sends."""
+"""Expert dispatch for counting on fake tensors, where no router values and no other ranks exist.
+
+Routing depends on values, so it is replaced by an assumption: tokens are spread evenly over ranks and experts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _aten = torch.ops.aten
 
 
 class DealtEvenly(Dispatched):
-    """Tokens are taken to be spread evenly: each rank sends as many rows to each other as it gets from it."""
+    """Expert-parallel dispatch that assumes evenly spread tokens: ranks send each other equally many rows."""
 
     def _agree(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
         ranks, rows = self._mesh.size(), len(chosen)
@@ -33,10 +36,10 @@ class DealtEvenly(Dispatched):
 
 @dataclass
 class WholeEvenly:
-    """The forward of a stack of experts that isn't dealt: as many tokens choose each of them.
+    """Replaces the forward of a stack of experts that isn't sharded; assumes that equally many tokens choose each.
 
     Attributes:
-        is_asked: Whether its code looked which tokens chose an expert.
+        is_asked: Whether the forward's code looked up which tokens chose an expert.
     """
 
     module: nn.Module
@@ -57,13 +60,13 @@ class WholeEvenly:
 
 
 def stacks_named(root: nn.Module, plan: Mapping[str, str] | None) -> list[nn.Module]:
-    """The stacks of experts that a user's own plan names."""
+    """The stacks of experts that a user's plan names."""
     named = [module for name, module in root.named_modules() for pattern in plan or () if matches(name, pattern)]
     return [module for module in named if isinstance(getattr(module, "num_experts", None), int)]
 
 
 class ListDealtEvenly(Owner):
-    """The same for experts in a list, and for the rows that the code around it picks for each."""
+    """As :class:`DealtEvenly` for experts in a module list; also for the rows that the code around selects for each."""
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with PickedEvenly(len(experts_of(owner.get_submodule(self._key)))):
@@ -81,19 +84,21 @@ class ListDealtEvenly(Owner):
         return by_rank, by_rank
 
     def _check(self, run: Any) -> None:
-        """There are no values that could differ."""
+        """Does nothing: fake tensors have no values that could differ."""
 
 
 class PickedEvenly(TorchDispatchMode):
-    """On fake tensors: code that looks which tokens chose an expert finds each expert's share of all choices.
+    """On fake tensors: code that selects the tokens of an expert gets an equal share of all choices.
 
-    Known are masks over the tokens, or over their choices; what else depends on values has no answer.
+    Recognizes bool masks over the tokens, or over their choices. Anything else that depends on values fails.
 
     Args:
-        chosen: The experts that tokens have chosen, (tokens, choices of each). Default: those of the ``topk`` before.
+        experts: The number of experts.
+        chosen: The experts that tokens have chosen, of shape (tokens, choices per token). Default: the result of the
+            last ``topk``.
 
     Attributes:
-        is_asked: Whether any code looked.
+        is_asked: Whether any code selected by such a mask.
     """
 
     def __init__(self, experts: int, chosen: Tensor | None = None) -> None:
@@ -123,6 +128,6 @@ class PickedEvenly(TorchDispatchMode):
         return is_bool and self._choices > 0 and index.numel() in (self._tokens, self._choices)
 
     def _picked(self, mask: Tensor) -> Tensor:
-        """The places, ``[rows, dims of the mask]``."""
+        """The indices that ``nonzero`` would give: shape (rows, dims of the mask)."""
         self.is_asked = True
         return mask.new_empty(self._choices // self._experts, mask.ndim, dtype=torch.long)

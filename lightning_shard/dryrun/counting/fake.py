@@ -1,8 +1,8 @@
-"""Ranks and tensors that aren't there: a process group that sends nothing, and a module that has no memory.
+"""Fake ranks and fake tensors: a process group that sends nothing, and modules without memory.
 
-Private in torch 2.11 to 2.13 and used here: ``torch.testing._internal.distributed.fake_pg``, the only process group
-of any size that one process can make, ``FakeTensorMode``, tensors with a device and without data, and
-``DTensor._local_tensor``: ``to_local()`` is an operation, of which each on meta costs as much as ten on fake tensors.
+Private parts of torch 2.11 to 2.13: ``torch.testing._internal.distributed.fake_pg``, the only process group of any size
+that one process can create; ``FakeTensorMode``, tensors with a device but without data; and ``DTensor._local_tensor``,
+since ``to_local()`` is an operation, and one on meta costs as much as ten on fake tensors.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @contextmanager
 def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process is one of ``count`` ranks, of which the others are nowhere: collectives do nothing.
+    """Context: this process is one of ``count`` ranks; the others don't exist, and collectives do nothing.
 
     Raises:
-        ConfigurationError: This process is a rank already.
+        ConfigurationError: This process has a process group already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,23 +47,23 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors are on the CPU and have no data."""
+    """Context: new tensors are on the CPU and have no data."""
     with FakeTensorMode(allow_non_fake_inputs=True), GroupedMatmuls():
         yield
 
 
 def built_on_meta(build: Callable[[], Module]) -> Module:
-    """What ``build`` makes, its parameters on meta.
+    """Call ``build`` under ``torch.device("meta")``.
 
     Raises:
-        ConfigurationError: It can't be made so; with the reason.
+        ConfigurationError: It fails there; with the reason.
     """
     try:
         with torch.device("meta"):
             return build()
     except Exception as error:
         name = getattr(build, "__name__", type(build).__name__)
-        reason = " ".join(str(error).partition("\nfull_key")[0].split())  # what hydra adds
+        reason = " ".join(str(error).partition("\nfull_key")[0].split())  # without what hydra appends
         raise ConfigurationError(
             f"{name} can't build its module without memory, under torch.device('meta')"
             f" ({type(error).__name__}: {reason}): leave what reads data or weights, or computes with their values, to"
@@ -72,10 +72,10 @@ def built_on_meta(build: Callable[[], Module]) -> Module:
 
 
 def copied_to_meta(module: Module) -> Module:
-    """A copy of a module with its parameters and buffers on meta; the module stays as it is.
+    """Copy a module, with parameters and buffers on meta; the module isn't modified.
 
     Raises:
-        ConfigurationError: It holds what can't be copied.
+        ConfigurationError: The module holds something that can't be copied.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -95,7 +95,7 @@ def copied_to_meta(module: Module) -> Module:
 
 
 def make_fake(module: nn.Module) -> None:
-    """Have a module on meta hold fake tensors on the CPU, in place; tied ones stay tied."""
+    """Replace a meta module's tensors by fake CPU tensors, in place; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
 
     def empty(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a GPU's kernels keep, where those of the CPU keep something else."""
+"""Imitates what GPU kernels save for backward, where the CPU's kernels save something else."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class AsOnDevices(TorchFunctionMode):
-    """On fake tensors of the CPU, the operations by which a GPU would compute, where they keep something else.
+    """On fake CPU tensors: replaces operations that save something else for backward on a GPU.
 
-    There dropout keeps a mask of bytes, and attention with dropout the state of the random generator.
+    On a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

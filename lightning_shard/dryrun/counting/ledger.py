@@ -1,7 +1,7 @@
-"""Which tensors live when, and what operations cost: seen operation by operation, on fake tensors or real ones.
+"""A dispatch mode that records the lifetime of storages and the cost of operations, on fake or real tensors.
 
-Memory is counted by storage, so views count nothing, and each storage belongs to the label that was set when an
-operation made it. Storages that an operation hides inside of its kernel aren't seen, nor is what an allocator adds.
+Memory is counted by storage, so views are free. Each storage belongs to the label that was set when an operation
+created it. Limits: temporary storage inside a kernel isn't seen, nor an allocator's overhead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
 
 @dataclass
 class Work:
-    """What operations cost one rank.
+    """The cost of operations on one rank.
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.
-        moved: Bytes that operations read and wrote, each operation for itself; of views none.
-        beside: What of that was by operations that ``flops`` doesn't count.
-        sent: Bytes that collective operations were given, by the operation's name.
-        calls: How many there were.
+        moved: Bytes that operations read and wrote, summed over operations without fusion; views count nothing.
+        beside: Bytes of ``moved`` by operations that ``flops`` doesn't count.
+        sent: Input bytes of collectives, by operation name.
+        calls: The number of collectives, by operation name.
     """
 
     flops: int = 0
@@ -44,17 +44,19 @@ class Work:
 
 
 class Ledger(TorchDispatchMode):
-    """Enters what happens inside into accounts, one for each label.
+    """Records operations and memory, with an account for each label.
+
+    Args:
+        on_peak: Called whenever ``live`` reaches a new maximum.
 
     Attributes:
-        label: Whose the next operations are.
-        around: A label under which what is made of another label's tensors is that label's.
-        work: What they cost, by label.
-        live: Bytes of all storages that were made inside and still live.
-        peak: The most that ``live`` was.
-        growth: The most by which ``live`` grew after a :meth:`begin`, until the next, by label.
-        of_gradients: What of that was parameters' gradients that :meth:`mark` had told of, by label.
-        on_peak: Told whenever more lives than ever before.
+        label: The label of the next operations.
+        around: Under this label, a result belongs to the label of its inputs if that is another one.
+        work: The cost of operations, by label.
+        live: Bytes of all storages that were created inside and are alive.
+        peak: The maximum of ``live``.
+        growth: The largest growth of ``live`` between a :meth:`begin` and the next, by label.
+        of_gradients: Bytes of that growth that were parameters' gradients, as announced by :meth:`mark`, by label.
     """
 
     def __init__(self, on_peak: Callable[[Ledger], None] | None = None) -> None:
@@ -73,39 +75,39 @@ class Ledger(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[Any], int, Hashable]] = {}
 
     def begin(self, label: Hashable) -> None:
-        """From here on, operations are ``label``'s."""
+        """Start a new account: following operations belong to ``label``."""
         self.label = label
         self._at_begin = self.live
         self._gradients_at_begin = self._gradients
 
     def grown(self) -> int:
-        """By how much more lives than at the last :meth:`begin`, but for parameters' gradients."""
+        """The growth of ``live`` since the last :meth:`begin`, without parameters' gradients."""
         return self.live - self._at_begin - (self._gradients - self._gradients_at_begin)
 
     def mark(self, gradient: Tensor) -> None:
-        """From here on, this is the gradient of a parameter."""
+        """Declare a tensor to be the gradient of a parameter."""
         key = gradient.untyped_storage()._cdata
         if key in self._made and key not in self._marked:
             self._marked[key] = self._made[key][1]
             self._gradients += self._marked[key]
 
     def by_label(self) -> dict[Hashable, int]:
-        """Bytes that live, by the label of what made them."""
+        """Live bytes, by the label under which they were created."""
         found: dict[Hashable, int] = defaultdict(int)
         for nbytes, label in self.storages().values():
             found[label] += nbytes
         return found
 
     def storages(self) -> dict[int, tuple[int, Hashable]]:
-        """Bytes and label of each storage that lives, by its identity (``UntypedStorage._cdata``)."""
+        """Bytes and label of each live storage, by its identity (``UntypedStorage._cdata``)."""
         made = self._made.copy()  # other threads free storages meanwhile
         return {key: (nbytes, label) for key, (_, nbytes, label) in made.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operations on local tensors, which come here too
+            return NotImplemented  # decomposes into operations on local tensors, which are dispatched here, too
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a tensor for its device, as most calls on fake tensors do
+        if func.namespace == "prim":  # queries a tensor's device, as most calls on fake tensors do
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
@@ -113,12 +115,12 @@ class Ledger(TorchDispatchMode):
         self._count(func, args, kwargs, given, result, made)
         before = {leaf.untyped_storage()._cdata for leaf in given if not isinstance(leaf, DTensor)}
         for tensor in made:
-            if tensor.untyped_storage()._cdata not in before:  # a view of what was there belongs to its maker
+            if tensor.untyped_storage()._cdata not in before:  # not a view of an input
                 self._enter(tensor, self._maker(before))
         return result
 
     def _maker(self, given: Iterable[int]) -> Hashable:
-        """Whose storages are that an operation makes of these."""
+        """The label of storages that an operation creates from these inputs."""
         if self.around is None or self.label != self.around:
             return self.label
         labels = (self._made[key][2] for key in given if key in self._made)
@@ -128,7 +130,7 @@ class Ledger(TorchDispatchMode):
         work = self.work[self.label]
         if func.namespace in _BETWEEN_RANKS:
             if given and func._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
-                # those of c10d are given their output first
+                # c10d's operations have their output as the first argument
                 of_input = given[1:] if func.namespace == "c10d" else given
                 work.sent[func._opname] += sum(map(_nbytes, of_input))
                 work.calls[func._opname] += 1
@@ -142,7 +144,7 @@ class Ledger(TorchDispatchMode):
             work.beside += moved if counted is None else 0
 
     def adopt(self, tensor: Tensor, label: Hashable) -> None:
-        """Count a tensor from before."""
+        """Count a tensor that was created before."""
         self._enter(tensor, label)
 
     def _enter(self, tensor: Tensor, label: Hashable) -> None:
@@ -172,7 +174,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def seeing_resizes(self) -> Iterator[Ledger]:
-        """Inside, storages that are resized in place (as FSDP2 frees and fills them) are counted as they are then."""
+        """Context: also count storages that are resized in place, as FSDP2 frees and refills them."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
@@ -196,20 +198,20 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Each row of ``a`` goes through one of the matrices in ``b``; in a backward both are rows of tokens."""
+    """Each row of ``a`` is multiplied by one of the matrices in ``b``; in a backward both are rows of tokens."""
     if a.dim() == 2 and b.dim() == 2:
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     return 2 * a.numel() * b.shape[-1]
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """As torch's own formula has it: causal masks aren't taken off."""
+    """As torch's own formula: causal masks aren't subtracted."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[-1])
 
 
 def _attention_backward_flops(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Five products for the two of the forward."""
+    """Five matrix products, where the forward has two."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (3 * width + 2 * value.shape[-1])
 

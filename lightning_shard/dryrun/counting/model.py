@@ -1,4 +1,4 @@
-"""The module that is planned for: built without memory, with its blocks found and its step ready to be called."""
+"""The module to plan for: built on the meta device, with its blocks found and its training step callable."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 @dataclass(frozen=True)
 class Model:
-    """A LightningModule on meta, and what is known of it whatever the layout.
+    """A LightningModule on meta, and what is known about it independently of the layout.
 
     Attributes:
-        module: Of this plan only.
+        module: A copy that belongs to this plan.
         batch: What one data-parallel rank reads for a step.
-        settings: As a run would have them.
+        settings: The strategy's settings.
         precision: The Trainer's.
-        device_type: Where it is to run: ``"cpu"`` or another.
-        blocks: In running order; ``None`` where there are none.
-        cost: By which they are placed.
+        device_type: The type of device to run on: ``"cpu"`` or another.
+        blocks: In running order; ``None`` if there are none.
+        cost: The costs by which blocks are placed on stages.
     """
 
     module: pl.LightningModule
@@ -59,13 +59,13 @@ class Model:
         precision: str = "32-true",
         device_type: str = "cuda",
     ) -> Model:
-        """Find the blocks of a module, or of what a function builds.
+        """Build or copy the module on meta, and find its blocks.
 
         Args:
-            stages: The most that there will be; with several there must be blocks.
+            stages: The largest number of stages; with several, the module must have blocks.
 
         Raises:
-            ConfigurationError: It can't be built without memory, shards itself, or has no blocks where they are needed.
+            ConfigurationError: The module can't be built without memory, shards itself, or lacks the needed blocks.
         """
         trainer_private.refuse_precision(precision)
         _check(module, batch, device_type)
@@ -96,10 +96,10 @@ class Model:
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)
 
     def loss_of(self, module: pl.LightningModule, batch: Any) -> Tensor:
-        """The user's own step on a microbatch.
+        """Run the user's ``training_step`` on a microbatch; returns the loss.
 
         Raises:
-            ConfigurationError: It gives no loss.
+            ConfigurationError: The step returns no loss, or the module uses manual optimization.
         """
         if not module.automatic_optimization:
             raise ConfigurationError("it optimizes by itself (automatic_optimization=False)")
@@ -112,7 +112,7 @@ class Model:
 
     @property
     def estimated_flops(self) -> dict[str, int]:
-        """Of each part's forward, where its step can't be counted."""
+        """Estimated FLOPs of each part's forward, for a step that can't be counted."""
         if self.cost is None:
             return {}
         parts = [*self.cost.blocks, *self.cost.before, *self.cost.after, *(part for _, part in self.cost.between)]
@@ -148,7 +148,7 @@ def _configure(module: pl.LightningModule) -> None:
 
 @contextmanager
 def fake_trainer(module: pl.LightningModule) -> Iterator[None]:
-    """Inside, a module has a Trainer that it can ask, and what it logs goes nowhere."""
+    """Context: the module has a Trainer to query, and what it logs is discarded."""
     level = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Blocks that are alike, and what stands for those that needn't be run once more."""
+"""Detects equal blocks, and replaces further runs of them by stand-ins with outputs of the right shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import tree
 
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "index", "idx")
-"""Attributes that number layers: blocks are alike that differ in these."""
+"""Attributes that number layers: blocks that differ only in these count as equal."""
 
 
 @dataclass
@@ -23,7 +23,11 @@ class _Like:
 
 
 class Likes:
-    """Which blocks were seen to be alike, and what they return."""
+    """Tracks which blocks are equal, and what they return.
+
+    Attributes:
+        stands_for: The place of a block that wasn't run, to that of the equal block that was run for it.
+    """
 
     def __init__(self) -> None:
         self.stands_for: dict[int, int] = {}
@@ -54,7 +58,7 @@ class Likes:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """What decides what a block costs, apart from what it is called on."""
+    """A key of everything that determines a block's cost, except its inputs."""
     found: list[Hashable] = []
     for name, part in block.named_modules():
         plain = (int, float, str, bool, type(None), torch.dtype)
@@ -80,7 +84,7 @@ def _signature(values: Any) -> Hashable:
 
 
 def _recipe(output: Any, given: Any) -> Any:
-    """How to make the like of an output: shapes, or which input it is; ``None`` where that can't be said."""
+    """How to make an output of the same form: shapes, or indices of inputs; ``None`` if that isn't possible."""
     inputs = {id(leaf): place for place, leaf in enumerate(tree.tensors(given))}
 
     def of(leaf: Any) -> Any:
@@ -137,7 +141,7 @@ def _stand_in(recipe: _Recipe, given: Any) -> Any:
 
 
 class _StandIn(torch.autograd.Function):
-    """Keeps its inputs, as a block does, and gives tensors without values."""
+    """Saves its inputs, as a block does, and returns tensors without values."""
 
     @staticmethod
     def forward(ctx: Any, made: Sequence[_Made], *inputs: Tensor) -> tuple[Tensor, ...]:

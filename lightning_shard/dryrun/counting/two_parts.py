@@ -1,4 +1,7 @@
-"""A backward in two parts on fake tensors: what each part of the network leaves for the second one."""
+"""Counts a split backward (input gradients, then weight gradients) on fake tensors.
+
+It runs the runtime's own split, and records what each part of the network keeps for the weight gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from lightning_shard.sharding import local_tensor
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of one part's backward for the second part.
+    """What one part of the network keeps from the first part of its backward for the second.
 
     Attributes:
-        owed: Bytes that its products keep, each storage once.
-        given: What of that is the gradient with which its backward began.
-        late: Names of the parameters whose gradients come then.
+        owed: Bytes that its matrix products keep; each storage counts once.
+        given: Bytes of ``owed`` that are the gradient with which its backward began.
+        late: Names of the parameters whose gradients are computed in the second part.
     """
 
     owed: int
@@ -31,11 +34,11 @@ class Left:
 
 
 class InTwoParts:
-    """One backward.
+    """One split backward.
 
     Args:
-        ledger: Enters operations; the second part's under ``("weights", key)``.
-        names: Of parameters, by identity.
+        ledger: Records operations; those of the second part under ``("weights", key)``.
+        names: Parameter names by ``id``.
     """
 
     def __init__(self, ledger: Ledger, names: Mapping[int, str]) -> None:
@@ -54,7 +57,7 @@ class InTwoParts:
             backward_of_products(products)
 
     def held(self, label: Hashable) -> int:
-        """Bytes of what was made under a label that products keep so far."""
+        """Bytes of storages created under a label that products keep so far."""
         storages = self._ledger.storages()
         kept = {key for products in self._products.values() for key in _storages(products)}
         return sum(nbytes for key, (nbytes, of) in storages.items() if of == label and key in kept)
@@ -81,17 +84,17 @@ def _storages(products: Iterable[Product]) -> Iterator[int]:
 
 
 def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
-    """Each trained parameter with what adds up its gradient, which lives as long as this does."""
+    """Each trained parameter with its AccumulateGrad node, which lives as long as the result is kept."""
     return [(p, get_gradient_edge(p).node) for p in module.parameters() if p.requires_grad]
 
 
 def told_of_gradients(
     nodes: Iterable[tuple[Tensor, Node]], tell: Callable[[Tensor], None]
 ) -> Iterator[RemovableHandle]:
-    """Have it told when a parameter's gradient is there, by hooks that keep nothing from coming later.
+    """Call ``tell(parameter)`` when a parameter's gradient is there, by hooks that don't prevent a split backward.
 
     Yields:
-        What ends it.
+        The hooks' handles, to remove them.
     """
     for parameter, node in nodes:
         yield node.register_hook(lambda *_, own=parameter: tell(own))

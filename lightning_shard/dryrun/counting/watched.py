@@ -1,4 +1,4 @@
-"""One run of a step on fake tensors, watched part by part."""
+"""Runs a step once on fake tensors, and counts operations and memory for each block and part by hooks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _RING: Mapping[str, Callable[[int], float]] = {
     "reduce_scatter_tensor": lambda p: (p - 1) / p,
     "all_to_all_single": lambda p: (p - 1) / p,
 }
-"""What a tensor-parallel rank of ``p`` sends, in units of what it gives to a collective of DTensor's."""
+"""Bytes that one of ``p`` tensor-parallel ranks sends in a ring, per byte of input to DTensor's collective."""
 _EXCHANGE = "alltoall_base_"
-"""What experts' ranks send each other by."""
+"""The operation by which expert-parallel ranks exchange tokens."""
 
 
 @dataclass
 class Outcome:
-    """What one run's ledger says."""
+    """The counts of one run; keys are labels such as ``("forward", place)``."""
 
     work: Mapping[Hashable, Entered]
     kept: Mapping[Hashable, int]
@@ -58,14 +58,16 @@ class Outcome:
     left_over: Mapping[Hashable, Left]
 
     def like(self, key: str | int) -> str | int:
-        """What was run for a block."""
+        """The block that was run in place of a block that was stood in for; other keys are unchanged."""
         return self.stands_for.get(key, key) if isinstance(key, int) else key
 
     def in_two_parts(self, key: str | int, tensor: int, expert: int, names: Sequence[str]) -> TwoParts:
-        """Of a run whose backward was.
+        """The counts of a part's split backward.
 
         Args:
-            names: Of the parameters of what was run for it.
+            key: The part.
+            tensor, expert: Sizes of the axes.
+            names: The names of the parameters of the block that was run for it.
         """
         key = self.like(key)
         forward, inputs, weights = ("forward", key), ("backward", key), ("weights", key)
@@ -126,8 +128,8 @@ class Watched:
     """The module with hooks around its blocks and parts, for one run.
 
     Args:
-        experts: Modules in it that are dealt to ranks.
-        stands_in: Whether blocks alike are run twice and no more.
+        experts: The names of modules whose experts are sharded over ranks.
+        stands_in: Whether only two of several equal blocks are run.
     """
 
     def __init__(
@@ -151,10 +153,12 @@ class Watched:
         self._parted: InTwoParts | None = None
 
     def run(self, batch: Any, way: Way, nodes: Sequence[tuple[Tensor, Node]] = ()) -> Outcome:
-        """A forward and a backward of the user's step.
+        """Run forward and backward of the user's step.
 
         Args:
-            nodes: Of the parameters' gradients, where the backward is in two parts.
+            batch: A microbatch.
+            way: How blocks are run: plain, or with full or selective activation checkpointing.
+            nodes: The parameters' AccumulateGrad nodes, for a split backward; empty for a whole one.
         """
         module, ledger = self.module, self.ledger
         module.train()
@@ -170,7 +174,7 @@ class Watched:
                     stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
             for name in self.experts:
                 experts = module.get_submodule(name)
-                if is_list(experts):  # gathered with nothing but themselves
+                if is_list(experts):  # these are gathered by themselves
                     continue
                 stack.callback(experts.register_forward_pre_hook(self._begin_experts, with_kwargs=True).remove)
             if nodes:
@@ -218,7 +222,7 @@ class Watched:
         )
 
     def differ(self, outcome: Outcome) -> bool:
-        """Whether of two blocks that were taken to be alike one costs more."""
+        """Whether two blocks that were taken to be equal have different costs."""
         pairs = self._likes.pairs() if self._likes else []
         return any(_of(outcome, first) != _of(outcome, second) for first, second in pairs)
 
@@ -254,7 +258,7 @@ class Watched:
         self._begin_forward(key)
 
     def _begin_forward(self, key: str | int) -> None:
-        if key != AROUND:  # which goes on after each block
+        if key != AROUND:  # AROUND resumes after each block
             self._alive["forward", key] = self.ledger.by_label()
         self.ledger.begin(("forward", key))
 
@@ -287,7 +291,7 @@ class Watched:
         self.ledger.mark(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
 
     def _begin_experts(self, _experts: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Have it noticed when the gradient of what goes in is there; not in a block's second forward."""
+        """Hook the experts' inputs to record the memory when their gradient is there; not in a recomputed forward."""
         if not self._running:
             return None
         key = "backward", self._running[-1]
@@ -310,7 +314,7 @@ def _without_data(leaf: Any) -> Any:
 
 
 def _of(outcome: Outcome, place: int) -> tuple[int, ...]:
-    """What must be alike; not bytes moved in a backward, where the first block's has what runs before it, too."""
+    """The costs that must be equal; not bytes moved in backward, as the first block's include what runs before it."""
     forward, backward = (outcome.work.get((way, place), Entered()) for way in ("forward", "backward"))
     kept = outcome.kept.get(("forward", place), 0)
     return forward.flops, forward.moved, backward.flops, sum(forward.sent.values()), sum(backward.sent.values()), kept

@@ -1,1 +1,1 @@
-"""Memory of a layout, by arithmetic on the counts."""
+"""Computes a layout's memory from the counts of one microbatch."""

@@ -1,16 +1,16 @@
-"""How much memory a rank of a pipeline needs, moment by moment of a step. Pure arithmetic on what its stages hold.
+"""Computes the memory of a pipeline rank at each moment of a step. Pure arithmetic on what its stages hold.
 
-A rank holds, at the moment when it runs one part of one microbatch:
+At the moment when a rank runs one part of one microbatch, it holds:
 
-* all buffers, and its shards of parameters and of the optimizer's state, and of gradients from where they are reduced;
-* *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: what isn't in a block for the whole
-  step, blocks for the whole step or while they run, and the buffer of one all-gather;
-* gradients that aren't reduced yet, and the buffer of one reduce-scatter;
-* *activations*: what autograd keeps of the microbatches in flight; apart from these those of the *loss*, with all that
-  runs after the last block;
-* what was *received*: of each microbatch in flight the values and the copy of them that the blocks may change, buffers
-  for what the next action waits for, the gradient that a backward began with, and what is still being sent;
-* *working* memory of the part that runs: by how much memory grows while it does.
+* all buffers; its shards of parameters and optimizer state; and its shards of gradients, once they are reduced;
+* *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: parameters outside of blocks for the
+  whole step, blocks for the whole step or while they run, and the buffer of one all-gather;
+* unreduced gradients, and the buffer of one reduce-scatter;
+* *activations*: what autograd saves of the microbatches in flight; counted separately, those of the *loss*, with
+  everything that runs after the last block;
+* *received* values: for each microbatch in flight the values, and a copy of them that the blocks may modify; receive
+  buffers for the next action; the gradient that a backward began with; and what is still being sent;
+* *working* memory: the growth of memory while the current part runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_shard.pipeline.schedules.schedule import Row, Schedule
 
 
 def moments_of(rank: Rank) -> Iterator[Moment]:
-    """Of the actions of one optimizer step, and of that."""
+    """The moments of one optimizer step: of all of the rank's actions, and of the optimizer."""
     step = Step(rank)
     last = max(place for place, action in enumerate(rank.row) if action.kind in "BW")
     for turn in range(rank.held.accumulates):
@@ -43,10 +43,11 @@ def moments_of(rank: Rank) -> Iterator[Moment]:
 
 
 def memory_of(rank: Rank, *, copies: bool = False) -> StageMemory:
-    """The moments of a step.
+    """The memory of a rank over a step.
 
     Args:
-        copies: Whether saves are asynchronous, by a copy in the host's memory.
+        rank: The rank.
+        copies: Whether saves are asynchronous, from a copy in host memory.
     """
     moments = tuple(moments_of(rank))
     units = (*rank.units, rank.root)
@@ -87,10 +88,15 @@ def stage_memories(
     *,
     copies: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """Of each rank of a pipeline.
+    """The memory of each pipeline rank.
 
     Args:
+        counts: The counts of one microbatch.
+        layout: The layout.
         stages: Each stage's blocks.
+        schedule: The order of actions.
+        held: Settings.
+        optimizer: The optimizer's state; None if it isn't known.
         copies: Whether saves are asynchronous.
     """
     made = {index: Stage(counts, layout, blocks, held, optimizer) for index, blocks in enumerate(stages)}

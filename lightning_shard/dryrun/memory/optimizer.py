@@ -1,7 +1,7 @@
-"""What the module's own optimizer keeps: asked of it, on parameters of a few elements.
+"""Finds the state that the module's own optimizers keep, by running them on parameters of a few elements.
 
-``configure_optimizers`` is called on a module without memory. Then each kind of parameter (number of dimensions, type,
-group) is replaced by a small one with sizes that tell its dimensions apart, and one step is made.
+``configure_optimizers`` is called on a module without memory. Then one small parameter replaces each kind of parameter
+(number of dims, dtype, group), with different sizes of its dims to identify them, and the optimizer takes two steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_shard.dryrun.counting.ledger import Ledger
 from lightning_shard.dryrun.counting.model import Model, fake_trainer
 
 _SIZES = (3, 5, 7, 11, 13, 17)
-"""Of a small parameter's dimensions."""
+"""Sizes of a small parameter's dims; all different."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class StateTensor:
     """One tensor that an optimizer keeps for a parameter.
 
     Attributes:
-        dims: Which of the parameter's dimensions it has; others were reduced.
+        key: Its key in the optimizer's state.
+        dims: The parameter's dims that it has; others were reduced.
+        dtype: Its dtype.
+        is_whole: Whether it has the parameter's shape.
     """
 
     key: str
@@ -36,7 +39,7 @@ class StateTensor:
     is_whole: bool
 
     def numel(self, parameter: ParameterCount, shard: int) -> int:
-        """For a shard of so many elements."""
+        """Its number of elements, for a parameter's shard of ``shard`` elements."""
         return shard if self.is_whole else math.prod(parameter.local_shape[dim] for dim in self.dims)
 
 
@@ -45,10 +48,10 @@ class OptimizerState:
     """What the optimizers keep for each parameter.
 
     Attributes:
-        names: Of their classes.
-        tensors: By the parameter's name; nothing for one that no optimizer has.
-        stepping: Bytes that a step needs beside, for each byte of what it works on at a time.
-        at_once: Whether that is all parameters; else it is the largest.
+        names: The optimizers' class names.
+        tensors: The state tensors by parameter name; a parameter without an optimizer has none.
+        stepping: Temporary bytes of a step per byte of the parameters that it works on at a time.
+        at_once: Whether a step works on all parameters at a time (``foreach``); else on one.
     """
 
     names: tuple[str, ...] = ()
@@ -60,15 +63,15 @@ class OptimizerState:
         return sum(t.numel(parameter, shard) * t.dtype.itemsize for t in self.tensors.get(parameter.name, ()))
 
     def steps_with(self, shards: Sequence[int]) -> int:
-        """Bytes that a step needs beside, for shards of so many bytes."""
+        """Temporary bytes of a step, for shards of so many bytes."""
         return round(self.stepping * (sum(shards) if self.at_once else max(shards, default=0)))
 
 
 def ask(model: Model) -> tuple[OptimizerState | None, str]:
-    """What the module's optimizers keep; or ``None``, and why that isn't known."""
+    """The state that the module's optimizers keep; or ``None``, and the reason why it isn't known."""
     try:
         return _ask(model), ""
-    except Exception as error:  # of the user's code, or of an optimizer
+    except Exception as error:  # from the user's code, or an optimizer
         return None, f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -100,14 +103,14 @@ def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
-    """Whether a step works on all parameters together: torch's default on GPUs."""
+    """Whether a step works on all parameters together (``foreach``), which is torch's default on GPUs."""
     if "foreach" not in group or group.get("fused"):
         return False
     return bool(group["foreach"]) or (group["foreach"] is None and device_type != "cpu")
 
 
 def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
-    """Give an optimizer a small parameter for each kind in each group, in place; says which stands for which."""
+    """Give an optimizer one small parameter for each kind in each group, in place; returns them by parameter name."""
     small: dict[str, nn.Parameter] = {}
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -124,7 +127,7 @@ def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
 
 
 def _step(optimizer: torch.optim.Optimizer) -> float:
-    """Two steps; what the second needs beside, for each byte of the largest parameter."""
+    """Take two steps; returns the second one's temporary bytes per byte of the largest parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for _ in range(2):
         for parameter in parameters:

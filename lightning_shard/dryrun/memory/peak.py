@@ -1,7 +1,7 @@
-"""What a stage holds: its parts, and its parameters in the units that FSDP2 gathers. Pure arithmetic on counts.
+"""What a stage and a rank hold: parts, FSDP2 units and their bytes. Pure arithmetic on counts.
 
-What its ranks hold at each moment of a step is in ``moments.py``. Not counted are what a device's driver, its
-allocator's fragments and communicators take: see ``RESERVED``.
+``moments.py`` computes what a rank holds at each moment of a step. Not counted: memory of the device's driver, the
+allocator's fragmentation, and communicators; see ``RESERVED``.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from lightning_shard.parallel.activation_checkpointing import Recomputing, chose
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 
 RESERVED = 0.06
-"""Of a device's memory: what is left to its driver, communicators and the allocator's fragments."""
+"""Fraction of a device's memory that is left to its driver, communicators and the allocator's fragmentation."""
 KINDS = (
     *("parameters", "buffers", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working"),
     "batch",
 )
 _KINDS = {"F": "forward", "B": "backward", "I": "inputs' backward", "W": "weights' backward"}
 _WHOLE = (torch.float32, torch.float64)
-"""Types of parameters that a single rank holds as they are, without FSDP2."""
+"""Dtypes of parameters that a single rank holds without FSDP2."""
 
 
 def usable(device_memory: int) -> int:
-    """Bytes that tensors can have of a device's memory."""
+    """Bytes of a device's memory that are available to tensors."""
     return int(device_memory * (1 - RESERVED))
 
 
 @dataclass(frozen=True)
 class Held:
-    """Settings that decide what is held.
+    """The settings that determine what is held; see ``HybridShardStrategy`` for the others.
 
     Attributes:
-        accumulates: Batches for an optimizer step (``accumulate_grad_batches``).
-        sends_stay: Whether what was sent to another stage lives until the end of the step, as with gloo; else only the
-            last of it does.
+        accumulates: Batches per optimizer step (``accumulate_grad_batches``).
+        sends_stay: Whether sent tensors live until the end of the step, as with gloo; otherwise only the last one does.
     """
 
     activation_checkpointing: Recomputing = None
@@ -55,11 +54,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank's device holds at most while one part of one action runs; bytes, by kind.
+    """The most that a rank's device holds while one part of one action runs.
 
     Attributes:
-        action: ``None`` for the optimizer's step.
+        action: The action; ``None`` for the optimizer's step.
         part: The part's name.
+        bytes: Bytes by kind, see ``KINDS``.
     """
 
     action: Action | None
@@ -81,15 +81,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of a rank with its stage, or its stages: the one that holds most, where shards differ.
+    """The memory of one pipeline rank; with uneven shards, of the device that holds most.
 
     Attributes:
-        stages: What it has, in the order of the network: most schedules give a rank one.
-        in_flight: The most microbatches that it keeps something of at a time, for each of its stages.
-        peak: The moment at which its device holds most.
-        host: Bytes in the host's memory, by kind: what is offloaded, and an asynchronous save's copy.
-        moments: In the order of a step.
-        parameters: Elements that a rank holds.
+        stages: The rank's stages, in the network's order; one with most schedules.
+        in_flight: For each of its stages, the largest number of microbatches in flight.
+        peak: The moment at which the device holds most.
+        host: Bytes in host memory, by kind: what is offloaded, and an asynchronous save's copy.
+        moments: All moments, in the order of a step.
+        parameters: The number of elements of parameters that a rank holds.
     """
 
     stages: tuple[int, ...]
@@ -102,7 +102,13 @@ class StageMemory:
 
 @dataclass
 class Unit:
-    """What FSDP2 gathers for a block; bytes. Where nothing is sharded, nothing is gathered, and no gradient reduced."""
+    """An FSDP2 unit: the parameters that are gathered for a block. Sizes are in bytes.
+
+    Attributes:
+        shards: Over how many ranks the parameters are sharded.
+        expert_shards: The same for experts' parameters.
+        is_sharded: Whether FSDP2 is used; without it nothing is gathered, and no gradient reduced.
+    """
 
     parameters: list[ParameterCount] = field(default_factory=list)
     shards: int = 1
@@ -111,7 +117,7 @@ class Unit:
 
     @cached_property
     def gathered_apart(self) -> tuple[Unit, ...]:
-        """A block, and the experts in it that are dealt to ranks: in the order of a forward."""
+        """The units of a block and of its sharded experts, which FSDP2 gathers separately, in the forward's order."""
         kinds = [[p for p in self.parameters if p.is_expert is dealt] for dealt in (False, True)]
         return tuple(replace(self, parameters=own) for own in kinds if own) if all(kinds) else (self,)
 
@@ -120,7 +126,7 @@ class Unit:
 
     @cached_property
     def padded(self) -> list[tuple[ParameterCount, int]]:
-        """Each parameter with the elements of a rank's shard."""
+        """Each parameter with the number of elements of a rank's (padded) shard."""
         return [(p, shard_numel(p, self._parts(p))) for p in self.parameters]
 
     @cached_property
@@ -139,13 +145,13 @@ class Unit:
 
     @cached_property
     def flat(self) -> int:
-        """The buffer of an all-gather; a single rank copies without one."""
+        """The buffer of the unit's all-gather; none for parameters on a single rank, which are copied."""
         many = ((p, numel) for p, numel in self._gathers if self._parts(p) > 1)
         return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in many)
 
     @cached_property
     def reduces_in(self) -> torch.dtype | None:
-        """In which gradients are added up, where that isn't their own."""
+        """The dtype in which gradients are accumulated and reduced, if it isn't their own."""
         halves = any(_gathered(p) in (torch.bfloat16, torch.float16) for p in self.parameters)
         return torch.float32 if halves else None
 
@@ -154,12 +160,12 @@ class Unit:
 
     @cached_property
     def accumulated(self) -> int:
-        """Gradients of whole parameters, in the type in which they are added up."""
+        """Gradients of whole parameters, in the dtype of accumulation."""
         return sum(p.numel * self.gradient(p).itemsize for p in self._trained)
 
     @cached_property
     def fresh(self) -> int:
-        """Gradients of whole parameters as a backward makes them."""
+        """Gradients of whole parameters, in the dtype in which a backward creates them."""
         return sum(p.gathered_bytes for p in self._trained)
 
     @cached_property
@@ -181,7 +187,7 @@ class Unit:
 
 
 def shard_numel(parameter: ParameterCount, parts: int) -> int:
-    """Elements of the largest shard: rows are dealt as ``torch.chunk`` does, and padded to the most that a rank gets.
+    """Elements of the largest of ``parts`` shards: dim 0 is cut as by ``torch.chunk``, and padded to the largest shard.
 
     Experts are cut along the first dim that divides evenly.
     """
@@ -198,18 +204,20 @@ def _gathered(parameter: ParameterCount) -> torch.dtype:
 
 
 class Stage:
-    """One stage's parts and units, for the moments of a step.
+    """One stage's parts and FSDP2 units.
 
     Args:
-        counts: Of one microbatch, for the layout's tensor and expert axes.
-        blocks: The stage's.
-        optimizer: What its state is of; ``None`` where that is unknown, and counts nothing.
+        counts: The counts of one microbatch, for the layout's tensor and expert sizes.
+        layout: The layout.
+        blocks: The stage's blocks.
+        held: Settings.
+        optimizer: The optimizer's state; ``None`` if it isn't known, and counts nothing.
 
     Attributes:
-        parts: What it runs, in order.
-        costs: Each part's, in the way that it is run.
-        units: Of its blocks, by name.
-        root: The unit of all else.
+        parts: What the stage runs, in order.
+        costs: Each part's cost, in the way that it is run (plain or recomputed).
+        units: The units of its blocks, by name.
+        root: The unit of all other parameters.
         of_loss: The names of what runs after the last block.
     """
 
@@ -255,7 +263,7 @@ class Stage:
         return units, root
 
     def _is_sharded(self) -> bool:
-        """Whether parameters are FSDP2's; as :mod:`lightning_shard.parallel.fsdp.shard` decides it."""
+        """Whether FSDP2 is applied; the same rule as in :mod:`lightning_shard.parallel.fsdp.shard`."""
         layout = self._layout
         if layout.data_parallel_size > 1 or self.held.cpu_offload:
             return True
@@ -273,7 +281,7 @@ class Stage:
         return self.optimizer is not None
 
     def units_of(self, part: PartCount) -> tuple[Unit, ...]:
-        """What is gathered for a part apart from the root, in the order of a forward."""
+        """The units that are gathered for a part, without the root, in the forward's order."""
         unit = self.units.get(part.name)
         return () if unit is None else unit.gathered_apart
 
@@ -283,17 +291,17 @@ class Stage:
 
     @cached_property
     def shards(self) -> list[tuple[ParameterCount, int]]:
-        """The stage's parameters with the elements of a rank's shard."""
+        """The stage's parameters, each with the number of elements of a rank's shard."""
         return [pair for unit in self.all_units for pair in unit.padded]
 
     @cached_property
     def received(self) -> int:
-        """Bytes of what a microbatch brings from the stage before."""
+        """Bytes that a microbatch's forward receives from the previous stage."""
         return self.counts.blocks[self._blocks.start - 1].output if self._blocks.start else 0
 
     @cached_property
     def handed_on(self) -> int:
-        """Bytes of what a microbatch takes to the next stage."""
+        """Bytes that a microbatch's forward sends to the next stage."""
         return 0 if self._blocks.stop == len(self.counts.blocks) else self.counts.blocks[self._blocks.stop - 1].output
 
     @cached_property
@@ -303,19 +311,19 @@ class Stage:
 
 
 class Rank:
-    """One rank of a pipeline, with its stages.
+    """One pipeline rank, with its stages.
 
     Args:
-        stages: By number; of all ranks, or of this one.
-        schedule: The pipeline's order.
-        rank: Which of its ranks.
+        stages: Stages by number; of all ranks, or of this one.
+        schedule: The order of actions.
+        rank: The pipeline rank.
 
     Attributes:
-        stages: This rank's, by number.
-        row: Its order.
-        splits: Whether any backward of the pipeline comes in two parts.
-        brought: Bytes of what a microbatch brings from another rank, by stage.
-        taken: Bytes of what a microbatch takes to another rank, by stage.
+        stages: This rank's stages by number.
+        row: This rank's actions, in order.
+        splits: Whether the schedule splits any backward.
+        brought: By stage, bytes that a microbatch's forward receives from another rank.
+        taken: By stage, bytes that a microbatch's forward sends to another rank.
     """
 
     def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, rank: int) -> None:
@@ -328,20 +336,20 @@ class Rank:
 
     @cached_property
     def units(self) -> list[Unit]:
-        """Of the blocks of all stages, and of experts in them."""
+        """The units of all stages' blocks, with their experts' units."""
         of_blocks = (unit for stage in self.stages.values() for unit in stage.units.values())
         return [unit for of_block in of_blocks for unit in of_block.gathered_apart]
 
     @cached_property
     def root(self) -> Unit:
-        """What isn't in a block alone, of all stages together: a parameter of several is one."""
+        """The root unit of all stages together; a parameter that several stages have counts once."""
         first, *others = (stage.root for stage in self.stages.values())
         parameters = {p.name: p for root in (first, *others) for p in root.parameters}
         return replace(first, parameters=[*parameters.values()]) if others else first
 
     @cached_property
     def shards(self) -> list[tuple[ParameterCount, int]]:
-        """The parameters with the elements of a rank's shard."""
+        """The rank's parameters, each with the number of elements of its shard."""
         return [pair for unit in (*self.units, self.root) for pair in unit.padded]
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank holds while the actions of a step go by, part by part."""
+"""Simulates a rank's memory through the actions of a step, part by part."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_shard.dryrun.memory.peak import Moment, Rank, Stage, Unit
 from lightning_shard.pipeline.schedules.schedule import Action
 
 _KEPT = ("activations", "received", "loss")
-"""Kinds of what is kept for microbatches in flight."""
+"""Kinds of memory that are kept for microbatches in flight."""
 
 
 class Step:
-    """What a rank holds while its actions go by."""
+    """A rank's memory during a step; its methods must be called in the order of the rank's actions."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -23,24 +23,24 @@ class Step:
         self._keeps = all(stage.keeps_gathered for stage in stages)
         self._is_pipeline = any(stage.received or stage.handed_on for stage in stages)
         self._blocks = 0
-        """Bytes of blocks that stay gathered, or are being gathered to stay so."""
+        """Bytes of blocks that are gathered, or being gathered, until the end of the step."""
         self._gathered: set[int] = set()
         self._whole: dict[int, int] = {}
-        """Bytes of gradients of whole parameters, in the type in which they are added up, by their unit."""
+        """Bytes of unreduced gradients, in the dtype of accumulation, by ``id`` of their unit."""
         self._all_whole = 0
-        """The sum of these."""
+        """The sum of ``_whole``."""
         self._has_gradient: set[str] = set()
         self._of_root: dict[str, ParameterCount] = {}
         self._fresh = 0
-        """Bytes of the root's gradients that this backward made in a type in which they aren't added up."""
+        """Bytes of the root's gradients that this backward created in another dtype than that of accumulation."""
         self._reduced = 0
         self._buffer = 0
         self._flight: dict[tuple[int, int], Counter[str]] = {}
-        """What is kept of each microbatch, by stage, but for the one that is being run."""
+        """What is kept, by stage and microbatch, without the microbatch that is being run."""
         self._in_flight: Counter[str] = Counter()
-        """The sum of these."""
+        """The sum of ``_flight``."""
         self._running: Counter[str] = Counter()
-        """What is kept of the one that is being run."""
+        """What is kept of the microbatch that is being run."""
         self._leaving = 0
         self._asked_for = 0
         offloads = held.cpu_offload
@@ -71,12 +71,12 @@ class Step:
         )
 
     def begin(self) -> None:
-        """A batch: a pipeline begins to gather all that stays so."""
+        """Begin a batch: a pipeline starts to gather all blocks that stay gathered."""
         if self._keeps and self._is_pipeline:
             self._blocks = sum(unit.flat for unit in self._rank.units)
 
     def asks_for(self, following: Action | None = None) -> None:
-        """Buffers for what the next action waits for."""
+        """Set the receive buffers for the next action."""
         if following is None or following.kind == "W":
             self._asked_for = 0
         else:
@@ -99,30 +99,31 @@ class Step:
                         self._blocks += unit.gathered - (unit.flat if self._is_pipeline else 0)
                     else:
                         gathered += unit.gathered
-            carried = 0 if is_first and units else cost.carried  # of another stage, and among what was received
+            carried = 0 if is_first and units else cost.carried  # from another stage, so included in what was received
             is_first = is_first and not units
             yield self._moment(action, part.name, gathered + self._blocks + flat, 0, cost.forward_peak + carried)
             kept[_kind(stage, part)] += cost.kept
         self._keep(action)
 
     def _keep(self, action: Action) -> None:
-        """What is kept of a microbatch stays until another action of it."""
+        """Store what is kept of the running microbatch until its next action."""
         self._flight[action.stage, action.microbatch] = self._running
         self._in_flight.update(self._running)
         self._running = Counter()
 
     def _take_up(self, action: Action) -> Counter[str]:
-        """What is kept of a microbatch, for an action that changes it."""
+        """Take what is kept of a microbatch, for an action that changes it."""
         self._running = self._flight.pop((action.stage, action.microbatch))
         self._in_flight.subtract(self._running)
         return self._running
 
     def backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
-        """A whole one, or one of its parts.
+        """A whole backward, or one part of a split one.
 
         Args:
-            ends_batch: It is the rank's last action.
-            reduces: The batch is the last one before an optimizer step.
+            action: The action.
+            ends_batch: Whether it is the rank's last action of the batch.
+            reduces: Whether the batch is the last one before an optimizer step.
         """
         splits = self._rank.splits
         each = self._held.reduce_each_microbatch
@@ -131,7 +132,7 @@ class Step:
         elif action.kind == "W":
             yield from self._of_weights(action)
         else:
-            # where backwards come in two parts, none of them reduces
+            # with split backwards, none reduces gradients by itself
             now = not splits and (each or (reduces and ends_batch))
             yield from self._whole_backward(action, ends_batch=ends_batch and not splits, reduces=now)
         if splits and action.kind != "I" and ((reduces and ends_batch) or each):
@@ -151,7 +152,7 @@ class Step:
             units = stage.units_of(part)
             gathered = rank.root.gathered + self._blocks
             if not self._keeps:
-                # FSDP2 begins to gather what comes next where the backward comes to a unit, or to the root
+                # FSDP2 prefetches the next unit when the backward reaches a unit, or the root
                 del to_gather[: len(units)]
                 gathered += sum(unit.gathered for unit in units) + sum(unit.flat for unit in to_gather[:1])
             first = units[0] if units else rank.root
@@ -163,9 +164,9 @@ class Step:
             kept[_kind(stage, part)] -= freed
             yield self._moment(action, part.name, gathered, fresh, working, crossing)
             if is_sent:
-                crossing = 2 * stage.handed_on  # that copy, and its gradient
+                crossing = 2 * stage.handed_on  # the copy, and its gradient
             gone = min(max(0, -part.output - cost.experts_done), cost.kept - freed)
-            for unit in units[:0:-1]:  # experts, which are done before their block is
+            for unit in units[:0:-1]:  # experts' units, whose backward ends before their block's
                 left = max(0, part.output + cost.experts_done)
                 kept[_kind(stage, part)] -= gone
                 gathered, moment = self._done(action, part, unit, gathered, left, crossing, ends_batch, reduces)
@@ -184,7 +185,7 @@ class Step:
         self._running = Counter()
 
     def _of_inputs(self, action: Action) -> Iterator[Moment]:
-        """All but the gradients of products' weights; what these need is kept."""
+        """First part of a split backward: everything but the gradients of products' weights, whose inputs are kept."""
         rank, stage = self._rank, self._rank.stages[action.stage]
         assert stage.counts.in_two_parts, "what is kept between both parts of a backward wasn't counted"
         kept = self._take_up(action)
@@ -204,7 +205,7 @@ class Step:
             kept[_kind(stage, part)] -= freed
             yield self._moment(action, part.name, gathered, fresh, working, crossing)
             kept[_kind(stage, part)] += parts.owed - (cost.kept - freed)
-            if is_sent:  # its gradient may be among what is owed
+            if is_sent:  # its gradient may be included in what is owed
                 crossing = stage.handed_on + max(0, stage.handed_on - parts.given)
             if not units:
                 self._add_to_root(now)
@@ -221,7 +222,7 @@ class Step:
         self._keep(action)
 
     def _of_weights(self, action: Action) -> Iterator[Moment]:
-        """What both parts share is kept until all of the stage's weights have their gradients."""
+        """Second part of a split backward. What both parts share is kept until all of the stage's weights are done."""
         rank, stage = self._rank, self._rank.stages[action.stage]
         gathered = rank.root.gathered + self._blocks
         self._take_up(action)
@@ -243,14 +244,14 @@ class Step:
                 fresh += own
                 made.append((unit, late))
         self._running = Counter()
-        for unit, late in made:  # one by one, to the type in which gradients are added up
+        for unit, late in made:  # converted one by one to the dtype of accumulation
             largest = max(p.numel * unit.gradient(p).itemsize for p in late)
             yield self._moment(action, "", gathered, fresh + largest, 0)
             self._add(unit, late)
             fresh -= sum(p.gathered_bytes for p in late)
 
     def _reduce_all(self, action: Action, *, ends_batch: bool) -> Iterator[Moment]:
-        """One unit after the other, that of what isn't in a block last; a buffer lives until the next."""
+        """Reduce one unit after the other, the root last; a unit's buffer lives until the next one's."""
         rank = self._rank
         root = rank.root.gathered
         for unit in (*rank.units, rank.root):
@@ -263,7 +264,7 @@ class Step:
             yield self._reduce(action, "", unit, root + self._blocks)
 
     def _has_sent(self, action: Action) -> None:
-        """The gradient of what a stage received; and what it had sent itself is let go."""
+        """Count the gradient that is sent back; and, if sends stay until the end (gloo), what the forward sent."""
         self._send_gradient(action)
         self._leaving += self._rank.taken[action.stage] if self._held.sends_stay else 0
 
@@ -278,7 +279,7 @@ class Step:
         ends_batch: bool,
         reduces: bool,
     ) -> tuple[int, Moment]:
-        """A unit's backward is done; gives what is gathered then, and the moment."""
+        """A unit's backward is done; returns what is gathered after it, and the moment."""
         if reduces:
             gathered -= self._free(unit, ends_batch=ends_batch)
             return gathered, self._reduce(action, part.name, unit, gathered, working, crossing)
@@ -288,7 +289,7 @@ class Step:
         return gathered, moment
 
     def _add(self, unit: Unit, parameters: Iterable[ParameterCount]) -> None:
-        """Gradients of whole parameters are there, in the type in which they are added up."""
+        """Add whole parameters' gradients, in the dtype of accumulation, if they don't exist yet."""
         new = {p.name: p for p in parameters if p.requires_grad and not p.is_listed}
         for name in self._has_gradient & new.keys():
             del new[name]
@@ -309,14 +310,14 @@ class Step:
             self._add(root, trained)
 
     def _convert_root(self, *, reduces: bool) -> None:
-        """At the end of a backward, to the type in which gradients are added up; or they are reduced as they are."""
+        """At the end of a backward: convert the root's gradients to the dtype of accumulation, unless reduced now."""
         if self._fresh and not reduces:
             self._add(self._rank.root, self._of_root.values())
         self._fresh = 0
         self._of_root.clear()
 
     def _reduce_others(self, action: Action, part: str, crossing: int, *, ends_batch: bool) -> Iterator[Moment]:
-        """What isn't in this stage's blocks: the root and, last of all, what the rank's other stages have added up."""
+        """Reduce what isn't in this stage's blocks: at the batch's end, other stages' units; then the root."""
         rank = self._rank
         for unit in [unit for unit in rank.units if ends_batch and id(unit) in self._whole]:
             self._free(unit, ends_batch=True)
@@ -328,7 +329,7 @@ class Step:
         self._leaving = self._leaving + sent if self._held.sends_stay else sent
 
     def _free(self, unit: Unit, *, ends_batch: bool) -> int:
-        """Before a unit is reduced; bytes of it that were gathered and aren't any more."""
+        """Free a unit before it is reduced; returns the gathered bytes that are freed."""
         if not self._keeps:
             return unit.gathered
         if not ends_batch or id(unit) not in self._gathered:
@@ -340,9 +341,9 @@ class Step:
     def _reduce(
         self, action: Action, part: str, unit: Unit, gathered: int, working: int = 0, crossing: int = 0
     ) -> Moment:
-        """Whole gradients into the buffer of a reduce-scatter, and then that to shards.
+        """Reduce a unit: whole gradients are copied to a reduce-scatter's buffer, which is reduced to shards.
 
-        The buffer of the unit before has been freed.
+        The previous unit's buffer has been freed by then.
         """
         self._buffer = 0
         whole = self._whole.pop(id(unit), None)
@@ -367,7 +368,7 @@ def _kind(stage: Stage, part: PartCount) -> str:
 
 
 def _all_at_once(cost: Cost) -> TwoParts:
-    """Nothing of it can come later."""
+    """A split backward whose second part is empty."""
     return TwoParts(
         freed=cost.freed,
         inputs_peak=cost.backward_peak,

@@ -1,7 +1,7 @@
-"""What a checkpoint of a layout is: files, bytes, its manifest, and what a save and a load ask of a store.
+"""Estimates a layout's checkpoint: files, bytes, the manifest's size, and a store's requests for a save and a load.
 
-The checkpoint's own planners say what a rank writes, for one rank of each stage; the others of a stage write as much,
-but for a few bytes of what all of them hold.
+The checkpoint's own planners compute what one rank of each stage writes. The stage's other ranks are taken to write the
+same amount, which is right except for a few bytes of replicated tensors.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from lightning_shard.pipeline.placement import seconds_text, size_text
 
 _ATTEMPT = "0" * 12
 _OF_A_FILE = len(f'"model/rank-00000-{_ATTEMPT}.safetensors"') + 110
-"""Bytes that the manifest has of each file: its path, sizes and digest."""
+"""Bytes of the manifest for each file: its path, sizes and digest."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes, if nothing else is said.
+    """The estimate of a checkpoint.
 
     Attributes:
-        files: The manifest and the Trainer's state among them.
-        rank_bytes: What the rank that writes most writes, or reads on the same layout.
-        manifest_bytes: About.
-        puts: Requests of that rank to an S3 store for a save.
-        gets: The same for a load on the same layout.
-        has_optimizer: Whether the optimizer's state is in all this.
+        bytes: Bytes of the whole checkpoint.
+        files: The number of files, including the manifest and the trainer state.
+        rank_bytes: The most bytes that a rank writes, or reads on the same layout.
+        manifest_bytes: The manifest's approximate size.
+        puts: That rank's requests to S3 for a save.
+        gets: That rank's requests to S3 for a load on the same layout.
+        has_optimizer: Whether the numbers include the optimizer's state.
     """
 
     bytes: int
@@ -53,7 +54,7 @@ class Stored:
     has_optimizer: bool = True
 
     def seconds(self, bytes_per_s: float) -> float:
-        """How long a save, or a load, takes where a rank has this much of a disk's or store's bandwidth."""
+        """The time of a save or a load, in seconds, if a rank has this much of a disk's or store's bandwidth."""
         return (self.rank_bytes + self.manifest_bytes) / bytes_per_s
 
     def __str__(self) -> str:
@@ -69,10 +70,13 @@ class Stored:
 def stored(
     counts: Counts, layout: Layout, ranks: Sequence[Sequence[range]], optimizer: OptimizerState | None
 ) -> Stored:
-    """A checkpoint of all ranks.
+    """Estimate the checkpoint of a layout.
 
     Args:
-        ranks: The blocks of each stage of each rank of a pipeline.
+        counts: The counts of one microbatch.
+        layout: The layout.
+        ranks: For each pipeline rank, the blocks of each of its stages.
+        optimizer: The optimizer's state; None if it isn't known.
     """
     held = [
         {p.name: p for blocks in stages for part in counts.of_stage(blocks) for p in part.parameters}
@@ -82,7 +86,7 @@ def stored(
     per_rank: list[list[int]] = []
     total = files = manifest = 0
     for index, parameters in enumerate(held):
-        own = [p for name, p in parameters.items() if owners[name] == index]  # a tied one is saved by its last rank
+        own = [p for name, p in parameters.items() if owners[name] == index]  # tied: saved by its last rank
         written, rows = _of_rank(own, layout, index, optimizer)
         total += sum(written) * layout.stage_size
         files += len(written) * layout.stage_size
@@ -103,7 +107,7 @@ def stored(
 def _of_rank(
     parameters: Sequence[ParameterCount], layout: Layout, stage: int, optimizer: OptimizerState | None
 ) -> tuple[list[int], int]:
-    """Bytes of each file of the stage's first rank, and of what the manifest says of them."""
+    """Bytes of each file of the stage's first rank, and of the manifest's text about their chunks."""
     ranks = torch.tensor(layout.stages()[stage]).view(layout.data_parallel_replicas, layout.shard_size, -1)
     frame = Frame(ranks, int(ranks[0, 0, 0]))
     place = Place(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
@@ -135,7 +139,7 @@ def _of_rank(
 
 
 def _row_bytes(tensor: Outlined, offsets: Sequence[int], sizes: Sequence[int], layout: Layout) -> int:
-    """Of a chunk in the manifest, with its share of what stands there once for a tensor."""
+    """Bytes of a chunk in the manifest, with its share of the text that a tensor has once."""
     nbytes = math.prod(sizes) * tensor.dtype.itemsize
     digests = "0" * DIGEST_HEX_CHARS * -(-nbytes // BLOCK_BYTES)
     # numbers of files and bytes have about as many digits as these
@@ -147,7 +151,7 @@ def _row_bytes(tensor: Outlined, offsets: Sequence[int], sizes: Sequence[int], l
 
 
 def _spread(parameter: ParameterCount, layout: Layout, place: Place) -> Spread:
-    """Over the stage's replicas, shards and tensor ranks, as FSDP2 over tensor parallelism has it."""
+    """A parameter's layout over the stage's replicas, shards and tensor ranks, as by FSDP2 over tensor parallelism."""
     from torch.distributed.tensor import Replicate, Shard
 
     cut = [d for d, (whole, local) in enumerate(zip(parameter.shape, parameter.local_shape)) if whole != local]
@@ -161,7 +165,7 @@ def _splits(parameter: ParameterCount, layout: Layout, cut: Sequence[int]) -> It
     if not parameter.shape:
         return
     if parameter.is_expert:
-        yield Split(0, layout.shard_size, 0)  # over both of the experts' axes: as many bytes, whatever the dims
+        yield Split(0, layout.shard_size, 0)  # over both of the experts' axes; the same bytes for any dim
         return
     factor = layout.tensor_parallel_size if cut and cut[0] == 0 else 1
     yield Split(0, layout.shard_size, 0, factor)

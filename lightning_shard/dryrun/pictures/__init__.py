@@ -1,1 +1,1 @@
-"""Timelines and plans, drawn."""
+"""Draws timelines and plans."""

@@ -1,7 +1,7 @@
-"""What a picture is made of, and how it becomes SVG or PNG. The one geometry for both.
+"""Shapes and pictures, and their output as SVG or PNG with the same geometry.
 
-Lengths are in pixels, from the upper left corner. Colours have names (:data:`COLORS`): an SVG takes those for light or
-dark paper, whichever the reader's program asks for; a PNG has a light ground.
+Lengths are in pixels, from the upper left corner. Colours have names (:data:`COLORS`): an SVG uses the variant for a
+light or dark background, as the viewer prefers; a PNG has a light background.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightning_shard.errors import ConfigurationError
 FONT_SIZE = 11
 FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 PNG_DPI = 160
-"""Of 96 pixels to an inch."""
+"""Resolution of a PNG, where 96 pixels of the picture are an inch."""
 MAX_PNG_PIXELS = 30_000
-"""Of a side: more, few programs show, and Agg refuses 2¹⁶."""
+"""Limit of a side: few programs show more, and Agg refuses 2¹⁶."""
 
 LEAST_SCALE = 0.75
-"""So small a page's pictures may become to be seen as a whole; where that isn't enough, they are scrolled."""
+"""Smallest scale to which a page shrinks pictures to fit a window; beyond that they scroll."""
 
 COLORS: Mapping[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#16181d"),
@@ -47,14 +47,14 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "other": ("#9aa3af", "#6b7280"),
     "limit": ("#c62828", "#ff7b72"),
 }
-"""By name: on light paper, and on dark."""
+"""By name: the colour on a light background, and on a dark one."""
 ON_COLOR = "#10131a"
-"""Of text within a coloured box, on any paper."""
+"""The colour of text in a coloured box, on any background."""
 
 
 @dataclass(frozen=True)
 class Rect:
-    """``tip`` is what a reader's program shows of it, and tells those who don't see it."""
+    """A rectangle. ``tip`` is its tooltip, and its text for screen readers."""
 
     x: float
     y: float
@@ -67,7 +67,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Line:
-    """Through points; ``filled`` down to a height, as the area below a curve."""
+    """A line through points; with ``filled``, the area between the line and that height is filled."""
 
     points: tuple[tuple[float, float], ...]
     color: str
@@ -79,7 +79,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Text:
-    """``y`` is the middle of its line."""
+    """A line of text; ``y`` is its vertical middle."""
 
     x: float
     y: float
@@ -95,11 +95,12 @@ Shape = Rect | Line | Text
 
 @dataclass
 class Picture:
-    """Shapes, in the order in which they cover each other.
+    """Shapes in drawing order: later ones cover earlier ones.
 
     Attributes:
-        title: What it shows, in a line.
-        facts: What it says, for those who don't see it: a table's head, and its rows.
+        title: What the picture shows, in one line.
+        width, height: Its size in pixels.
+        facts: The picture's content as a table: column titles, and rows.
     """
 
     title: str
@@ -113,7 +114,7 @@ class Picture:
 
 
 def stacked(title: str, pictures: Sequence[Picture], gap: float = 18) -> Picture:
-    """One below the other."""
+    """Stack pictures vertically."""
     whole = Picture(title, max(picture.width for picture in pictures), -gap)
     for picture in pictures:
         top = whole.height + gap
@@ -135,7 +136,7 @@ def _moved(shape: Shape, down: float) -> Shape:
 
 
 def style() -> str:
-    """CSS of the colours' names, for light and dark paper."""
+    """CSS variables of the colours, for light and dark backgrounds."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLORS.items()) for i in range(2))
     return (
         f":root{{color-scheme:light dark;{light}}}"
@@ -145,9 +146,9 @@ def style() -> str:
 
 
 def to_svg(picture: Picture, *, alone: bool = True) -> str:
-    """An SVG document; where not ``alone``, for a page that has :func:`style` already."""
+    """The picture as SVG: a document by itself; or if not ``alone``, for a page that includes :func:`style`."""
     width, height = _number(picture.width), _number(picture.height)
-    # in a page it gives way to a narrow window, as far as its text can be read
+    # in a page it shrinks with a narrow window, as long as its text is legible
     least = _number(LEAST_SCALE * picture.width)
     fits = "" if alone else f' style="height:auto;width:100%;min-width:{least}px;max-width:{width}px"'
     head = (
@@ -200,10 +201,10 @@ def _number(value: float) -> str:
 
 
 def save_png(picture: Picture, path: str | Path) -> None:
-    """Draw by matplotlib.
+    """Save a PNG, drawn by matplotlib.
 
     Raises:
-        ConfigurationError: It isn't installed.
+        ConfigurationError: matplotlib isn't installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -231,9 +232,9 @@ def _draw(axes: Any, shape: Shape, order: int) -> None:
         axes.text(
             shape.x,
             shape.y,
-            shape.text.replace("$", r"\$"),  # it isn't TeX
+            shape.text.replace("$", r"\$"),  # no TeX
             color=color,
-            fontsize=shape.size * 0.75,  # points of pixels
+            fontsize=shape.size * 0.75,  # pixels to points
             ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
             va="center_baseline",
             weight="bold" if shape.bold else "normal",
@@ -256,10 +257,10 @@ def _draw(axes: Any, shape: Shape, order: int) -> None:
 
 
 def save(picture: Picture, path: str | Path) -> None:
-    """Write a picture as the file's ending says: ``.svg`` or ``.png``.
+    """Save a picture in the format of the file's extension: ``.svg`` or ``.png``.
 
     Raises:
-        ConfigurationError: Another ending; or PNG without matplotlib.
+        ConfigurationError: Another extension; or PNG without matplotlib.
     """
     ending = Path(path).suffix.lower()
     if ending == ".svg":

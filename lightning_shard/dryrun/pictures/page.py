@@ -1,4 +1,4 @@
-"""Pictures as one page that any browser opens without a network: SVG in HTML, no script, a table below each picture."""
+"""Makes a self-contained HTML page of pictures: inline SVG, no scripts, no network, and a table below each picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from lightning_shard.dryrun.pictures.drawing import FONT, Picture, style, to_svg
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""A head, and rows."""
+"""Column titles, and rows."""
 
 _STYLE = f"""
 body{{margin:0 auto;max-width:1500px;padding:24px;background:var(--paper);color:var(--ink);
@@ -37,13 +37,15 @@ def page(
     text: str = "",
     foot: str = "",
 ) -> str:
-    """An HTML document.
+    """Make an HTML document.
 
     Args:
+        title: The page's title.
+        pictures: The pictures.
         lead: A paragraph below the title.
-        tables: With their headings, above the pictures.
-        text: What is already laid out in lines, such as a table for a terminal; above the pictures too.
-        foot: A last paragraph: where this comes from.
+        tables: (heading, table), shown above the pictures.
+        text: Preformatted text, such as a table for a terminal; shown above the pictures, too.
+        foot: The last paragraph, about the page's origin.
     """
     parts = [f"<h1>{escape(title)}</h1>"]
     parts += [f"<p>{escape(lead)}</p>"] if lead else []

@@ -1,4 +1,4 @@
-"""A plan as pictures: the step's timeline, memory over it, what fills each stage's devices; and all of it as a page."""
+"""Draws a plan: the step's timeline, memory over time, and memory by kind for each stage; or all on an HTML page."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulat
 
 
 def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
-    """The timeline, memory over the step, and memory of each stage at its peak.
+    """Draw the timeline, memory over the step, and each stage's memory by kind at its peak.
 
     Args:
-        timeline: Of a step, in seconds. Default: the plan's own on its device; or, where it has none, by the stages'
-            counted costs, a backward as two forwards, without time for sends: in parts of a step.
+        plan: The plan.
+        timeline: A step's timeline in seconds. Default: the plan's own; or, if it has none, one simulated from the
+            stages' counted costs, with a backward of two forwards and no time for sends, in percent of the step.
     """
     if timeline is None and plan.time is not None:
         timeline = plan.time.timeline
@@ -56,12 +57,12 @@ def pictures_of(plan: Plan, timeline: Timeline | None = None) -> list[Picture]:
 
 
 def save_pictures(plan: Plan, path: str | Path, timeline: Timeline | None = None) -> None:
-    """All pictures in one ``.svg`` or ``.png``."""
+    """Save all pictures in one ``.svg`` or ``.png`` file."""
     save(stacked(f"A plan of {plan.name}", pictures_of(plan, timeline)), path)
 
 
 def save_page(plan: Plan, path: str | Path, timeline: Timeline | None = None) -> None:
-    """The plan's table and its pictures as a page that needs no network."""
+    """Save the plan's table and pictures as an HTML page that needs no network."""
     made = page(
         f"A plan of {plan.name}",
         pictures_of(plan, timeline),
@@ -81,7 +82,7 @@ def _title(timeline: Timeline, unit: Unit) -> str:
 
 
 def _curve(timeline: Timeline, rank: int, stage: StageMemory) -> Curve:
-    """The most that a device holds during each action, and then what the action's last moment left."""
+    """Memory over time: during each action its maximum, and after it what its last moment left."""
     most: dict[Action | None, int] = {}
     left: dict[Action | None, int] = {}
     for moment in stage.moments:

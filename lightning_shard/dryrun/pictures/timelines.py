@@ -1,4 +1,4 @@
-"""Pictures of a schedule's step: who computes when, what each rank keeps meanwhile, how even the stages are.
+"""Draws a schedule's step: the timeline of ranks, each rank's memory over time, and the balance of stages.
 
 Pure functions of a :class:`~lightning_shard.pipeline.schedules.simulate.Timeline`, simulated or recorded, and of
 numbers by stage.
@@ -22,13 +22,13 @@ ROW, ROW_GAP = 24, 6
 MEMORY_ROW = 44
 BAR = 18
 ACTION_PIXELS = 20
-"""A picture is so wide that an action has this on average, where it may be."""
+"""Target for the average width of an action, within the picture's smallest and largest width."""
 CHAR_PIXELS = 6.6
-"""A digit's width, as text is measured where no font is known."""
+"""Assumed width of a digit, since the font isn't known."""
 MOST_SENDS = 4000
-"""More lines than these are a grey ground."""
+"""More sends aren't drawn, since so many lines would only be a grey area."""
 FAR = 2.0
-"""A limit of more than so often the most that is drawn is told, and not drawn: it would flatten the rest."""
+"""A limit above so many times the largest value is written, not drawn, since it would flatten everything else."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", "forward"),
@@ -36,15 +36,15 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "I": ("input", "backward, inputs"),
     "W": ("weight", "backward, weights"),
 }
-"""An action's kind: its colour, and what it is called."""
+"""By an action's kind: its colour and its name."""
 Curve = Sequence[tuple[float, float]]
-"""From each time on, bytes."""
+"""A step function: (time, bytes from then on)."""
 Unit = Callable[[float], str]
-"""A number as text."""
+"""Formats a number as text."""
 
 
 def percent(value: float) -> str:
-    """Of a step whose seconds aren't known."""
+    """The unit of a timeline whose seconds aren't known: percent of the step."""
     return f"{value:.3g} %"
 
 
@@ -63,14 +63,15 @@ def draw_timeline(
     unit: Unit = seconds,
     until: float | None = None,
 ) -> Picture:
-    """Ranks × time: an action a box with its microbatch's number, the grey between them is idle, lines are sends.
+    """Draw ranks over time: a box per action with its microbatch's number, grey for idle time, lines for sends.
 
     Args:
-        title: Default: the schedule's name, its duration and the share that is idle.
-        transfer: How long a send takes, in the timeline's unit; a line goes from the end of what is sent to its
-            arrival. Default: to where what needs it begins, as in a recorded step.
-        unit: Of the timeline's numbers, as text.
-        until: The end of the time axis, so that two pictures have one scale. Default: the step's duration.
+        timeline: The timeline.
+        title: Default: the schedule's name, duration and idle share.
+        transfer: The duration of a send, in the timeline's unit; a line is drawn from the end of the sending action to
+            the arrival. Default: to the begin of the receiving action, as in a recorded step.
+        unit: Formats the timeline's numbers.
+        until: The end of the time axis, so that two pictures can have the same scale. Default: the step's duration.
     """
     schedule = timeline.schedule
     ranks = range(len(schedule.rows))
@@ -121,15 +122,18 @@ def draw_timeline(
 
 
 def kept(timeline: Timeline, rank: int, activation_bytes: Sequence[float]) -> list[tuple[float, float]]:
-    """A rank's activations over the step: from each time on, bytes.
+    """A rank's activation memory over the step, as a step function.
 
-    A microbatch's are counted from the start of its forward to the end of its backward (of its weights' part).
+    A microbatch's activations count from the start of its forward to the end of its backward (its weights' part, if
+    split).
 
     Args:
-        activation_bytes: By stage, of one microbatch.
+        timeline: The timeline.
+        rank: The pipeline rank.
+        activation_bytes: Bytes of one microbatch, by stage.
 
     Raises:
-        ConfigurationError: They aren't of the schedule's stages.
+        ConfigurationError: ``activation_bytes`` hasn't one number per stage.
     """
     if len(activation_bytes) != timeline.schedule.stages:
         raise ConfigurationError(
@@ -145,7 +149,7 @@ def kept(timeline: Timeline, rank: int, activation_bytes: Sequence[float]) -> li
             changes.append((event.end, -nbytes))
     curve: list[tuple[float, float]] = []
     total = 0.0
-    for time, change in sorted(changes):  # at one time, what is freed first
+    for time, change in sorted(changes):  # at equal times, frees come first
         total += change
         if curve and curve[-1][0] == time:
             curve.pop()
@@ -163,13 +167,15 @@ def draw_memory(
     unit: Unit = seconds,
     until: float | None = None,
 ) -> Picture:
-    """What each rank keeps over the step: the curve of its activations, on what it holds all the time.
+    """Draw each rank's memory over the step: the curve of its activations, above what it holds all the time.
 
     Args:
-        activation_bytes: By stage, of one microbatch.
+        timeline: The timeline.
+        activation_bytes: Bytes of one microbatch, by stage.
         base_bytes: By stage: parameters, gradients, optimizer states and so on. Default: nothing.
-        limit_bytes: A device's memory, as a line.
-        unit: Of the timeline's numbers, as text.
+        limit_bytes: A device's memory, drawn as a line.
+        title: Default: the peak.
+        unit: Formats the timeline's numbers.
         until: The end of the time axis. Default: the step's duration.
     """
     ranks = range(len(timeline.schedule.rows))
@@ -192,13 +198,15 @@ def draw_curves(
     unit: Unit = seconds,
     until: float | None = None,
 ) -> Picture:
-    """Bytes over the step, by rank.
+    """Draw bytes over the step, by rank.
 
     Args:
-        curves: All that a rank holds, from each time on.
-        base_bytes: What of it it holds all the time.
-        above: What the rest is called.
-        limit_bytes: A device's memory, as a line.
+        timeline: The timeline.
+        curves: Each rank's total bytes over time.
+        base_bytes: Each rank's bytes that it holds all the time, included in its curve.
+        above: The name of the rest.
+        limit_bytes: A device's memory, drawn as a line.
+        title, unit, until: As for :func:`draw_memory`.
     """
     ranks = range(len(timeline.schedule.rows))
     peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
@@ -264,13 +272,15 @@ def draw_balance(
     limit: float | None = None,
     names: Sequence[str] = (),
 ) -> Picture:
-    """A bar for each stage, of parts: how even the stages are.
+    """Draw a stacked bar for each stage, to compare the stages.
 
     Args:
-        kinds: By what a part is called: its amount by stage. Names of
-            :data:`~lightning_shard.dryrun.pictures.drawing.COLORS` have these colours.
-        limit: The most that fits, as a line.
-        names: What the bars are called. Default: ``stage 0`` and so on.
+        title: The picture's title.
+        kinds: By name of a part: its amount for each stage. Names in
+            :data:`~lightning_shard.dryrun.pictures.drawing.COLORS` have that colour.
+        unit: Formats amounts.
+        limit: The largest amount that fits, drawn as a line.
+        names: The names of the bars. Default: ``stage 0`` and so on.
     """
     count = max(map(len, kinds.values()), default=0)
     if not count or any(len(values) != count for values in kinds.values()):
@@ -325,7 +335,7 @@ def _width(timeline: Timeline) -> float:
 
 
 def row_name(timeline: Timeline, rank: int) -> str:
-    """By its stages: a pipeline's ranks are other ones than the world's, whose numbers a plan tells beside them."""
+    """A pipeline rank's name, by its stages, since its number differs from global ranks, which a plan also shows."""
     stages = timeline.schedule.stages_of(rank)
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
@@ -338,7 +348,7 @@ def _box(event: Event, timeline: Timeline, scale: _TimeAxis, top: float, unit: U
     gap = min(1.0, (right - left) / 4)
     what = f"{name} of stage {action.stage}, microbatch {action.microbatch}"
     tip = f"{action}: {what}, {unit(event.start)} to {unit(event.end)}"
-    # where a rank has several stages, the later ones are paler
+    # if a rank has several stages, later ones are paler
     opacity = 1.0 if len(stages) == 1 else 1.0 - 0.5 * stages.index(action.stage) / (len(stages) - 1)
     shapes: list[Rect | Text] = [Rect(left, top, right - left - gap, ROW, color, tip, opacity)]
     label = str(action.microbatch)
@@ -349,7 +359,7 @@ def _box(event: Event, timeline: Timeline, scale: _TimeAxis, top: float, unit: U
 
 
 def _sends(timeline: Timeline, transfer: float | None) -> list[tuple[int, int, float, float]]:
-    """From rank, to rank, when it leaves and when it is there."""
+    """All sends: (source rank, target rank, departure, arrival)."""
     schedule = timeline.schedule
     done: dict[Action, Event] = {part: event for event in timeline.events for part in event.action.gives()}
     found = []
@@ -376,12 +386,12 @@ def _head(picture: Picture, legend: Sequence[tuple[str, str]]) -> None:
 
 
 def _near(limit: float | None, most: float) -> float | None:
-    """A limit, if it can be drawn beside what is held."""
+    """The limit, if it is near enough to be drawn."""
     return limit if limit and limit <= FAR * most else None
 
 
 def _tell_far(picture: Picture, limit: str) -> None:
-    """Of a limit that is too far to be drawn."""
+    """Write a limit that is too far to be drawn."""
     picture.add(Text(picture.width - 12, 13, f"limit {limit}, not drawn", "limit", anchor="end"))
 
 
@@ -396,7 +406,7 @@ def _time_ticks(picture: Picture, scale: _TimeAxis, unit: Unit) -> None:
 
 
 def ticks(most: float, count: int) -> list[float]:
-    """About so many round numbers from 0 to ``most``: 1, 2 or 5 times a power of ten apart."""
+    """About ``count`` round numbers from 0 to ``most``, at distances of 1, 2 or 5 times a power of ten."""
     rough = most / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

@@ -1,1 +1,1 @@
-"""The fastest layout of all that there are."""
+"""Searches for the fastest layout of a number of devices."""

@@ -1,4 +1,4 @@
-"""What a search says: the layouts that it found, and how many it threw out for which reason."""
+"""The result of a search: the fastest layouts, and how many candidates were dropped for which reason."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ SLOWER = "slower than those listed, whatever it would need"
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout with its settings.
+    """A candidate: one layout with its settings.
 
     Attributes:
-        schedule: ``None`` with one stage.
-        samples: Of a microbatch.
-        microbatches: Of a step of one data rank: a pipeline's, or accumulated batches.
-        activation_checkpointing: As the strategy's.
-        bound: Seconds that no step of it can go below.
-        step: Its step; ``None`` where it wasn't simulated.
-        peak_bytes: Of its fullest stage.
+        layout: Axis sizes.
+        schedule: The schedule's name; ``None`` with one stage.
+        samples: Samples per microbatch.
+        microbatches: Per step of one data rank: a pipeline's microbatches, or accumulated batches.
+        activation_checkpointing: The strategy's setting.
+        bound: A lower bound of its step time, in seconds.
+        step: The simulated step time; ``None`` if it wasn't simulated.
+        peak_bytes: The fullest stage's peak.
     """
 
     layout: Layout
@@ -51,7 +52,7 @@ class Choice:
 
     @property
     def row(self) -> list[str]:
-        """Of a table."""
+        """The row of the table, with the columns of ``HEADER``."""
         layout, step = self.layout, self.step
         assert step is not None
         optional = (layout.data_parallel_replicas, layout.expert_parallel_size)
@@ -79,7 +80,7 @@ class Choice:
 
     @property
     def overrides(self) -> str:
-        """The line for a recipe."""
+        """The settings as overrides of a recipe, on one line."""
         layout, several = self.layout, self.schedule is not None
         found: dict[str, Any] = {
             "strategy.pipeline_parallel_size": layout.pipeline_parallel_size,
@@ -103,19 +104,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found; ``str()`` is a table.
+    """The result of a search; ``str()`` is a table.
 
     Attributes:
-        choices: The fastest first.
-        dropped: How many were thrown out, by the reason.
-        considered: How many there were.
-        simulated: How many were put on a clock.
-        devices: How many.
+        choices: The fastest layouts, the fastest first.
+        dropped: The number of dropped candidates by reason.
+        considered: The number of all candidates.
+        simulated: The number of simulated candidates.
+        devices: The number of devices.
         device: The profile's name.
-        global_batch: Samples of a step.
-        device_memory: Bytes that tensors can have of a device.
-        assumed: What the numbers were taken for.
-        unknown: What isn't in them.
+        global_batch: Samples per step.
+        device_memory: Bytes of a device that are available to tensors.
+        assumed: Texts of assumptions.
+        unknown: Texts of what the numbers don't include.
     """
 
     choices: tuple[Choice, ...]
@@ -130,7 +131,7 @@ class Found:
     unknown: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: bytes, seconds and numbers."""
+        """For machines. In bytes and seconds."""
         facts = {name: value for name, value in vars(self).items() if name != "choices"}
         return {**facts, "choices": [choice.to_json() for choice in self.choices]}
 
@@ -156,7 +157,7 @@ class Found:
 
 
 def _merged(rows: Sequence[list[str]]) -> list[list[str]]:
-    """Rows that differ in nothing but their schedules' names become one."""
+    """Merge rows that differ only in the schedule's name."""
     place = Choice.HEADER.index("schedule")
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Counts of any number of samples from those of one and two, and when two counts say the same."""
+"""Extrapolates counts to any number of samples from those of one and two, and compares counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from lightning_shard.dryrun.counting.counts import Counts, PartCount, Work
 
 ALIKE = 1e-3
-"""How far work may be from even growth: one sample spares a copy here and there, which two don't."""
+"""Allowed relative deviation of work from linear growth: with one sample some copies are avoided."""
 
 
 def between(one: Counts, two: Counts, samples: int) -> Counts:
-    """Counts of any number of samples, as if each number grew alike from one sample to the next."""
+    """Counts of ``samples`` samples, extrapolated linearly from those of one and two."""
     made: Counts = _grown(one, two, samples - 1)
     return made
 
@@ -36,7 +36,7 @@ def _grown(one: Any, two: Any, times: int) -> Any:
 
 
 def is_like(counted: Counts, scaled: Counts) -> bool:
-    """Whether the work of two counts, of which bounds are made, agrees within :data:`ALIKE`; peaks may differ."""
+    """Whether the work in two counts, on which bounds are based, agrees within :data:`ALIKE`; peaks may differ."""
     return _is_near(_work_of(counted), _work_of(scaled))
 
 
@@ -57,6 +57,6 @@ def _is_near(one: Any, other: Any) -> bool:
 
 
 def kind_of(part: PartCount) -> Any:
-    """All that is known of a block but its names."""
+    """A key of everything that is known about a block, except names."""
     parameters = tuple(dataclasses.replace(parameter, name="") for parameter in part.parameters)
     return parameters, part.output, repr((part.plain, part.recomputed, part.selective))

@@ -1,13 +1,14 @@
-"""All layouts of so many devices, and the fastest of those that fit.
+"""Searches all layouts of a number of devices for the fastest ones that fit, in the order of lower bounds.
 
-For each pair of pipeline and tensor sizes, number of replicas and of expert ranks, microbatch, schedule and way to
-checkpoint activations there is a bound that its step can't go below, cheap to compute. Layouts are simulated in the
-order of their bounds until the best of those that fit can't be beaten by what is left: so the best are the best of all,
-though few are simulated.
+A candidate is a combination of pipeline, tensor, replica and expert sizes, microbatch size, schedule, and activation
+checkpointing. Each has a lower bound of its step time that is cheap to compute. Candidates are simulated in the order
+of their bounds, until the remaining bounds exceed the times of the best ones found. So the result is optimal under the
+model, although few candidates are simulated.
 
-Every layout takes the same global batch for a step. With one stage, its microbatches are batches whose gradients are
-accumulated. For bounds, operations and bytes of a microbatch are those of one sample and those of each further one;
-what is put on a clock is counted, and if that disagrees by more than bounds are lowered for it, everything is.
+Every candidate has the same global batch per step. With one stage, its microbatches are batches with accumulated
+gradients. For bounds, the counts of a microbatch are extrapolated from those of one and two samples; simulated
+candidates are counted exactly. If exact counts differ by more than the bounds' margin, the search starts over with
+everything counted exactly.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ def search_module(
     reduce_each_microbatch: bool = False,
     reshard_after_forward: bool | None = None,
 ) -> Found:
-    """The fastest layouts of a module on so many devices; the other arguments are those of ``lightning_shard.plan``.
+    """Find the fastest layouts of a module; the other arguments are those of ``lightning_shard.plan``.
 
     Args:
-        batch: To count on: its shapes count, and its samples are the most that a microbatch can have.
-        devices: How many.
-        device: A profile: its name, the path of a YAML file, or a mapping.
-        global_batch: Samples of a step, of all data ranks together.
+        batch: The batch to count with: only shapes count, and its size limits a microbatch's.
+        devices: The number of devices.
+        device: A device profile: its name, the path of a YAML file, or a mapping.
+        global_batch: Samples per step, over all data ranks.
         device_memory: Bytes of each device; default: the profile's.
-        most: How many to list.
+        most: How many layouts to list.
 
     Raises:
-        ConfigurationError: What a run would refuse too, or what can't be compared; says what.
+        ConfigurationError: A run would refuse the settings, too; or layouts can't be compared.
     """
     profile = device_of(device)
     settings = Settings(
@@ -80,7 +81,7 @@ def search_module(
     try:
         model = make(stages=2)
     except PlacementError:
-        model = make(stages=1)  # nothing to cut between: one stage
+        model = make(stages=1)  # no blocks to cut between: one stage
     optimizer, reason = ask(model)
     if optimizer is None:
         raise ConfigurationError(
@@ -111,14 +112,18 @@ def search(
     most: int = 10,
     exhaustively: bool = False,
 ) -> Found:
-    """The fastest layouts that fit.
+    """Find the fastest layouts that fit.
 
     Args:
-        most: How many to list.
-        exhaustively: Simulate all that fit, not only those that could be among the fastest.
+        model: The module and its batch.
+        optimizer: The optimizer's state.
+        space: The search space.
+        rates: The device's speed.
+        most: How many layouts to list.
+        exhaustively: Simulate all candidates that fit, not only those that could be among the fastest.
 
     Raises:
-        ConfigurationError: The step can't be counted, or numbers can't be.
+        ConfigurationError: The step can't be counted, or a number is invalid.
     """
     for name, value in (("devices", space.devices), ("global_batch", space.global_batch), ("most", most)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -148,7 +153,7 @@ def _searched(workshop: Workshop, most: int, exhaustively: bool) -> Found:
         if not exhaustively and len(best) >= most and candidate.bound > _seconds(best[most - 1]):
             dropped[SLOWER] += len(candidates) - number
             break
-        if workshop.least_peak(candidate) > space.device_memory:  # counting takes longer than all else
+        if workshop.least_peak(candidate) > space.device_memory:  # before counting, which is the slowest step
             dropped[DOESNT_FIT] += 1
             continue
         if not workshop.can_be_counted(candidate):

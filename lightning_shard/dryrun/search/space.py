@@ -1,4 +1,4 @@
-"""What there is to search: sizes of axes, and what else is tried."""
+"""The search space: axis sizes, and the settings to try."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_shard.plugin.steps.schedule_choice import SIMPLEST_FIRST
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """The search space.
 
     Attributes:
-        devices: How many there are; each layout uses all of them.
-        global_batch: Samples of a step, of all data ranks together.
-        device_memory: Bytes that tensors can have of a device's memory.
-        schedules: Of pipelines, by name, with as many stages on each rank as is usual.
-        activation_checkpointing: Ways to try.
-        most_samples: Of a microbatch.
+        devices: The number of devices; each layout uses all of them.
+        global_batch: Samples per step, over all data ranks.
+        device_memory: Bytes of a device's memory that are available to tensors.
+        schedules: Names of pipeline schedules, each with its usual number of stages per rank.
+        activation_checkpointing: The settings to try.
+        most_samples: The largest microbatch.
         held: The other settings.
     """
 
@@ -36,7 +36,7 @@ class Space:
 
 
 def layouts(devices: int, most_stages: int) -> Iterator[Layout]:
-    """All sizes of the axes that multiply to so many devices."""
+    """All combinations of axis sizes that multiply to ``devices``."""
     for stages in divisors(devices):
         if stages > most_stages:
             break

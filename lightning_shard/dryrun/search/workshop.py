@@ -1,4 +1,4 @@
-"""What a search makes and keeps: counts, stages, orders, each made once for all layouts that share it."""
+"""Caches of a search: counts, stages, times and schedules, each computed once for all candidates that share it."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from lightning_shard.plugin.assembly.placing import as_run
 from lightning_shard.plugin.steps.schedule_choice import against_parts
 
 ORDERS_KEPT = 32
-"""One of 64 stages and a thousand microbatches takes 20 MB."""
+"""Size of the cache of schedules; one of 64 stages and a thousand microbatches takes 20 MB."""
 
 
 MAY_BE_LESS = 0.05
-"""How far what is held may be below even growth from one sample to the next, for what is thrown out without a count."""
+"""Margin for dropping a candidate by extrapolated memory: exact counts may be lower by this fraction."""
 
 
 class Unlike(Exception):
-    """A microbatch doesn't cost what one sample and further ones do."""
+    """A microbatch's exact counts differ from those extrapolated from one and two samples."""
 
 
 class Workshop:
-    """Counts, stages and orders, each made once.
+    """Computes and caches counts, stages, times and schedules of a search's candidates.
 
     Attributes:
-        scales: Whether counts for bounds are made from those of one and two samples.
+        scales: Whether counts for bounds are extrapolated from those of one and two samples.
     """
 
     def __init__(self, model: Model, optimizer: OptimizerState, space: Space, rates: Rates) -> None:
@@ -86,10 +86,10 @@ class Workshop:
         self.flops = model_flops(one)
         self.assumed = (*rates.device.assumptions, *one.assumed, LEFT_OUT)
 
-    # -- what there is
+    # -- candidates
 
     def bounded(self, dropped: Counter[str]) -> Iterator[Choice]:
-        """Each choice that could run, with its bound."""
+        """Yield each candidate that could run, with its lower bound; counts the dropped ones by reason."""
         for choice in self._choices(dropped):
             yield replace(choice, bound=(1 - ALIKE) * self.timing(choice, for_bound=True).bound())
 
@@ -124,7 +124,7 @@ class Workshop:
     def _cant_run(
         self, name: str | None, ranks: int, microbatches: int, way: Recomputing, most_stages: int
     ) -> str | None:
-        """Why a schedule isn't one to try; ``None`` where it is."""
+        """The reason why a schedule can't be used; ``None`` if it can."""
         if name is None:
             return None
         named = SCHEDULES[name]
@@ -138,11 +138,11 @@ class Workshop:
         return None
 
     def _of(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        """``None``: the module can't be cut so, or not be counted then, with whatever number of samples."""
+        """Exact counts; ``None`` if the module can't be cut that way, or can't be counted then."""
         key = tensor, expert, samples
         if key not in self._counts:
             can_be_cut = (tensor, expert) not in self._why_not and self._can_be_cut(tensor, expert)
-            # bounds take one sample and two, for which the module is cut once
+            # bounds need counts of one and two samples: cut the module once for both
             both = self.scales and samples <= 2 <= self.space.most_samples
             numbers = [1, 2] if both else [samples]
             counted = self._counted(tensor, expert, numbers) if can_be_cut else []
@@ -179,7 +179,7 @@ class Workshop:
         return self._scaled[key]
 
     def _counted(self, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
-        """Of microbatches of so many samples; fewer, where one can't be counted."""
+        """Exact counts of several microbatch sizes; fewer, if one can't be counted."""
         size = tree.batch_size(self._model.batch)
         for number in samples:
             if size % number:
@@ -194,20 +194,21 @@ class Workshop:
                 raise
             self._why_not[tensor, expert] = CANT_BE_CUT
             return []
-        if found[-1].counted or tensor == expert == 1:  # of the whole module it is said why
+        if found[-1].counted or tensor == expert == 1:  # for the uncut module the caller reports the reason
             return found
-        # what was cut may fail to run, as heads that don't divide do
+        # a module may be cut, and then fail to run, such as with heads that don't divide
         sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
         self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
         return found[:-1]
 
-    # -- of one choice
+    # -- one candidate
 
     def timing(self, choice: Choice, *, for_bound: bool = False) -> Timing:
-        """Its step.
+        """The timing of a candidate's step.
 
         Args:
-            for_bound: By counts that may be reckoned from fewer samples.
+            choice: The candidate.
+            for_bound: Use counts that may be extrapolated.
         """
         counts, layout, schedule, held = self._parts(choice, for_bound=for_bound)
         groups = Groups(layout, self.rates.device.per_machine)
@@ -232,7 +233,7 @@ class Workshop:
         )
 
     def least_peak(self, choice: Choice) -> float:
-        """Bytes that its fullest rank can't go below, by the counts that its bound is made of."""
+        """A lower bound of the fullest rank's bytes, from the counts that are used for the time bound."""
         layout, samples = choice.layout, choice.samples
         counts = self._for_bounds(layout.tensor_parallel_size, layout.expert_parallel_size, samples)
         assert counts is not None
@@ -242,7 +243,7 @@ class Workshop:
         return least if samples <= 2 else (1 - MAY_BE_LESS) * least
 
     def peak(self, choice: Choice) -> int:
-        """Bytes of the fullest rank; or less, where that is too much already."""
+        """Peak bytes of the fullest rank; or a smaller number that already exceeds the device's memory."""
         counts, layout, schedule, held = self._parts(choice)
         blocks = self._blocks(schedule.stages, held.activation_checkpointing)
         stages = self._stages_of(choice, counts, blocks, held)
@@ -251,7 +252,7 @@ class Workshop:
             return least
         flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
         own = [schedule.stages_of(rank) for rank in range(len(schedule.rows))]
-        # of ranks with one stage each that are alike, the one that keeps most microbatches
+        # of equal ranks with one stage each, only the one with most microbatches in flight
         fullest: dict[Any, int] = {}
         for rank, of_rank in enumerate(own):
             key = stages[of_rank[0]][0] if len(of_rank) == 1 and not schedule.splits_backwards else rank
@@ -259,14 +260,14 @@ class Workshop:
                 fullest[key] = rank
 
         def of(rank: int) -> int:
-            """Of an order for fewer microbatches that keeps as much of those in flight."""
+            """The rank's peak, from a schedule of fewer microbatches with as many in flight."""
             shorter = schedule if held.sends_stay else _shorter(schedule, flights[rank])
             later = (schedule.microbatches - shorter.microbatches) * counts.batch_bytes
             keys = tuple(stages[s][0] for s in own[rank])
             known = keys, schedule.name, len(schedule.rows), rank, shorter.microbatches
             if known not in self._peaks:
                 made = {s: stages[s][1] for s in own[rank]}
-                if len(made) > 1:  # those alike are two, with gradients of their own
+                if len(made) > 1:  # equal stages are separate ones here, each with its own gradients
                     made = {s: Stage(counts, layout, blocks[s], held, self._optimizer) for s in made}
                 self._peaks[known] = max(moment.total for moment in moments_of(Rank(made, shorter, rank)))
             return self._peaks[known] + later
@@ -279,10 +280,10 @@ class Workshop:
         return most
 
     def _parts(self, choice: Choice, *, for_bound: bool = False) -> tuple[Counts, Layout, Schedule, Held]:
-        """What a choice is made of.
+        """Counts, layout, schedule and settings of a candidate.
 
         Raises:
-            Unlike: Its microbatch costs something else than was taken for its bound.
+            Unlike: The exact counts differ from those that its bound was based on.
         """
         layout, schedule = choice.layout, self._order_of(choice, fewest=for_bound)
         sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
@@ -297,7 +298,7 @@ class Workshop:
         return counts, layout, schedule, self._held_of(choice)
 
     def _order_of(self, choice: Choice, *, fewest: bool = False) -> Schedule:
-        """Its order; or that of the fewest microbatches, which has the same stages, and ends with the same ones."""
+        """The schedule; or the one of the fewest microbatches, with the same stages and the same last actions."""
         name, ranks = choice.schedule or "1F1B", choice.layout.pipeline_parallel_size
         microbatches = SCHEDULES[name].microbatches * ranks if fewest else choice.microbatches
         return _order(name, ranks, microbatches if choice.schedule is not None else 1)
@@ -310,7 +311,7 @@ class Workshop:
         )
 
     def can_be_counted(self, choice: Choice) -> bool:
-        """Whether it is known what a microbatch of its schedule takes."""
+        """Whether a microbatch can be counted, including split backwards if its schedule has them."""
         layout = choice.layout
         splits = choice.schedule is not None and _splits(choice.schedule)
         sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
@@ -323,7 +324,7 @@ class Workshop:
         return self._likes[key]
 
     def _blocks(self, stages: int, way: Recomputing) -> list[range]:
-        """As a run places them, which counts what is recomputed."""
+        """The blocks of each stage, as a run places them (with the costs of recomputation)."""
         if (stages, way) not in self._placed:
             policy: Policy = "auto" if stages > 1 else "even"
             cost = self._model.cost
@@ -334,7 +335,7 @@ class Workshop:
     def _stages_of(
         self, choice: Choice, counts: Counts, stages: Sequence[range], held: Held
     ) -> list[tuple[Any, Stage]]:
-        """The stages, each with what is equal for stages that cost the same: of these there is one."""
+        """The stages, each with its key; stages of equal cost have equal keys, and share one object."""
         layout = choice.layout
         several = layout.pipeline_parallel_size > 1
         found = []
@@ -357,9 +358,9 @@ class Workshop:
         return self._times[known]
 
     def _alike(self, counts: Counts, blocks: range) -> tuple[Any, ...]:
-        """Equal for stages whose blocks cost the same, with the same parts around them.
+        """A key that is equal for stages with blocks of equal costs, and the same parts around them.
 
-        Every n-th block is recomputed: a block's place is part of it where that is a setting.
+        If a setting recomputes every n-th block, the blocks' places are part of the key.
         """
         if (id(counts), blocks) in self._likenesses:
             return self._likenesses[id(counts), blocks]
@@ -382,20 +383,20 @@ class Workshop:
 
 
 def _least_of(stages: Sequence[Stage], schedule: Schedule) -> int:
-    """Bytes that the fullest rank of an order holds at least."""
+    """A lower bound of the fullest rank's bytes."""
     flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
     own = ([stages[stage] for stage in schedule.stages_of(rank)] for rank in range(len(schedule.rows)))
     return max(map(_least, own, flights))
 
 
 def _least(stages: Sequence[Stage], flight: int) -> int:
-    """Bytes that a rank holds at least when it has begun its last of so many forwards that are in flight."""
+    """A lower bound of a rank's bytes when it has begun the last of ``flight`` forwards in flight."""
     kept = [sum(cost.kept for cost in stage.costs) for stage in stages]
     held = 0
     for stage in stages:
         held += sum(unit.held for unit in stage.units.values())
         held += sum(unit.gathered for unit in stage.units.values()) if stage.keeps_gathered else 0
-    # what isn't in blocks may be shared by a rank's stages, and its state with it
+    # a rank's stages may share parameters outside of blocks, and their optimizer state
     root = max(stage.root.held + stage.root.gathered for stage in stages)
     state = sum(stage.state_bytes for stage in stages) if len(stages) == 1 else 0
     received = min(stage.received for stage in stages)
@@ -413,10 +414,10 @@ def _splits(name: str) -> bool:
 
 
 def _shorter(schedule: Schedule, flight: int) -> Schedule:
-    """An order in which as much is kept at a time as in one for more microbatches.
+    """A schedule of fewer microbatches that keeps as many in flight.
 
-    With one stage on each rank and whole backwards, microbatches after the first few are as these. Others go through in
-    rounds of as many as there are ranks, one after the other alike; where they don't divide, all are there.
+    With one stage per rank and whole backwards, later microbatches behave like the first few. Other schedules run in
+    equal rounds of as many microbatches as ranks; if the number of microbatches isn't a multiple, none is left out.
     """
     ranks, microbatches = len(schedule.rows), schedule.microbatches
     if schedule.stages == ranks and not schedule.splits_backwards:
@@ -428,7 +429,7 @@ def _shorter(schedule: Schedule, flight: int) -> Schedule:
 
 @cache
 def _flights(name: str, ranks: int, microbatches: int) -> list[int]:
-    """The most forwards of each rank whose backward, or the first part of it, hasn't run."""
+    """For each rank, the largest number of forwards whose backward (or its first part) hasn't run yet."""
     changes = {"F": 1, "B": -1, "I": -1, "W": 0}
     rows = _order(name, ranks, microbatches).rows
     return [max(accumulate(changes[action.kind] for action in row)) for row in rows]

@@ -1,1 +1,1 @@
-"""Time of a step on a device, by arithmetic on the counts."""
+"""Estimates a step's time on a device from the counts of one microbatch."""

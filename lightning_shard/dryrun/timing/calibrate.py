@@ -1,7 +1,7 @@
-"""What a module's blocks and parts take on the device at hand: measured, where a profile could only say peaks.
+"""Measures the times of a module's blocks and parts on the device at hand, to replace a profile's peaks.
 
-The module is built there with random weights, and its own step runs forward and backward a few times, watched by hooks
-that wait for the device. The fastest run of each part counts: other programs of the machine can only make it slower.
+The module is built on the device with random weights, and its own step runs forward and backward a few times, timed by
+hooks that synchronize the device. The fastest run of each part counts, since other programs can only slow it down.
 Links aren't measured.
 """
 
@@ -50,16 +50,18 @@ def calibrate(
     device_type: str = "cpu",
     times: int = 5,
 ) -> Measured:
-    """Seconds of a forward and of a backward of each block and part, on one microbatch.
+    """Measure forward and backward of each block and part, on one microbatch.
 
     Args:
-        module: A LightningModule, which stays as it is, or a function that builds one.
-        batch: What one data-parallel rank reads for a step; its values are used, where it has any.
-        microbatches: The batch's first one is run.
-        times: How often, after a first run.
+        module: A LightningModule, which isn't modified, or a function that builds one.
+        batch: What one data-parallel rank reads for a step; its values are used if it has data (isn't on meta).
+        microbatches: Microbatches per batch; the first one is run.
+        pipeline_blocks, precision: As for the strategy and the Trainer.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        times: The number of measured runs, after a warm-up run.
 
     Raises:
-        ConfigurationError: The step can't be run here, or has no room.
+        ConfigurationError: The step can't be run here, or the device has too little memory.
     """
     settings = Settings("auto", pipeline_blocks, None, gathered_dtype=trainer_private.GATHERED.get(precision))
     model = Model.of(module, batch, settings, stages=1, precision=precision, device_type=device_type)
@@ -79,10 +81,11 @@ def calibrate(
 
 
 def device_at_hand(kind: str, base: str | Mapping[str, Any] | Device | None = None) -> Device:
-    """A profile of the device at hand: measured products and memory; links are ``base``'s, or cost nothing.
+    """A profile of the device at hand, with measured matrix products and memory bandwidth.
 
     Args:
-        base: Whose links it has.
+        kind: ``"cuda"`` or ``"cpu"``.
+        base: The profile to take links from; without it, links cost nothing.
     """
     device = torch.device(kind)
     free = Link(float("inf"), 0.0)
@@ -109,7 +112,7 @@ def device_at_hand(kind: str, base: str | Mapping[str, Any] | Device | None = No
 
 
 def _on_device(model: Model, device: torch.device) -> pl.LightningModule:
-    """The module with weights, all of them small and random."""
+    """The module on a device, with small random weights."""
     module = model.copy().to_empty(device=device)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -126,8 +129,11 @@ def _real(leaf: Any, device: torch.device) -> Any:
 
 
 class _Stopwatch:
-    """Whose time it is: in the forward from a part's begin to its end, in the backward from where the gradient of its
-    output is there to where that of another part's output is."""
+    """Attributes time to parts.
+
+    In the forward, a part's time is from its begin to its end. In the backward, it is from the moment when the gradient
+    of its output is ready to the moment when that of another part's output is.
+    """
 
     def __init__(self, module: pl.LightningModule, model: Model, device: torch.device) -> None:
         self._module, self._model, self._device = module, model, device
@@ -151,7 +157,7 @@ class _Stopwatch:
             for _ in range(times + 1):
                 turns.append(self._turn(batch, len(names)))
         keys = {name for turn in turns for name, _ in turn}
-        # the first run makes room and chooses kernels
+        # the first run is a warm-up: it allocates memory and selects kernels
         least = {(name, way): min(turn.get((name, way), 0.0) for turn in turns[1:]) for name in keys for way in (0, 1)}
         runs = Counter(names)
         return {name: (least[name, 0] / max(1, runs[name]), least[name, 1] / max(1, runs[name])) for name in keys}
@@ -199,7 +205,7 @@ class _Stopwatch:
 
 
 def _products(device: torch.device) -> dict[str, float]:
-    """Operations per second of a product of large matrices, by type."""
+    """Measured FLOP/s of a product of large matrices, by dtype."""
     size = _MATRIX[device.type]
     found = {}
     for name, dtype in _DTYPES.items():
@@ -209,7 +215,7 @@ def _products(device: torch.device) -> dict[str, float]:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Measured bytes per second that a copy reads and writes."""
     source = torch.ones(2**24, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / _fastest(lambda: target.copy_(source), device)

@@ -1,11 +1,11 @@
-"""What a plan takes a device for: peak operations, memory, links; as vendors print them, with where.
+"""Device profiles: peak operations, memory and links as vendors publish them, with sources.
 
-Peaks are of dense matrix products (vendors print twice that for 2:4 sparsity). A GB is 10⁹ bytes here, as on a data
-sheet; what devices report beyond that is about what a driver takes. Bandwidths of links are of one device in one
-direction: half of the sum of both that data sheets print.
+Peaks are for dense matrix products (vendors also print twice that, for 2:4 sparsity). A GB is 10⁹ bytes, as on data
+sheets; what devices report beyond that is about what the driver uses. Link bandwidths are of one device in one
+direction: half of the bidirectional sum that data sheets print.
 
-No device reaches its peaks. What fraction it does is an assumption (:class:`Achieved`), as are latencies, of which no
-data sheet tells: set them in a profile of your own, or measure with ``--calibrate``.
+No device reaches its peaks. The achieved fractions (:class:`Achieved`) and the latencies are assumptions, which no data
+sheet gives: set them in your own profile, or measure with ``--calibrate``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 @dataclass(frozen=True)
 class Link:
-    """Between devices.
+    """A link between devices.
 
     Attributes:
         bandwidth: Bytes per second of one device, in one direction.
-        latency_s: Of a message, from a device to its neighbour.
-        peers: Where devices are joined one by one and not by a switch: how many links the bandwidth is the sum of.
+        latency_s: Latency of a message from a device to its neighbour, in seconds.
+        peers: For devices that are connected pairwise, without a switch: the number of links that ``bandwidth`` is the
+            sum of.
     """
 
     bandwidth: float
@@ -39,7 +40,7 @@ class Link:
     peers: int | None = None
 
     def among(self, devices: int) -> float:
-        """The bandwidth of each of so many devices that talk to each other."""
+        """The bandwidth of each device in a group of ``devices`` that communicate with each other."""
         if self.peers is None or devices > self.peers:
             return self.bandwidth
         return self.bandwidth * (devices - 1) / self.peers
@@ -47,12 +48,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The fractions of peaks that are taken to be reached: assumptions, not anybody's measurements.
+    """The fractions of peaks that are taken to be achieved: assumptions, not measurements.
 
     Attributes:
-        compute: Of the peak operations, by matrix products. Large ones reach more, small ones much less.
-        memory: Of the memory's bandwidth, by operations that compute little.
-        links: Of the links' bandwidth, by collectives and transfers.
+        compute: Of peak operations, by matrix products. Large ones achieve more, small ones much less.
+        memory: Of memory bandwidth, by memory-bound operations.
+        links: Of link bandwidth, by collectives and transfers.
     """
 
     compute: float = 0.6
@@ -62,20 +63,22 @@ class Achieved:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator, and how many of them are joined.
+    """An accelerator, and its connections.
 
     Attributes:
-        flops: The peak of matrix products per second, by type: ``"bfloat16"``, ``"float16"``, ``"float32"`` and, for
-            float32 tensors rounded on their way into products (``torch.set_float32_matmul_precision("high")``),
-            ``"tfloat32"``.
-        memory: Bytes.
+        name: The profile's name.
+        flops: Peak FLOP/s of matrix products, by dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``; and
+            ``"tfloat32"`` for float32 tensors that are rounded in products
+            (``torch.set_float32_matmul_precision("high")``).
+        memory: Memory in bytes.
         memory_bandwidth: Bytes per second.
-        inside: Its links to the others of its machine.
-        between: Its links to other machines.
-        per_machine: How many devices a machine has.
-        source: Where the numbers are from.
-        notes: What of them is assumed.
-        host_bandwidth: Bytes per second between a device and its host's memory, in one direction; ``None``: not known.
+        inside: The links to other devices of the same machine.
+        between: The links to other machines.
+        per_machine: Devices per machine.
+        achieved: The achieved fractions of peaks.
+        source: The source of the numbers.
+        notes: Texts of what is assumed.
+        host_bandwidth: Bytes per second between a device and host memory, in one direction; ``None`` if unknown.
     """
 
     name: str
@@ -91,10 +94,10 @@ class Device:
     host_bandwidth: float | None = None
 
     def peak(self, dtype: str) -> float:
-        """Operations per second.
+        """Peak FLOP/s of matrix products of this dtype.
 
         Raises:
-            ConfigurationError: The device doesn't compute in this type.
+            ConfigurationError: The profile has no peak for the dtype.
         """
         if dtype not in self.flops:
             raise ConfigurationError(
@@ -105,7 +108,7 @@ class Device:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """For people who read a number that came of them."""
+        """Texts of the assumptions that every time estimate is based on."""
         reached = self.achieved
         return (
             f"{100 * reached.compute:g} % of peak operations, {100 * reached.memory:g} % of memory bandwidth and"
@@ -117,7 +120,7 @@ class Device:
 
 
 _OPTIONAL = ("achieved", "notes", "host_bandwidth")
-"""What a profile of one's own needn't say."""
+"""The attributes that a user's profile may omit."""
 _LATENCY_INSIDE_S = 5e-6
 _LATENCY_BETWEEN_S = 10e-6
 
@@ -127,7 +130,7 @@ def _switched(bandwidth: float) -> Link:
 
 
 def _network(bits: float) -> Link:
-    """Of so many bits per second for each device."""
+    """A network link of ``bits`` per second for each device."""
     return Link(bits / 8, _LATENCY_BETWEEN_S)
 
 
@@ -165,12 +168,12 @@ _V100_SHEET = (
 _OF_A_DGX = "between machines: one {0} Gb/s network adapter for each device, as in a {1}"
 _NO_NETWORK = "between machines: {0} is assumed, since that is the machine's and not the device's"
 _PCIE = {"3.0": 16e9, "4.0": 32e9, "5.0": 64e9}
-"""Bytes per second of 16 lanes in one direction, by generation: half of what data sheets print."""
+"""Bytes per second of 16 lanes in one direction, by PCIe generation: half of what data sheets print."""
 _OVER_PCIE = "within a machine: PCIe {0}; bridges between pairs aren't taken into account"
 
 
 def _halves(peak: float) -> dict[str, float]:
-    """The same for both types of 16 bits."""
+    """The same peak for both 16-bit dtypes."""
     return {"bfloat16": peak, "float16": peak}
 
 
@@ -309,9 +312,9 @@ _ALSO = {"h100-sxm": "h100", "h200-sxm": "h200", "b200-sxm": "b200", "a100": "a1
 
 
 def device(profile: str | Mapping[str, Any] | Device) -> Device:
-    """A profile by its name, by the path of a YAML file, or as a mapping.
+    """Get a profile by its name, from a YAML file's path, or from a mapping.
 
-    A profile of one's own has the attributes of :class:`Device`; with ``based_on`` it says only what differs::
+    A user's profile has the attributes of :class:`Device`; with ``based_on`` it has only those that differ::
 
         based_on: h100
         name: our-cluster
@@ -321,7 +324,7 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
         achieved: {compute: 0.45}
 
     Raises:
-        ConfigurationError: There is no such profile or file, or it says something that isn't known or can't be.
+        ConfigurationError: There is no such profile or file, or it has an unknown or invalid setting.
     """
     if isinstance(profile, Device):
         return profile
@@ -339,10 +342,10 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
 
 
 def size(value: object, setting: str) -> int:
-    """Bytes: a number, or text such as ``"80GB"`` (10⁹) or ``"80GiB"`` (2³⁰).
+    """Parse bytes: a number, or text such as ``"80GB"`` (10⁹) or ``"80GiB"`` (2³⁰).
 
     Raises:
-        ConfigurationError: It isn't one.
+        ConfigurationError: The value is neither.
     """
     if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
         number, unit, binary = found.groups()
@@ -358,7 +361,7 @@ def _read(path: str) -> Mapping[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    except Exception as error:  # of the system, of YAML or of OmegaConf
+    except Exception as error:  # from the OS, YAML or OmegaConf
         raise ConfigurationError(f"device={path!r} can't be read ({error}): give the path of a YAML file.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"device={path!r} must hold settings by name, and holds {type(found).__name__}.")
@@ -423,7 +426,7 @@ def _link(value: Mapping[str, Any], setting: str) -> Link:
 
 
 def _number(value: Any) -> float | None:
-    """YAML takes ``9e14`` for text."""
+    """Convert a number, also from text, since YAML parses ``9e14`` as text; None if it is no number."""
     if isinstance(value, str):
         try:
             return float(value)

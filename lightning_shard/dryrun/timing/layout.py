@@ -1,9 +1,9 @@
-"""How long a step takes: counts × layout × settings × device. Pure arithmetic, and the schedule's own order on a clock.
+"""Estimates the time of a step from counts, layout, settings and device: arithmetic, and a simulation of the schedule.
 
-Stages (``stage.py``) run in the schedule's order (``pipeline/schedules/simulate.py``): a receive begins when its rank
-asks for it. After the last backward the optimizer reads gradients, and reads and writes its state and the parameters.
+Stages (``stage.py``) run in the schedule's order (``pipeline/schedules/simulate.py``); a receive begins when its rank
+waits for it. After the last backward the optimizer reads gradients, and reads and writes its state and the parameters.
 
-Not counted: launching kernels, the host's own work, reading data, logging, norms and clipping, and slow ranks.
+Not included: kernel launches, the host's own work, reading data, logging, norms and clipping, and slow ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ IDLE, OPTIMIZER, PIPELINE = "idle", "optimizer", "pipeline"
 
 
 class Timing:
-    """The costs of a step's actions: made once, bounded from below, and simulated.
+    """The costs of a step's actions, with a lower bound and a simulation of the step.
 
     Args:
-        counts: Of one microbatch, for the layout's tensor and expert axes.
+        counts: The counts of one microbatch, for the layout's tensor and expert sizes.
+        layout: The layout.
+        schedule: The order of actions.
+        held: Settings.
+        rates: The device's speed.
+        groups: The layout's groups of ranks.
         stages: In the order of the network.
-        times: What each spends.
-        crossing: Bytes of a microbatch that cross each cut.
-        tied: Bytes of a rank's shards of weights that several stages have, with the first and the last of these.
-        microbatches: Where there are others than the order has: to be bounded, and not to be simulated.
+        times: The time of each stage.
+        crossing: For each cut, bytes of a microbatch that cross it.
+        tied: (first stage, last stage, bytes of a rank's shard) of each weight that several stages have.
+        microbatches: If it differs from the schedule's number: only for :meth:`bound`, not for :meth:`simulated`.
     """
 
     def __init__(
@@ -75,11 +80,11 @@ class Timing:
         rates: Rates,
         optimizer: OptimizerState | None = None,
     ) -> Timing:
-        """Of one plan.
+        """The timing of one plan.
 
         Args:
-            blocks: Each stage's.
-            optimizer: What is kept for parameters; ``None`` where that isn't known.
+            blocks: Each stage's blocks.
+            optimizer: The optimizer's state; ``None`` if it isn't known.
         """
         groups = Groups(layout, rates.device.per_machine)
         stages = [Stage(counts, layout, own, held, optimizer) for own in blocks]
@@ -90,7 +95,7 @@ class Timing:
 
     @cached_property
     def transfers(self) -> list[float]:
-        """Over each cut; 0 between stages of one rank."""
+        """Transfer time over each cut; 0 between stages of one rank."""
         holder = self.schedule.rank_of
         pairs = [(holder[cut], holder[cut + 1]) for cut in range(len(self._crossing))]
         return [
@@ -99,10 +104,10 @@ class Timing:
         ]
 
     def costs(self, *, reduces: bool = True) -> Costs:
-        """Of a batch's actions.
+        """The costs of a batch's actions, for the simulation.
 
         Args:
-            reduces: Whether its last backward is the last before an optimizer step.
+            reduces: Whether it is the last batch before an optimizer step, so that gradients are reduced.
         """
         backward = [(stage.backward_s - stage.weights, stage.weights) for stage in self.stages]
         once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
@@ -119,7 +124,7 @@ class Timing:
         )
 
     def _last(self, rank: int) -> dict[int, float]:
-        """What a rank's last action takes beside, by stage: gradients of other stages wait for it to be reduced."""
+        """Additional time of a rank's last action, by stage: the other stages' gradients are reduced after it."""
         row = self.schedule.rows[rank]
         beside = None if self.schedule.splits_backwards else row[-1].stage
         return {s: self.stages[s].last if s == beside else self.stages[s].reduces for s in self._own[rank]}
@@ -130,7 +135,7 @@ class Timing:
 
     @cached_property
     def ties(self) -> float:
-        """To add the gradients of weights that several stages have, to and fro between the outermost ones."""
+        """Time to sum gradients of weights that several stages have: to and fro between the outermost stages."""
         found = 0.0
         for first, last, nbytes in self._tied:
             one, other = self.schedule.rank_of[first], self.schedule.rank_of[last]
@@ -139,15 +144,15 @@ class Timing:
         return found
 
     def bound(self) -> float:
-        """What no order of a schedule's actions can go below."""
+        """A lower bound of the step's time, for any order of the schedule's actions."""
         batches = self._turns.batches
         return (batches - 1) * self._bound(0) + self._bound(1) + self.optimizer + self.ties
 
     def _bound(self, reduces: int) -> float:
-        """Of a batch: a rank computes all microbatches, and receives what they need.
+        """A lower bound of a batch's time: a rank computes all microbatches, and receives what they need.
 
-        Before that, the first one has passed the stages before; after it, the last gradients have yet to, unless what
-        the rank does last are gradients of weights.
+        Before that, the first microbatch passes the earlier stages. After it, the last gradients pass them, unless the
+        rank's last actions are gradients of weights.
         """
         costs = self.costs(reduces=bool(reduces))
         splits, several = self.schedule.splits_backwards, self.schedule.stages > len(self.schedule.rows)
@@ -155,7 +160,7 @@ class Timing:
         passing, longest = 0.0, 0.0
         passed = []
         for index, stage in enumerate(self.stages):
-            received = transfers[index - 1] if index else 0.0  # the rank's own, counted with what it does for each
+            received = transfers[index - 1] if index else 0.0  # the rank's own receive is counted with each microbatch
             passed.append(passing - received)
             passing += costs.forward[index] + transfers[index]
             if not splits:
@@ -169,10 +174,11 @@ class Timing:
         return longest
 
     def simulated(self, flops_per_sample: float | None = None) -> StepTime:
-        """The step on a clock.
+        """Simulate the step.
 
         Args:
-            flops_per_sample: Of the model itself, forward and backward; on one device, without recomputation.
+            flops_per_sample: FLOPs of the whole model's forward and backward for one sample, without recomputation; for
+                MFU.
         """
         counts, layout, batches = self.counts, self.layout, self._turns.batches
         timeline = simulate(self.schedule, self.costs())
@@ -185,7 +191,7 @@ class Timing:
         for own in self._own:
             crossing = sum(self._crossing[cut] for stage in own for cut in self._cuts_of(stage) if self.transfers[cut])
             of_stages = [sent(self._made[stage], self.held, layout, self._turns) for stage in own]
-            # values one way, gradients the other
+            # activations forward over one of a stage's cuts, gradients backward over the other
             bytes_sent.append(total([*of_stages, *([{PIPELINE: runs * crossing}] if crossing else [])]))
         axes = dict.fromkeys(axis for of in bytes_sent for axis in of)
         return StepTime(
@@ -205,11 +211,11 @@ class Timing:
         )
 
     def _cuts_of(self, stage: int) -> range:
-        """The cuts at a stage's ends."""
+        """The cuts before and after a stage."""
         return range(max(0, stage - 1), min(stage + 1, len(self._crossing)))
 
     def _spent(self, step: float) -> dict[str, float]:
-        """The busiest rank's step, by what."""
+        """The busiest rank's time in a step, by purpose."""
         runs = self._turns.microbatches * self._turns.batches
         ranks = []
         for rank, own in enumerate(self._own):
@@ -239,18 +245,18 @@ class Timing:
 
 
 def model_flops(counts: Counts) -> float:
-    """Of the model itself, for one sample, forward and backward: of counts without tensor and expert axes."""
+    """FLOPs of the model's forward and backward for one sample; ``counts`` must be without tensor and expert axes."""
     parts = [*counts.blocks, *(part for _, part in counts.parts), *counts.everywhere, counts.loss]
     return sum(part.plain.forward.flops + part.plain.backward.flops for part in parts) / counts.samples
 
 
 def crossings(counts: Counts, blocks: Sequence[range]) -> list[int]:
-    """Bytes of a microbatch that cross each cut."""
+    """For each cut, bytes of a microbatch that cross it."""
     return [counts.blocks[own.start - 1].output for own in blocks[1:]]
 
 
 def ties(counts: Counts, layout: Layout, blocks: Sequence[range]) -> list[tuple[int, int, int]]:
-    """The weights of several stages: the first and the last of these, and bytes of a rank's shard."""
+    """The trained weights that several stages have: (first stage, last stage, bytes of a rank's shard)."""
     holders: dict[str, list[tuple[int, ParameterCount]]] = {}
     for index, own in enumerate(blocks):
         held = {p.name: p for part in counts.of_stage(own) for p in part.parameters if p.requires_grad}

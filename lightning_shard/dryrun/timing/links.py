@@ -1,14 +1,14 @@
-"""How long ranks take to send each other something: which links a group uses, and what a collective costs there.
+"""Communication times: which links a group of ranks uses, and what a collective or a transfer costs there.
 
-Ranks are numbered as ``layout.py`` says, and machines have so many of them, one after the other. A group is ranks at
-equal distances: tensor-parallel ones are neighbours, the stages of a pipeline are farthest apart.
+Ranks are numbered as in ``layout.py``, and each machine has ``per_machine`` consecutive ranks. A group consists of
+ranks at equal distances: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
 
-Collectives go round a ring, as bandwidth-optimal ones do (Thakur et al., "Optimization of Collective Communication
-Operations in MPICH", 2005): of p ranks each sends (p − 1)/p of the whole in an all-gather or a reduce-scatter, and
-twice that in an all-reduce. Where a ring crosses machines, each of a machine's k ranks of the group brings a network
-adapter of its own, so the ring runs at k times the bandwidth of one, if the links inside of the machine let it. A
-message passes each link of the ring once in a collective. Groups don't share links here, and switches are never too
-slow.
+Collectives use a ring, as bandwidth-optimal algorithms do (Thakur et al., "Optimization of Collective Communication
+Operations in MPICH", 2005): each of p ranks sends (p − 1)/p of the whole in an all-gather or a reduce-scatter, and
+twice that in an all-reduce. If a ring crosses machines, each of a machine's k ranks of the group uses its own network
+adapter, so the ring has k times the bandwidth of one adapter, unless the links inside the machine limit it. In a
+collective, a message passes each link of the ring once. Limits of the model: groups don't contend for links, and
+switches are never a bottleneck.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_shard.layout import Layout
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that send each other something.
+    """A group of communicating ranks.
 
     Attributes:
-        size: How many there are.
-        machines: On how many machines.
-        on_each: The fewest of them that are on one machine.
+        size: The number of ranks.
+        machines: The number of machines that they are on.
+        on_each: The smallest number of them on one machine.
     """
 
     size: int
@@ -41,10 +41,11 @@ class Group:
 
 
 class Groups:
-    """A layout's groups, each the most spread one of its axis.
+    """A layout's groups; for each axis, the one that is spread over most machines.
 
     Args:
-        per_machine: How many ranks a machine has.
+        layout: The layout.
+        per_machine: Ranks per machine.
     """
 
     def __init__(self, layout: Layout, per_machine: int) -> None:
@@ -62,14 +63,14 @@ class Groups:
         self.replicas = group(tensor * shards, layout.data_parallel_replicas)
 
     def between(self, one: int, other: int) -> Group:
-        """A rank of one pipeline rank and its neighbour on another."""
+        """The pair of ranks that communicate between two pipeline ranks."""
         size, last = self._layout.stage_size, self._layout.pipeline_parallel_size - 1
         return _pairs((last - one) * size, (last - other) * size, size, self._per_machine)
 
 
 @lru_cache(maxsize=4096)
 def _most_spread(step: int, size: int, world: int, per_machine: int) -> Group:
-    """Of the groups of ranks ``step`` apart, the one with the fewest of them on a machine."""
+    """Of all groups of ``size`` ranks at distance ``step``, the one with the fewest ranks per machine."""
     firsts = (first for first in range(world) if first // step % size == 0)
     groups = {tuple(Counter((first + i * step) // per_machine for i in range(size)).values()) for first in firsts}
     return min(
@@ -80,34 +81,34 @@ def _most_spread(step: int, size: int, world: int, per_machine: int) -> Group:
 
 @lru_cache(maxsize=4096)
 def _pairs(first: int, other: int, size: int, per_machine: int) -> Group:
-    """Two ranks, of which each of so many pairs has one: from ``first`` on, and from ``other`` on."""
+    """The slowest of ``size`` pairs: ranks from ``first`` on, each with its counterpart from ``other`` on."""
     crosses = any((first + i) // per_machine != (other + i) // per_machine for i in range(size))
     return Group(2, 2, 1) if crosses else Group(2, 1, 2)
 
 
 class Links:
-    """A device's links, for what goes over them; seconds."""
+    """Communication times over a device's links, in seconds."""
 
     def __init__(self, device: Device) -> None:
         self._inside, self._between = device.inside, device.between
         self._reached = device.achieved.links
 
     def ring(self, group: Group, sent: float, collectives: int = 1) -> float:
-        """Collectives in which each rank sends so many bytes altogether; there is none where there are none to send."""
+        """Ring collectives in which each rank sends ``sent`` bytes in total; 0 if nothing is sent."""
         if group.size == 1 or not collectives or not sent:
             return 0.0
         return sent / self._bandwidth(group) + collectives * self._round(group)
 
     def gather(self, group: Group, whole: float) -> float:
-        """An all-gather or a reduce-scatter of so many bytes, the whole."""
+        """An all-gather or a reduce-scatter; ``whole`` is the full tensor's bytes."""
         return self.ring(group, whole * (group.size - 1) / group.size)
 
     def reduce(self, group: Group, whole: float) -> float:
-        """An all-reduce of so many bytes."""
+        """An all-reduce of ``whole`` bytes."""
         return 2 * self.gather(group, whole)
 
     def exchange(self, group: Group, sent: float, collectives: int = 1) -> float:
-        """All-to-alls in which each rank sends so many bytes altogether, to each other rank as many."""
+        """All-to-alls in which each rank sends ``sent`` bytes in total, evenly to the other ranks."""
         if group.size == 1 or not collectives:
             return 0.0
         others = group.size - 1
@@ -118,7 +119,7 @@ class Links:
         return max(inside_s, between_s) + collectives * latency_s
 
     def transfer(self, cut: Group, sent: float) -> float:
-        """From a rank to one of the next stage."""
+        """A transfer of ``sent`` bytes from a rank to one of the next stage."""
         link = self._inside if cut.is_inside else self._between
         bandwidth = link.among(2) if cut.is_inside else link.bandwidth
         return sent / (bandwidth * self._reached) + link.latency_s if sent else 0.0
@@ -131,7 +132,7 @@ class Links:
         return min(inside, between) * self._reached
 
     def _round(self, group: Group) -> float:
-        """A message's way past all ranks of a ring."""
+        """Latency of a message that passes all ranks of a ring."""
         crossing = group.machines if not group.is_inside else 0
         return (
             (group.size - 1)

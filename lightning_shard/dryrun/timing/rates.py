@@ -1,11 +1,11 @@
-"""What work costs on a device: a part's operations by a profile, or as they were measured on the device at hand.
+"""Converts counted work to time on a device, by a profile or by times that were measured on the device at hand.
 
-Of each part, forward and backward, a rank spends
+For each part, forward and backward, a rank's time consists of
 
 * *products*: matrix products, convolutions and attention, at the device's peak or its memory's bandwidth, whichever is
-  slower (a roofline);
-* *memory*: other operations, each reading what it is given and writing what it makes;
-* *tensor*, *expert*: what its axis sends, which the computation waits for.
+  slower (roofline model);
+* *memory*: other operations, each of which reads its inputs and writes its outputs (no fusion);
+* *tensor*, *expert*: communication along these axes, which computation waits for.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from lightning_shard.dryrun.timing.links import Groups, Links
 PRODUCTS, MEMORY = "products", "memory"
 
 Seconds = Mapping[str, float]
-"""By what they are spent on."""
+"""Seconds by purpose."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What parts took on the device at hand, instead of what a profile says.
+    """Measured times of parts on the device at hand, used instead of a profile's peaks.
 
     Attributes:
-        seconds: Of a forward and of a backward of each part, by its name, for microbatches of ``samples``.
-        device: Where.
+        seconds: (forward, backward) by part name, for microbatches of ``samples``.
+        samples: The size of the measured microbatch.
+        device: The device's name.
     """
 
     seconds: Mapping[str, tuple[float, float]]
@@ -38,12 +39,13 @@ class Measured:
 
 
 class Rates:
-    """What work costs on a device.
+    """Times of work on a device.
 
     Args:
-        dtype: Of matrix products.
-        measured: In place of the profile's peaks, where a part was measured.
-        overlaps: Whether gathering and reducing go on beside computation; gloo's do not.
+        device: The device's profile.
+        dtype: The dtype of matrix products.
+        measured: Replaces the profile's peaks for parts that were measured.
+        overlaps: Whether all-gathers and reduce-scatters overlap with computation; with gloo they don't.
     """
 
     def __init__(self, device: Device, dtype: str, *, measured: Measured | None = None, overlaps: bool = True) -> None:
@@ -59,7 +61,7 @@ class Rates:
         return nbytes / self._memory
 
     def to_host(self, nbytes: float) -> float:
-        """To the host's memory or from there; 0 where the profile doesn't say how fast that is."""
+        """Time to copy bytes to or from host memory; 0 if the profile has no host bandwidth."""
         bandwidth = self.device.host_bandwidth
         return 0.0 if bandwidth is None else nbytes / (bandwidth * self.device.achieved.links)
 
@@ -68,7 +70,7 @@ class Rates:
         return {PRODUCTS: products, MEMORY: self.read(work.beside), **self._sent(work, groups)}
 
     def of_part(self, part: PartCount, cost: Cost, groups: Groups, samples: int) -> tuple[Seconds, Seconds]:
-        """A forward and a backward; measured ones with what was counted to be sent."""
+        """Times of a part's forward and backward: measured ones if available, plus the counted communication."""
         forward, backward = cost.forward, cost.backward
         known = self.measured.seconds.get(part.name) if self.measured is not None else None
         if known is None:
@@ -85,7 +87,7 @@ class Rates:
         )
 
     def of_weights(self, part: PartCount, cost: Cost, groups: Groups, samples: int) -> float:
-        """What of a part's backward comes in its second part, the gradients of matrix products' weights."""
+        """Time of a split backward's second part: the gradients of matrix products' weights."""
         if cost.parts is None:
             return 0.0
         _, backward = self.of_part(part, cost, groups, samples)
@@ -105,6 +107,6 @@ class Rates:
 
 
 def dtype_of(precision: str) -> str:
-    """In which matrix products are computed, under a Trainer's precision."""
+    """The dtype of matrix products under a Trainer's precision."""
     kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
     return kinds.get(precision.partition("-")[0], "float32")

@@ -1,9 +1,9 @@
-"""How long a rank spends on one stage: a forward and a backward of a microbatch, and what a batch takes beside.
+"""Estimates a rank's time on one stage: forward and backward of a microbatch, and additional time per batch.
 
-Beside what its parts cost (``rates.py``) a rank spends *data*: parameters that are gathered and gradients that are
-reduced, as far as they don't go on beside computation. A unit is gathered while the one before it computes, and reduced
-while the next one does; one after the other on a link. With ``cpu_offload``, its shards are copied from the host's
-memory before it is gathered, and those of its gradients to there after they are reduced.
+Beside the costs of its parts (``rates.py``), a stage takes *data* time: all-gathers of parameters and reduce-scatters
+of gradients, as far as they don't overlap with computation. A unit is gathered while the previous one computes, and
+reduced while the next one does; a link carries one of them at a time. With ``cpu_offload``, a unit's shards are copied
+from host memory before it is gathered, and shards of its gradients are copied back after they are reduced.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ DATA, REPLICAS = "data", "replicas"
 
 @dataclass(frozen=True)
 class StageTime:
-    """What a rank of one stage spends; seconds.
+    """A rank's time on one stage, in seconds.
 
     Attributes:
-        forward: On a microbatch, by what.
-        backward: The same.
-        weights: What of ``backward`` comes in its second part, which nobody waits for; 0 where that wasn't counted.
-        first: What the first forward of a batch takes beside: what is gathered then stays so.
-        last: What the last backward before an optimizer step takes beside, to reduce gradients.
-        reduces: What that takes when nothing is left to compute beside it; 0 if each backward reduces.
-        optimizer: The optimizer's step; 0 where that is in the host's memory, which isn't known.
+        forward: A microbatch's forward, by purpose.
+        backward: A microbatch's backward, by purpose.
+        weights: Time of ``backward`` in its second part, which no rank waits for; 0 if that wasn't counted.
+        first: Additional time of a batch's first forward, to gather parameters that stay gathered.
+        last: Additional time of the last backward before an optimizer step, to reduce gradients.
+        reduces: The time to reduce gradients without overlapping computation; 0 if each backward reduces.
+        optimizer: The optimizer's step; 0 if it runs in host memory, where its time isn't known.
     """
 
     forward: Seconds
@@ -54,14 +54,14 @@ class StageTime:
 
 
 class Turns(NamedTuple):
-    """How often things happen in a step: microbatches of a batch, and batches."""
+    """Repetitions in a step: microbatches per batch, and batches."""
 
     microbatches: int
     batches: int
 
 
 class _Piece(NamedTuple):
-    """What a rank does in turn: compute a part, for which a unit is gathered before and reduced after."""
+    """One of a rank's consecutive tasks: compute a part, gather its unit before, and reduce it after; in seconds."""
 
     compute: float
     gather: float = 0.0
@@ -69,7 +69,7 @@ class _Piece(NamedTuple):
 
 
 def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
-    """Seconds of pieces in turn, what they gather and reduce beside them on a link of their own."""
+    """Time of consecutive pieces; if ``overlaps``, gathers and reduces share one link, in parallel to computation."""
     if not overlaps:
         return sum(map(sum, pieces))
     computed = linked = 0.0
@@ -88,11 +88,15 @@ def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
 def stage_time(
     stage: Stage, samples: int, held: Held, groups: Groups, rates: Rates, *, splits: bool = False
 ) -> StageTime:
-    """Of a stage.
+    """Estimate a stage's time.
 
     Args:
-        samples: Of the microbatch that was counted.
-        splits: Whether backwards of the pipeline come in two parts: then none reduces beside what it computes.
+        stage: The stage.
+        samples: The size of the counted microbatch.
+        held: Settings.
+        groups: The layout's groups of ranks.
+        rates: The device's speed.
+        splits: Whether the schedule splits backwards; then reduces don't overlap with computation.
     """
     pairs = zip(stage.parts, stage.costs, strict=True)
     spent = [rates.of_part(part, cost, groups, samples) for part, cost in pairs]
@@ -137,17 +141,17 @@ def total(spent: Iterable[Seconds]) -> dict[str, float]:
 
 
 def _units_in_turn(stage: Stage) -> list[Unit | None]:
-    """For each part the unit that is gathered for it: once, where a block runs several times."""
+    """For each part, the unit that is gathered for it; only the first time if a block runs several times."""
     units = dict(stage.units)
     return [units.pop(part.name, None) for part in stage.parts]
 
 
 def _of_unit(unit: Unit, *, gradients: bool) -> tuple[float, float]:
-    """Bytes of whole parameters or gradients of a unit, that all data ranks share, and that those of experts do."""
+    """Bytes of a unit's whole parameters or gradients: those sharded over all data ranks, and those of experts."""
     shared = experts = 0.0
     for parameter, numel in unit.padded:
         if parameter.is_listed or (gradients and not parameter.requires_grad):
-            continue  # experts in lists are among what their part sends
+            continue  # experts in lists are included in their part's traffic
         dtype = (unit.reduces_in if gradients else parameter.gathered_dtype) or parameter.dtype
         nbytes = numel * dtype.itemsize
         if parameter.is_expert:
@@ -166,7 +170,7 @@ def _gather(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> 
 
 
 def _reduce(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> float:
-    """Reduced to shards, and these over replicas."""
+    """Time to reduce-scatter a unit's gradients, and to all-reduce the shards over replicas."""
     if unit is None:
         return 0.0
     shared, experts = _of_unit(unit, gradients=True)
@@ -181,13 +185,13 @@ def _reduce(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> 
 
 
 def _stepped(stage: Stage) -> float:
-    """Bytes that an optimizer's step reads and writes: state and parameters twice, gradients once."""
+    """Bytes that an optimizer step moves: state and parameters are read and written, gradients are read."""
     trained = sum(numel * p.dtype.itemsize for p, numel in stage.shards if p.requires_grad)
     return 2 * stage.state_bytes + 3 * trained
 
 
 def sent(stage: Stage, held: Held, layout: Layout, turns: Turns) -> dict[str, float]:
-    """Bytes that a rank sends in a step, by axis."""
+    """Bytes that a rank of a stage sends in a step, by axis; without pipeline transfers."""
     shards, experts = layout.shard_size, layout.shard_size // layout.expert_parallel_size
     replicas = layout.data_parallel_replicas
 

@@ -1,4 +1,4 @@
-"""A step on a clock: what a plan and a search say of it."""
+"""``StepTime``: the estimated time of a step, as plans and searches report it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_shard.pipeline.schedules.simulate import Timeline
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step on a clock; seconds.
+    """The estimated time of a step. Times are in seconds.
 
     Attributes:
         device: The profile's name.
         step: From the first microbatch to the end of the optimizer's step.
-        timeline: Of the last batch of the step, in seconds; of the pipeline's ranks.
-        stages: What each spends.
-        optimizer: The slowest rank's.
-        ties: What weights of several stages take, whose gradients are added after the last backward.
-        bubble: The share of the step in which the mean rank computes and sends nothing.
-        tokens_per_s: Of all devices together.
-        mfu: The share of all devices' peak that the model's own operations are (recomputation counts nothing); ``None``
-            where these aren't known.
-        spent: What the busiest rank spends a step on, by what; what is left is idle.
-        sent: Bytes that a rank sends in a step, by axis: the most of any stage's.
-        unknown: What isn't in these numbers and should be.
-        assumed: What they were taken for.
+        timeline: The simulated timeline of the pipeline's ranks, for the step's last batch.
+        stages: The time of each stage.
+        optimizer: The slowest rank's optimizer step.
+        ties: The time to sum gradients of weights that several stages share, after the last backward.
+        bubble: The fraction of the step in which the average rank neither computes nor sends.
+        tokens_per_s: Tokens per second of all devices together.
+        mfu: Model FLOPs utilization: the model's own operations (without recomputation) as a fraction of all devices'
+            peak; ``None`` if these operations aren't known.
+        spent: The busiest rank's time in a step, by purpose; the rest is idle.
+        sent: Bytes that a rank sends in a step, by axis; the maximum over stages.
+        unknown: Texts of what these numbers should include, and don't.
+        assumed: Texts of assumptions.
     """
 
     device: str
@@ -48,7 +48,7 @@ class StepTime:
     assumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For machines: seconds and bytes."""
+        """For machines. In seconds and bytes."""
         return {
             "device": self.device,
             "step": self.step,
@@ -69,11 +69,11 @@ class StepTime:
 
     @property
     def dominates(self) -> str:
-        """What the busiest rank spends most on."""
+        """What the busiest rank spends most time on."""
         return max(self.spent, key=lambda what: self.spent[what])
 
 
 def share_text(time: StepTime) -> str:
-    """What the busiest device spends its step on, the most first."""
+    """A text of the busiest device's shares of time by purpose, the largest first."""
     shares = sorted(((of / time.step, what) for what, of in time.spent.items() if time.step), reverse=True)
     return ", ".join(f"{what} {100 * share:.1f} %" for share, what in shares if share >= 0.0005)
