@@ -1,7 +1,7 @@
-"""What tests of models and of programs on several processes need: processes that are ranks, and a comparison.
+"""Test utilities: run code on several ranks of this machine, and compare a module's training between layouts.
 
-- :func:`assert_trains_alike`: a LightningModule on layouts against one plain process (``alike``).
-- :func:`run_ranks`, :func:`ranks`: a function, or a test's body, on several processes of this machine (``processes``).
+- :func:`assert_trains_alike`: compares a LightningModule on layouts with one plain process (``alike``).
+- :func:`run_ranks`, :func:`ranks`: run a function, or a test's body, on several processes (``processes``).
 """
 
 from lightning_shard.testing.alike import TrainsDifferently, assert_trains_alike

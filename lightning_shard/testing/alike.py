@@ -1,4 +1,4 @@
-"""One LightningModule on one process and on layouts: whether it trains alike, and where it first doesn't."""
+"""``assert_trains_alike``: trains a LightningModule on one process and on layouts, and reports the first difference."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from lightning_shard.testing.layouts import DEFAULT, NamedLayout, parse, parse_a
 from lightning_shard.testing.processes import RanksFailed, run_ranks
 
 TOLERANCE = 1e-4
-"""Relative, in fp32: rounding moves gradients of networks of a few layers by 1e-6 to 1e-5 of their largest value."""
+"""Relative, for fp32: rounding changes gradients of networks of a few layers by 1e-6 to 1e-5 of their largest value."""
 
 _SHOWN = 6
-"""So many other quantities that differ at the same moment are named."""
+"""How many other quantities that differ at the same moment are listed."""
 
 
 class TrainsDifferently(AssertionError):
-    """A module computes something else on a layout than on one process.
+    """A module computes different values on a layout than on one process.
 
     Attributes:
-        layout: Its name.
-        moment: The first at which anything differs, such as ``"training batch 0"``.
+        layout: The layout's name.
+        moment: The first moment at which anything differs, such as ``"training batch 0"``.
         first: The first quantity that differs then.
-        others: What else does.
+        others: The other quantities that differ then.
+        hint: The likeliest cause.
     """
 
     def __init__(self, layout: NamedLayout, parting: Parting, facts: Facts, tolerance: float) -> None:
@@ -68,51 +69,52 @@ def assert_trains_alike(
     timeout_s: float = 120,
     **options: Any,
 ) -> list[str]:
-    """Train a small LightningModule on one plain process and on layouts of several, and compare all that they compute.
+    """Train a small LightningModule on one plain process and on layouts, and compare everything that they compute.
 
     ::
 
         def test_my_module_trains_alike():
             assert_trains_alike(make_module, make_batches, ["pp2", "pp2 x dp2"], pipeline_blocks="model.layers")
 
-    Compared are the weights before training; for each training batch what the step returned (as
-    ``on_train_batch_end`` gets it), what was logged, every gradient, their norm, and parameters and buffers
-    afterwards; what a validation returned and logged; and predictions. A module without ``validation_step`` or
-    ``predict_step`` of its own goes without. On data ranks, each has its part of every batch, and their joined outputs
-    and averaged logs are compared, of training also by how much each part counts (``loss_weight``).
+    It compares the weights before training; for each training batch what the step returned (as ``on_train_batch_end``
+    gets it), what was logged, every gradient, the gradient norm, and parameters and buffers afterwards; what validation
+    returned and logged; and predictions. Validation and prediction are skipped if the module doesn't define the step.
+    Each data rank gets its part of every batch; the ranks' joined outputs and averaged logs are compared (in training,
+    averages weighted by ``loss_weight`` are tried, too).
 
-    It starts its processes on the CPU of this machine; a script calls it below ``if __name__ == "__main__":``.
+    It starts processes on this machine's CPU, so a script must call it below ``if __name__ == "__main__":``.
 
     Args:
         make_module: Makes the module, with weights from the global random generators, which are seeded before. Like
-            ``make_batches`` a function that processes can import by its name, or a ``functools.partial`` of one.
-        make_batches: Makes the batches of one epoch, as steps get them; the same ones each time. With stages a batch
-            needs samples for two microbatches per stage and data rank: 8 samples do for all layouts of up to 4 ranks.
-        layouts: ``"pp2"``, ``"pp2 x dp2"``, ``"tp2"``, …, or dicts of arguments of ``HybridShardStrategy``; one of them
-            or several. Default: ``"pp2"`` and ``"dp2"``, and ``"tp2"`` where there is a tensor-parallel plan.
-        steps: So many batches at most.
-        seed: Of the weights.
+            ``make_batches``, a function that processes can import by its name, or a ``functools.partial`` of one.
+        make_batches: Makes the batches of one epoch, as steps get them; the same ones each time. With pipeline stages a
+            batch needs samples for two microbatches per stage, on each data rank: 8 are enough for all layouts of up to
+            4 ranks.
+        layouts: ``"pp2"``, ``"pp2 x dp2"``, ``"tp2"``, …, or dicts of arguments of ``HybridShardStrategy``; one or
+            several. Default: ``"pp2"`` and ``"dp2"``, and ``"tp2"`` if there is a tensor-parallel plan.
+        steps: The maximum number of batches.
+        seed: The seed of the weights.
         tolerance: Relative to each tensor's largest value.
-        allow_random: Take modules that draw random numbers in training; then only names, shapes and types are compared.
+        allow_random: Accept modules that draw random numbers in training; then only names, shapes and types are
+            compared.
         trainer: More arguments of the Trainer, such as ``{"gradient_clip_val": 1.0}``.
-        timeout_s: For one layout.
+        timeout_s: The time limit of one layout, in seconds.
         options: More arguments of ``HybridShardStrategy``, for all layouts.
 
     Returns:
-        The layouts that were compared.
+        The names of the layouts that were compared.
 
     Raises:
-        TrainsDifferently: On the first layout that isn't alike; says where it parts first, and what that usually means.
-        ShardError: The layout or the module is refused: raised as it is.
-        ConfigurationError: Arguments that can't work, and random numbers that have an effect in training: each layout
-            draws others.
-        RanksFailed: Anything else that a process raised, also one process by itself.
+        TrainsDifferently: A layout differs. It describes the first difference, and its usual cause.
+        ShardError: The layout or the module was refused; the original error.
+        ConfigurationError: Invalid arguments; or random numbers affect training, and each layout draws different ones.
+        RanksFailed: A process, also the plain one, raised any other error.
     """
     from lightning_shard import HybridShardStrategy
 
     chosen = parse_all(DEFAULT if layouts is None else layouts, options)
     for layout in chosen:
-        HybridShardStrategy(**layout.arguments)  # refuses what can't be before anything runs
+        HybridShardStrategy(**layout.arguments)  # raises for invalid arguments before anything runs
     alone = OneProcess(
         make_module,
         make_batches,
@@ -130,7 +132,7 @@ def assert_trains_alike(
 
 
 class OneProcess:
-    """A module's run on one process, which runs on layouts are compared with."""
+    """A module's run on one process, as the reference for runs on layouts."""
 
     def __init__(
         self,
@@ -171,9 +173,9 @@ class OneProcess:
         """Run on a layout and compare.
 
         Raises:
-            TrainsDifferently: It isn't alike.
-            ShardError: It is refused.
-            RanksFailed: A rank raised anything else.
+            TrainsDifferently: The runs differ.
+            ShardError: The layout or the module was refused.
+            RanksFailed: A rank raised any other error.
         """
         from lightning_shard.testing import recorder
 
@@ -190,7 +192,7 @@ class OneProcess:
 
 
 def _raise_refusal(failed: RanksFailed) -> NoReturn:
-    """Our own error, where it is what came first; what other ranks say of a lost one isn't."""
+    """Raise our own error if it was the first one; errors about a lost rank are consequences, and don't count."""
     causes = [error for error in failed.errors.values() if not isinstance(error, RankFailure)]
     if causes and isinstance(causes[0], ShardError):
         raise causes[0] from failed

@@ -1,14 +1,13 @@
-"""Where the ranks of a layout first compute something else than one process did. Pure: records in, a difference out.
+"""Compares the records of a layout's ranks with one process's, and finds the first difference. Pure.
 
-Tolerances. A layout changes only the order in which numbers are added, which moves a value by a few units in its last
-place. What that means depends on the tensor: each is held to ``tolerance`` times its own largest value. Three things
-are allowed for beyond that:
+Tolerances: a layout changes only the order of additions, which changes a value by a few units in its last place.
+Therefore each tensor may differ by ``tolerance`` times its own largest value. Three allowances go beyond that:
 
-- A gradient that should be zero (the bias of an attention's keys, say) is rounding of values that cancel: the scale of
-  a gradient is at least a hundredth of the step's largest.
-- A norm in fp32 is a sum of up to millions of squares: ten times the tolerance.
-- Adam divides a gradient by its own size, so where a gradient is rounding, so is the step: an element's step may differ
-  by as much, relative to its size, as its gradients did, which have been compared before.
+- A gradient that is zero in exact arithmetic (such as that of the bias of an attention's keys) is rounding error of
+  values that cancel. So a gradient's scale is at least a hundredth of the step's largest gradient.
+- A norm in fp32 is a sum of up to millions of squares, and gets ten times the tolerance.
+- Adam divides a gradient by its own size, so if a gradient is rounding error, its step is, too. So an element's step
+  may differ, relative to its size, by as much as its gradients did, which have been compared already.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from torch import Tensor
 from lightning_shard.testing.layouts import NamedLayout
 
 _GRADIENTS_FLOOR = 1e-2
-"""The least scale of a gradient, relative to the largest of the step."""
+"""Smallest scale of a gradient, relative to the step's largest gradient."""
 _NORMS = 10.0
-"""So many times the tolerance is allowed for the norm."""
+"""Factor on the tolerance for the gradient norm."""
 _DEVIATION = 0.1
-"""The least scale of a running mean, relative to its standard deviation."""
+"""Smallest scale of a running mean, relative to its standard deviation."""
 _FLOOR = 1e-6
-"""The least scale of anything else."""
+"""Smallest scale of anything else."""
 
 
 @dataclass
 class Moment:
-    """What one rank held at one moment of a run.
+    """What one rank recorded at one moment of a run.
 
     Attributes:
-        outputs: What a step returned and hooks got, leaf by leaf.
+        outputs: What a step returned to hooks, leaf by leaf.
         logs: ``trainer.callback_metrics`` and ``trainer.logged_metrics``.
-        gradients: Whole ones of the rank's stage, before the optimizer's step; where they are not zero.
-        norm: Of all gradients.
-        state: Parameters and buffers that a checkpoint would hold of the rank's stage, whole.
-        weight: How much the loss of the rank's part of the batch counts, by ``loss_weight``.
+        gradients: The full gradients of the rank's stage before the optimizer's step; without those that are zero.
+        norm: The norm of all gradients.
+        state: The full parameters and buffers of the rank's stage that a checkpoint would hold.
+        weight: The weight of the loss of the rank's part of the batch, by ``loss_weight``.
     """
 
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -57,19 +56,19 @@ class Moment:
 
 
 Record = dict[str, Moment]
-"""By the moment's name, in the order of time."""
+"""Moments by name, in chronological order."""
 
 
 @dataclass
 class Facts:
-    """What is known of a module and its batches from running it on one process; for hints.
+    """Facts about a module and its batches, found by running it on one process; used for hints.
 
     Attributes:
-        draws: What draws random numbers in training, by name and class.
-        batch_norms: Names of layers that take statistics over a batch.
-        padded: What in the batches says that samples count unequally; empty where nothing does.
-        has_plan: Whether it brings a tensor-parallel plan.
-        precision: The Trainer's.
+        draws: Modules that draw random numbers in training, by name and class.
+        batch_norms: Names of layers that compute statistics over a batch.
+        padded: A text of what in the batches shows that samples count unequally; empty if nothing does.
+        has_plan: Whether the module declares a tensor-parallel plan.
+        precision: The Trainer's precision.
     """
 
     draws: list[str] = field(default_factory=list)
@@ -85,11 +84,12 @@ class Apart:
 
     Attributes:
         kind: ``"output"``, ``"log"``, ``"gradient"``, ``"gradient norm"`` or ``"state"``.
-        name: Of the quantity within its kind.
-        ranks: Where it was found; empty where it is missing on all.
-        relative: The largest difference relative to the scale that the tolerance is of; ``inf`` for another shape or
-            type, or none at all.
-        ratio: What the expected value has to be multiplied with, if that is all.
+        name: The quantity's name within its kind.
+        expected, found: Texts of both values.
+        ranks: The ranks that have it; empty if no rank has it.
+        relative: The largest difference, relative to the scale that the tolerance refers to; ``inf`` for another shape
+            or type, or a missing value.
+        ratio: The factor between both values, if they differ only by a factor.
     """
 
     kind: str
@@ -106,19 +106,20 @@ class Apart:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first moment at which anything differs, and all that does then: outputs, logs, gradients, state."""
+    """The first moment at which anything differs, and everything that differs then: outputs, logs, gradients, state."""
 
     moment: str
     apart: list[Apart]
 
 
 def first_parting(plain: Record, ranks: Sequence[Record], layout: NamedLayout, tolerance: float) -> Parting | None:
-    """Compare moment by moment.
+    """Compare moment by moment; returns the first that differs, or None.
 
     Args:
-        plain: One process's.
-        ranks: By rank.
-        tolerance: Relative; ``inf`` compares names, shapes and types only.
+        plain: One process's record.
+        ranks: The layout's records by rank.
+        layout: The layout.
+        tolerance: Relative tolerance; ``inf`` compares only names, shapes and types.
     """
     steps = _Steps()
     for moment, expected in plain.items():
@@ -133,7 +134,7 @@ def first_parting(plain: Record, ranks: Sequence[Record], layout: NamedLayout, t
 
 
 def _once_each(apart: Iterator[Apart]) -> list[Apart]:
-    """A quantity that differs on several ranks is one, as found on the first of them and those that found the same."""
+    """Merge a quantity's differences on several ranks to one: the first rank's, with all ranks of the same value."""
     kept: dict[tuple[str, str], Apart] = {}
     for one in apart:
         first = kept.setdefault((one.kind, one.name), one)
@@ -154,7 +155,7 @@ def _all_apart(
     largest = max((_scale(gradient) for gradient in expected.gradients.values()), default=0.0)
     gradients = _union([(rank, moment.gradients) for rank, moment in stages])
     zeros = {name: torch.zeros_like(t) for name, t in [*expected.gradients.items(), *gradients.values.items()]}
-    wanted = {**zeros, **expected.gradients}  # a gradient of None is one of zeros
+    wanted = {**zeros, **expected.gradients}  # None counts as zeros
     gradients.values = {**zeros, **gradients.values}
     yield from _tensors_apart("gradient", wanted, gradients, tolerance, _GRADIENTS_FLOOR * largest)
     if expected.norm is not None:
@@ -173,11 +174,11 @@ def _of_means(state: Mapping[str, Tensor], tolerance: float) -> dict[str, Tensor
     return {name: tolerance * _DEVIATION * v.double().sqrt() for name, v in variances.items() if v is not None}
 
 
-# Who holds what
+# Which ranks hold what
 
 
 def _columns(layout: NamedLayout) -> list[tuple[int, ...]]:
-    """For each place beside the data axis, its data ranks in order: together they have the whole batch."""
+    """For each coordinate on the other axes, its data ranks in order; together they have the whole batch."""
     columns: dict[tuple[int, int, int], list[int]] = {}
     for rank in range(layout.world_size):
         place = layout.at(rank)
@@ -192,7 +193,7 @@ def keeps(layout: NamedLayout, rank: int) -> bool:
 
 @dataclass
 class _Union:
-    """What the stages have together, and on which ranks each is."""
+    """The union of the stages' tensors, and the ranks that have each."""
 
     values: dict[str, Tensor]
     ranks: dict[str, tuple[int, ...]]
@@ -215,7 +216,7 @@ def _outputs_apart(
     for name, value in expected.items():
         own = [part.outputs[name] for part in parts if name in part.outputs]
         if len(own) < len(parts):
-            if len(parts) == 1:  # lists of several data ranks have other entries
+            if len(parts) == 1:  # with several data ranks, lists have other entries
                 yield Apart("output", name, _shown(value), "nothing", ranks, math.inf)
             continue
         ways = _joined(own, [part.weight for part in parts])
@@ -232,7 +233,7 @@ def _apart_in_all_ways(
 
 
 def _joined(parts: list[Any], weights: list[float]) -> list[Any]:
-    """What data ranks returned, as one process may have returned it for all: the likeliest way first."""
+    """Join what data ranks returned to what one process may have returned: candidates, the likeliest first."""
     first = parts[0]
     if len(parts) == 1:
         return parts
@@ -263,7 +264,7 @@ def _logs_apart(
 
 
 def _mean(parts: Sequence[float], weights: Sequence[float]) -> float:
-    """Of those that count, since a mean over nothing may be NaN; of all, where none does."""
+    """Weighted mean without parts of weight 0, which may be NaN; the plain mean if all weights are 0."""
     counted = [(part, weight) for part, weight in zip(parts, weights) if weight] or [(part, 1.0) for part in parts]
     return sum(part * weight for part, weight in counted) / sum(weight for _, weight in counted)
 
@@ -287,7 +288,7 @@ def _tensors_apart(
 
 
 class _Steps:
-    """How far each parameter's elements may have parted by steps along gradients that are rounding."""
+    """Tracks how far each parameter's elements may have diverged by steps along gradients that are rounding error."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
@@ -311,7 +312,7 @@ class _Steps:
             if before is None or unsure is None or not now[0].shape == now[1].shape == unsure.shape:
                 continue
             step = (now[0] - before[0]).abs() + (now[1] - before[1]).abs()
-            # a step is the difference of momenta, which may be far smaller than they and what is unsure of them
+            # a step may be a difference of momenta, far smaller than these and their uncertainty: use the largest step
             self._largest[name] = torch.maximum(self._largest.get(name, step), step)
             self._allowed[name] = self._allowed.get(name, torch.zeros(())) + 2 * unsure * self._largest[name]
         return self._allowed
@@ -358,7 +359,7 @@ def _apart(
 
 
 def _doubles(tensor: Tensor) -> Tensor:
-    """In 64 bits; a complex number is two."""
+    """Convert to float64; a complex number becomes two elements."""
     dense = tensor.to_dense()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
 

@@ -1,4 +1,4 @@
-"""What it usually means that a quantity is another on a layout than on one process."""
+"""Hints: the usual cause of a quantity that differs between a layout and one process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lightning_shard.testing.compare import Facts, Parting
 from lightning_shard.testing.layouts import NamedLayout
 
 _ROUNDING = 1e-2
-"""Of bf16, relative to a gradient's largest value, after a few layers."""
+"""Rounding error of bf16 after a few layers, relative to a gradient's largest value."""
 
 
 def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
-    """A sentence or two; the likeliest cause only."""
+    """A sentence or two about the likeliest cause."""
     first = parting.apart[0]
     stages = layout.arguments.get("pipeline_parallel_size", 1)
     data = layout.arguments.get("data_parallel_size", 1)

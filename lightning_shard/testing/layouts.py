@@ -1,4 +1,4 @@
-"""Layouts by short names, such as ``"pp2 x dp2"``, or by the strategy's own arguments."""
+"""Parses layouts from short names, such as ``"pp2 x dp2"``, or from the strategy's own arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BETWEEN = re.compile(r"[\s,×x*]*")
 
 @dataclass(frozen=True)
 class NamedLayout:
-    """``arguments`` are those of ``HybridShardStrategy``, the sizes of all axes among them."""
+    """A layout; ``arguments`` are those of ``HybridShardStrategy``, including the sizes of all axes."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -36,7 +36,7 @@ class NamedLayout:
         return math.prod(self.arguments[axis] for axis in _AXES.values())
 
     def at(self, rank: int) -> Layout:
-        """Where a rank of it stands."""
+        """The layout as seen from global rank ``rank``."""
         sizes = {axis: self.arguments[axis] for axis in _AXES.values()}
         replicas = self.arguments.get("data_parallel_replicas", 1)
         experts = self.arguments.get(_EXPERTS, 1)
@@ -46,16 +46,16 @@ class NamedLayout:
 
 
 def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedLayout:
-    """A layout as users write it.
+    """Parse a layout as users write it.
 
     Args:
-        layout: Axes and sizes, in any order (``"pp2"``, ``"pp2 x dp2"``, ``"tp2×dp2"``), or arguments of
-            ``HybridShardStrategy``, whose data axis has one rank unless it says otherwise. Experts are dealt to data
-            ranks: ``"ep2"`` has two of these, ``"ep2 x dp2"`` four.
-        options: More arguments; those of ``layout`` come first.
+        layout: Axes and sizes, in any order (``"pp2"``, ``"pp2 x dp2"``, ``"tp2×dp2"``); or arguments of
+            ``HybridShardStrategy``, with one data rank by default. Experts are distributed over data ranks: ``"ep2"``
+            has two data ranks, ``"ep2 x dp2"`` four.
+        options: More arguments; ``layout`` takes precedence.
 
     Raises:
-        LayoutError: A name that says nothing, or sizes that can't be.
+        LayoutError: An unknown name, or invalid sizes.
     """
     if isinstance(layout, str):
         found = _NAME.findall(layout)
@@ -74,7 +74,7 @@ def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedL
     if arguments["data_parallel_size"] == "auto":
         arguments["data_parallel_size"] = 1
     named = NamedLayout(name, arguments)
-    named.at(0)  # refuses what can't be
+    named.at(0)  # raises for invalid sizes
     return named
 
 

@@ -1,4 +1,4 @@
-"""Tests on several processes that read as the plain program that every rank runs.
+"""Runs functions and tests on several processes (ranks) of this machine; a test reads as the program of one rank.
 
 ::
 
@@ -10,11 +10,11 @@
 
     run_ranks(train, 4, tmp_path, elastic=True)  # -> [train(tmp_path) of each rank], environment as under torchrun
 
-A run ends in bounded time with the account of every rank: its result, its traceback, or, where it hung or waited for
-one that failed, its Python stacks. No process outlives it.
+A run ends in bounded time with a report from every rank: its result, its traceback, or, if it hung or waited for a
+failed rank, its Python stacks. No process outlives the run.
 
-The ranks are fresh processes, forked from a server that has imported torch and Lightning once per session: a run on
-4 ranks starts in a tenth of a second instead of the seconds that four imports take.
+The ranks are new processes, forked from a server (``forkserver``) that imports torch and Lightning once per session. So
+a run on 4 ranks starts in a tenth of a second, instead of the seconds that four imports take.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from lightning_shard.testing.rank_process import Job, Options, serve
 __all__ = ["RanksFailed", "preload", "ranks", "run_ranks"]
 
 FAILURE_GRACE_S = 3.0
-"""How long the other ranks may go on after the first failure, to report failures of their own."""
+"""How long the other ranks may continue after the first failure, to report their own failures."""
 EXIT_GRACE_S = 10.0
 """How long a rank may take to exit after every rank has returned."""
 PROBE_S = 5.0
-"""For so long before its limit a run is watched: ranks that compute get more time, up to PATIENCE times the limit."""
+"""In the last seconds before its limit a run's CPU time is sampled: ranks that compute get more time, up to PATIENCE
+times the limit."""
 PATIENCE = 3
 STACKS_GRACE_S = 5.0
-"""How long all ranks together may take to write their stacks: on a starved machine even a signal handler waits."""
+"""How long all ranks together may take to write their stacks: on an overloaded machine even a signal handler waits."""
 
 _preloaded = [
     "torch.distributed.fsdp",
@@ -65,8 +66,8 @@ class RanksFailed(AssertionError):
     """At least one rank raised, died or hung.
 
     Attributes:
-        accounts: A text per rank, the first to fail first.
-        errors: What ranks raised, in the same order; without what doesn't pickle.
+        accounts: A text for each rank, in the order of failure.
+        errors: The exceptions that ranks raised, in the same order; without those that can't be pickled.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RanksFailed(AssertionError):
 
 
 def preload(*modules: str) -> None:
-    """Have the server of forks import these too, once; call it before the first run (in ``conftest.py``)."""
+    """Have the fork server import more modules, once; call it before the first run (in ``conftest.py``)."""
     _preloaded.extend(modules)
 
 
@@ -96,19 +97,21 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function(*args, **kwargs)`` on ``world_size`` processes of this machine and return each rank's result.
 
-    Every rank starts with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set over this process's
-    environment and working directory, one torch thread, and the same seed of all generators. As under torchrun, the
-    rendezvous is for one default process group: a second one in the same run would wait for ever.
+    Every rank starts with this process's environment and working directory, plus RANK, LOCAL_RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT; with one torch thread, and all generators equally seeded. As under torchrun, the
+    rendezvous serves one default process group: a second one in the same run would wait forever.
 
     Args:
-        function: Importable by module and name; arguments and results must pickle.
-        timeout_s: After this time a run that waits fails with every rank's stacks, and one that still computes, on a
-            slow machine, after three times as much; also the process group's timeout.
-        init: Initialise the default process group with ``backend``, and destroy it after all ranks have returned.
-            Default: yes, unless ``elastic``.
-        elastic: Also set what ``torchrun`` sets, so that a Lightning Trainer takes these processes as its own and
-            initialises the process group itself.
-        start_method: "spawn" pays the imports in every rank; for what doesn't survive a fork.
+        function: Importable by module and name. Arguments and results must be picklable.
+        world_size: The number of ranks.
+        timeout_s: After so many seconds a run that waits fails with every rank's stacks; a run that still computes, on
+            a slow machine, after three times as many. Also the process group's timeout.
+        backend: The process group's backend.
+        init: Initialise the default process group, and destroy it after all ranks have returned. Default: True, unless
+            ``elastic``.
+        elastic: Also set the environment variables of ``torchrun``, so that a Lightning Trainer uses these processes
+            and initialises the process group itself.
+        start_method: "spawn" for code that doesn't survive a fork; every rank then pays for the imports.
 
     Raises:
         RanksFailed: A rank raised, died, hung, or didn't exit.
@@ -118,9 +121,9 @@ def run_ranks(
 
 
 def ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Decorate a test so that its body runs on ``world_size`` processes; options as of :func:`run_ranks`.
+    """Decorator: run a test's body on ``world_size`` processes; options as for :func:`run_ranks`.
 
-    The test is found in the ranks by module and name; what pytest passes to it (``tmp_path``, parameters) must pickle.
+    The ranks import the test by module and name. What pytest passes to it (``tmp_path``, parameters) must be picklable.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
@@ -138,7 +141,7 @@ def ranks(world_size: int, **options: Any) -> Callable[[Callable[..., Any]], Cal
 
 @dataclass(frozen=True)
 class _Body:
-    """A decorated function, which can't be pickled by its name: the name leads to the decorator's wrapper."""
+    """Picklable handle of a decorated function, whose own name refers to the decorator's wrapper."""
 
     module: str
     qualname: str
@@ -149,7 +152,7 @@ class _Body:
 
 
 class _Rank:
-    """One rank's process, the pipe its messages come through, and the file its stacks are written to."""
+    """One rank's process, the pipe for its messages, and the file for its stacks."""
 
     def __init__(self, index: int, job: Job) -> None:
         context: Any = multiprocessing.get_context(job.options.start_method)
@@ -158,13 +161,13 @@ class _Rank:
         self.pipe: connection.Connection = ours
         self.stacks = job.stacks
         self.error: BaseException | None = None
-        # not a daemon: those may not have children, and a DataLoader's workers are children
+        # no daemon: daemons may not have children, such as a DataLoader's workers
         self.process: BaseProcess = context.Process(target=serve, args=(job, theirs), daemon=False)
         self.process.start()
         theirs.close()
 
     def message(self) -> tuple[str, Any]:
-        """What the rank sent, or how it died; called when there is one or the other."""
+        """What the rank sent, or how it died; called once the pipe or the process is ready."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 kind, payload, pickled = pickle.loads(self.pipe.recv_bytes())
@@ -180,19 +183,19 @@ class _Rank:
         return "error", self.death()
 
     def death(self) -> str:
-        """How the process ended, and the stacks where a signal ended it."""
+        """How the process ended, and the stacks that faulthandler has written."""
         code = self.process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return f"died ({how})\n{self._read_stacks()}"
 
     def ask_for_stacks(self) -> None:
-        """Have a signal handler in C write the Python stacks of all the rank's threads: it may be deep in a wait."""
+        """Have a signal handler in C write the stacks of all of the rank's threads: it works even in a blocked call."""
         if self.process.pid is not None and self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGUSR1)
 
     def stacks_by(self, deadline: float) -> str:
-        """The stacks that were asked for, or why there are none."""
+        """The requested stacks, or the reason why there are none."""
         found = last = ""
         while not (found and found == last) and self.process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -211,7 +214,7 @@ class _Rank:
     def kill(self) -> None:
         pid = self.process.pid
         if pid is not None:
-            # each rank leads a process group, in which its DataLoader workers are
+            # each rank leads a process group, which includes its DataLoader workers
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             if self.process.is_alive():
@@ -226,8 +229,8 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
     call = pickle.dumps((function, tuple(args), kwargs))
     multiprocessing.get_context("forkserver").set_forkserver_preload(_preload_list())
-    # The store lives here and its port is bound before anyone is told of it: no race for a free port.
-    # The workers find it as they would find torchrun's.
+    # The store lives in this process, and its port is bound before the ranks start: no race for a free port.
+    # The ranks find it as they would find torchrun's.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     started: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -249,7 +252,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def _collect(processes: list[_Rank], options: Options) -> list[Any]:
-    """Each rank's result, in rank order; raises when one fails or the time is over."""
+    """Each rank's result, in rank order; raises if a rank fails or the time is over."""
     __tracebackhide__ = True
     limit = _Limit(processes, options.timeout_s)
     pending = {rank.index: rank for rank in processes}
@@ -306,7 +309,7 @@ def _all_stacks(processes: Collection[_Rank]) -> dict[int, str]:
 
 
 class _Limit:
-    """When a run is over: at its limit if its ranks wait, later if they compute, soon after a failure."""
+    """The deadline of a run: at its limit if its ranks wait, later if they compute, soon after a failure."""
 
     def __init__(self, processes: list[_Rank], timeout_s: float) -> None:
         self._pids = [rank.process.pid for rank in processes]
@@ -316,7 +319,7 @@ class _Limit:
         self._used_s: float | None = None
 
     def left(self) -> float:
-        """Seconds until this is to be asked again; none where the run is over."""
+        """Seconds until the next check; 0 or less if the run is over."""
         now = time.monotonic()
         if now >= self._next and now < self._last:
             before, self._used_s = self._used_s, sum(_state(pid)[1] for pid in self._pids)
@@ -329,7 +332,7 @@ class _Limit:
 
 
 def _state(pid: int | None) -> tuple[str, float]:
-    """A process's state by Linux's letter, and the processor time in seconds that it has used; nothing elsewhere."""
+    """A process's state letter and used CPU time in seconds, on Linux; ``("?", 0)`` elsewhere."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -338,7 +341,7 @@ def _state(pid: int | None) -> tuple[str, float]:
 
 
 def _doing(pid: int | None) -> str:
-    """Whether a process waits, works or can't be reached: tells a hang from a starved machine."""
+    """A text of a process's state, CPU time and the machine's load: tells a hang from an overloaded machine."""
     letter, used_s = _state(pid)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return f"state {letter}, {used_s:.1f} s of processor time used; the machine's load averages: {load}"
@@ -379,11 +382,11 @@ def _environment(rank: int, port: int, options: Options) -> dict[str, str]:
             "ROLE_WORLD_SIZE": size,
         }
     if sys.platform == "linux":
-        # gloo would look up this machine's name otherwise, which may lead nowhere
+        # otherwise gloo resolves this machine's host name, which may not resolve
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
 def _preload_list() -> list[str]:
-    # pytest is the __main__ that every rank imports
+    # under pytest, pytest is the __main__ that every rank imports
     return [*dict.fromkeys(_preloaded), *(["pytest"] if "pytest" in sys.modules else [])]

@@ -1,4 +1,4 @@
-"""A rank's process: it does what it is told, tells how that went, and lives no longer than the process that asks."""
+"""The process of one rank: runs a job, reports its result or error, and ends when its parent process ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank is told."""
+    """The job of one rank."""
 
     call: bytes
     """The pickled ``(function, args, kwargs)``."""
@@ -51,7 +51,7 @@ class Job:
 
 
 def serve(job: Job, pipe: connection.Connection) -> None:
-    gc.freeze()  # what was imported before the fork lives on: collections needn't walk it, nor copy its pages
+    gc.freeze()  # objects from before the fork stay: don't walk them in collections, which would copy their pages
     with open(job.stacks, "w") as file:
         with contextlib.suppress(OSError):
             os.setpgrp()
@@ -60,7 +60,7 @@ def serve(job: Job, pipe: connection.Connection) -> None:
         threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
         os.environ.clear()
         os.environ.update(job.environment)
-        # this process's own children (a DataLoader's workers) start as the asking process's would
+        # this process's children (a DataLoader's workers) use the parent's start method
         multiprocessing.set_start_method(job.parent_start_method, force=True)
         if job.under_pytest:
             _rewrite_assertions()
@@ -69,7 +69,7 @@ def serve(job: Job, pipe: connection.Connection) -> None:
                 function, args, kwargs = pickle.loads(job.call)
                 result = pickle.dumps(function(*args, **kwargs))
                 pipe.send_bytes(pickle.dumps(("result", result, b"")))
-                # a group torn down while another rank still talks would fail that one
+                # wait: destroying the group while another rank still communicates would fail that rank
                 pipe.recv_bytes()
         except BaseException as error:
             kind, payload = _account(error)
@@ -113,14 +113,14 @@ def _account(error: BaseException) -> tuple[str, str]:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Nothing where it doesn't pickle: its text is there in any case."""
+    """The pickled error; empty if it can't be pickled (its text is sent in any case)."""
     with contextlib.suppress(Exception):
         return pickle.dumps(error)
     return b""
 
 
 def _wait_to_be_killed(pipe: connection.Connection) -> NoReturn:
-    """A failed rank holds its sockets open until all accounts are in: the others must not fail for its exit."""
+    """Keep a failed rank's sockets open until all ranks have reported, so that its exit doesn't fail the others."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
     os._exit(1)
@@ -134,9 +134,9 @@ def _die_with_parent() -> None:
 
 
 def _rewrite_assertions() -> None:
-    """Have `assert a == b` in test modules say what a and b were, as pytest does.
+    """Rewrite asserts in test modules as pytest does, so that `assert a == b` shows a and b.
 
-    Private names of pytest 8 and 9: the hook is otherwise installed only by a whole pytest run.
+    Uses private names of pytest 8 and 9, since only a whole pytest run installs the hook otherwise.
     """
     with contextlib.suppress(Exception):
         from _pytest.assertion import install_importhook

@@ -1,6 +1,6 @@
-"""One rank's run of a LightningModule, and a record of what it computed.
+"""Runs a LightningModule on one rank, and records what it computes.
 
-The only room of ``testing`` that knows Lightning; it is imported in the ranks.
+The only module of ``testing`` that imports Lightning; it is imported in the ranks' processes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _QUIET = {
     "log_every_n_steps": 1,
 }
 _IGNORED = -100
-"""The target that torch's losses leave out."""
+"""The target that torch's losses ignore."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What every run of a comparison has in common."""
+    """The settings that all runs of a comparison share."""
 
     make_module: Callable[[], Any]
     make_batches: Callable[[], Iterable[Any]]
@@ -55,13 +55,13 @@ class Run:
 
 
 def on_one_process(run: Run) -> tuple[Record, Record, Facts]:
-    """The record of a plain Trainer's run; that of a second one with other random numbers; what the module is like."""
+    """Run a plain Trainer twice, the second time with other random numbers; returns both records, and facts."""
     facts = Facts()
     return _record(run, None, facts=facts), _record(run, None, facts=facts, other_numbers=True), facts
 
 
 def on_a_layout(run: Run, layout: NamedLayout) -> Record:
-    """This rank's record."""
+    """Run on a layout; returns this rank's record."""
     return _record(run, layout)
 
 
@@ -101,11 +101,11 @@ def _be_quiet() -> None:
 
 
 class _Logger(DummyLogger):
-    """Takes everything; Lightning keeps ``logged_metrics`` only where there is a logger."""
+    """A logger that ignores everything; Lightning keeps ``logged_metrics`` only if there is a logger."""
 
 
 class _Batches:
-    """The batches, of which a data rank has its part: not a DataLoader, so that nothing else deals them."""
+    """The batches, cut to this data rank's part. Not a DataLoader, so that nothing else shards them."""
 
     def __init__(self, run: Run, trainer: L.Trainer) -> None:
         self._run = run
@@ -132,7 +132,7 @@ class _Batches:
 
 
 class Recorder(L.Callback):
-    """Records moments, and on one process what there is to know of the module."""
+    """Records moments, and on one process also facts about the module."""
 
     def __init__(
         self, seed: int, layout: NamedLayout | None, *, facts: Facts | None = None, other_numbers: bool = False
@@ -146,7 +146,7 @@ class Recorder(L.Callback):
         self._step = Moment()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":  # module.setup and configure_model may make weights
+        if stage == "fit":  # module.setup and configure_model may create weights
             _seed_all(self._seed)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -203,7 +203,7 @@ class Recorder(L.Callback):
         return self._layout is None or keeps(self._layout, torch.distributed.get_rank())
 
     def _state(self, trainer: L.Trainer) -> dict[str, Tensor]:
-        """What a checkpoint would hold of this stage; whole on the rank that keeps it. A collective call."""
+        """The full tensors that a checkpoint would have of this stage, on the rank that keeps them. Collective."""
         state = trainer.strategy.lightning_module_state_dict()
         whole = {name: full_tensor(value) for name, value in state.items() if isinstance(value, Tensor)}
         return {name: value.clone() for name, value in whole.items()} if self._keeps else {}
@@ -219,7 +219,7 @@ def _gradient_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
         mesh = strategy.device_mesh[strategy.layout.stage_axes]
         return float(gradient_norm(module.parameters(), mesh, strategy.root_device))
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if not gradients:  # such as of a step that returned None
+    if not gradients:  # for example after a step that returned None
         return 0.0
     return float(torch.linalg.vector_norm(torch.stack([_wide(gradient).norm() for gradient in gradients])))
 
@@ -229,7 +229,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _leaves(outputs: Any) -> dict[str, Any]:
-    """What can be compared of what a step returned, by path; a list of plain values is one leaf."""
+    """The comparable leaves of what a step returned, by path; a list of plain values is one leaf."""
     found: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
@@ -256,7 +256,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, bool, int, float))
 
 
-# What one process shows of a module
+# Facts about a module, found on one process
 
 
 def _describe(module: nn.Module, facts: Facts) -> None:
@@ -270,7 +270,7 @@ def _describe(module: nn.Module, facts: Facts) -> None:
 
 
 def _padding(batch: Any) -> str:
-    """What says that samples count unequally: targets that are ignored, or a mask with zeros."""
+    """A text of what shows that samples count unequally (ignored targets, a mask with zeros), or an empty one."""
     for path, leaf in tree.walk(batch):
         if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.ndim:
             name = ".".join(path) or "the batch"
@@ -288,7 +288,7 @@ def _seed_all(seed: int) -> None:
 
 
 class _Watch:
-    """Finds which modules draw random numbers, by looking at the generators whenever a module begins or ends."""
+    """Finds which modules draw random numbers, by comparing generator states whenever a forward begins or ends."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []

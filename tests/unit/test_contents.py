@@ -146,3 +146,10 @@ def test_what_isnt_plain_cant_be_sent(value: Any) -> None:
 def test_a_change_of_another_kind_of_container_doesnt_fit() -> None:
     assert not Change(added=[1]).fits({})
     assert not Change(changed={"a": 1}).fits([])
+
+
+def test_what_hasnt_changed_isnt_sent_so_it_may_be_anything() -> None:
+    held = {"set": {object()}, "recent": deque([object()], maxlen=2), "list": [object()], "steps": 0}
+    before = Outline.of(held)
+    held["steps"] = 1
+    assert change_since(before, held) == Change(changed={"steps": 1})

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,12 @@ Receive = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Outline:
-    """What a container or an object held at one time; nothing is copied.
+    """What a container or an object held at one time; no entry is copied.
 
     Attributes:
         value: Itself.
         length: Of a list or a deque.
-        last: Its last entry.
+        last: Its last entry; of a set, or a deque with a ``maxlen``, all entries.
         entries: Of a dict, or an object's attributes: each value, and the version of a tensor.
         inner: Outlines of what it holds.
     """
@@ -65,6 +66,8 @@ class Outline:
     @classmethod
     def of(cls, value: Any, depth: int = _DEPTH) -> Outline:
         """Of a container or an object; ``depth=1`` of itself only, which a growing list needs."""
+        if _is_replaced(value):
+            return cls(value, len(value), [*value])
         if isinstance(value, (list, deque)):
             looked_into = list(value) if depth > 1 and len(value) <= _ENTRIES else []
             return cls(value, len(value), value[-1] if value else None, inner=_inner(enumerate(looked_into), depth))
@@ -132,11 +135,12 @@ def change_since(before: Outline, now: Any) -> Change:
         Unsendable: It was given something that can't be sent.
     """
     inner = {key: found for key, each in before.inner.items() if (found := _inner_change(each, key, now))}
-    if isinstance(now, set):
-        return Change([sent(each) for each in now], replaces=True)
+    if _is_replaced(now):
+        is_same = len(now) == before.length and all(map(is_, now, before.last))
+        return Change() if is_same else Change([sent(each) for each in now], replaces=True)
     if isinstance(now, (list, deque)):
         grew = len(now) >= before.length and (not before.length or now[before.length - 1] is before.last)
-        if grew and getattr(now, "maxlen", None) is None:
+        if grew:
             return Change([sent(each) for each in list(now)[before.length :]], inner=inner)
         return Change([sent(each) for each in now], replaces=True)
     named, begun = _named(now), before.entries
@@ -174,6 +178,11 @@ def received(device: torch.device, in_place_of: Callable[[Unsent, torch.device],
 def has_contents(value: Any) -> bool:
     """Whether it is a container or an object whose changes can be told."""
     return isinstance(value, CONTAINERS) or _is_plain_object(value)
+
+
+def _is_replaced(value: Any) -> bool:
+    """Whether a container has no end to which entries are added: it is compared, and sent, as a whole."""
+    return isinstance(value, set) or (isinstance(value, deque) and value.maxlen is not None)
 
 
 def _sent_leaf(leaf: Any) -> Any:
