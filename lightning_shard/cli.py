@@ -153,7 +153,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     facts.add_column(overflow="fold")
     facts.add_row("checkpoint", _cell(report.path))
     if report.global_step is not None or report.epoch is not None:
-        facts.add_row("step", f"{_shown(report.global_step)} in epoch {_shown(report.epoch)}")
+        facts.add_row("step", f"{_shown(report.global_step)}, epoch counter {_shown(report.epoch)}")
     facts.add_row("layout", _cell(_layout(report.layout, report.world_size)))
     facts.add_row("model", f"{report.parameters:,} elements, {_bytes(report.section_bytes['model'])}")
     facts.add_row("optimizer", _bytes(report.section_bytes["optimizer"]))

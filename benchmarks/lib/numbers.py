@@ -20,7 +20,9 @@ HEADLINES = [
     ("a training step, dp2", "Lightning's ModelParallelStrategy"),
     ("a training step, tp2", "Lightning's ModelParallelStrategy"),
     ("a training step, pp2", "plain torch, by hand"),
+    ("saving 1 GiB, 4 ranks", "raw writes of its bytes"),
     ("saving 1 GiB, 4 ranks", "torch.distributed.checkpoint"),
+    ("loading it, each byte verified", "raw reads"),
     ("loading it, each byte verified", "torch.distributed.checkpoint"),
     ("waiting for an asynchronous save", "torch.distributed.checkpoint"),
 ]

@@ -76,8 +76,7 @@ def _of_logs(ratio: float | None, parts: int, stages: int, data: int) -> str:
         return (
             f"{scaled}All else is alike, so this is what is logged and how. A step runs for each of {parts} parts of a"
             " batch: self.log averages over them (a count of samples becomes that of a part; reduce_fx sums over parts,"
-            " not batches), and what a step keeps itself after calling the network is kept for each part, on the last"
-            " stage only."
+            " not batches), and what a step keeps itself after calling the network is kept once for each part."
         )
     if data > 1:
         return (

@@ -183,7 +183,7 @@ def test_it_passes_where_layouts_train_alike() -> None:
     [
         (CountsSamples, "pp2", "training batch 0", "the log 'samples'", r"0\.25 times .*a count of samples becomes"),
         (SumsLosses, "dp2", "training batch 0", "the output 'loss'", "reduction='sum'"),
-        (KeepsASum, "pp2", "the end of training", "the log 'total'", "kept for each part, on the last stage only"),
+        (KeepsASum, "pp2", "the end of training", "the log 'total'", "kept once for each part"),
         (
             partial(Module, block=NormalisesBatches),
             "pp2",

@@ -32,7 +32,7 @@ def test_inspect_prints_a_table_that_fits(saved, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
-    assert "3 in epoch 1" in out
+    assert "3, epoch counter 1" in out
     assert "tensor_parallel_size 2" in out
     assert "12,000 elements" in out
     assert max(map(len, out.splitlines())) <= 80
