@@ -302,7 +302,7 @@ class Sized(Module):
     val_dataloader = train_dataloader
 
 
-SEVERAL_RANKS = dict.fromkeys(("pp2", "dp2"), "not supported with distributed strategies")
+SEVERAL_RANKS = dict.fromkeys(("pp2", "dp2"), "can't search with HybridShardStrategy")
 
 
 @habit("BatchSizeFinder", refused=SEVERAL_RANKS)
