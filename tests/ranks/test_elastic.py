@@ -189,7 +189,9 @@ def run_and_lose(how: signal.Signals, survivor: int, folder: Path, server: Serve
             assert last_before - SAVED_EVERY < first_after <= last_before + 1
             said = logs[survivor].read_text(errors="replace")
             assert re.search(
-                r"(RankFailure: rank \d lost the others|RanksLost: The ranks )[\s\S]*The first failure was on .*(no sign|gone)",
+                r"(RankFailure: rank \d lost the others|RanksLost: The ranks )[\s\S]*"
+                r"The first failure was on .*(no sign of life|gone)",
+                said,
                 said,
             )
         else:  # nothing is
