@@ -192,7 +192,6 @@ def run_and_lose(how: signal.Signals, survivor: int, folder: Path, server: Serve
                 r"(RankFailure: rank \d lost the others|RanksLost: The ranks )[\s\S]*"
                 r"The first failure was on .*(no sign of life|gone)",
                 said,
-                said,
             )
         else:  # nothing is
             assert first_after == last_before + 1
