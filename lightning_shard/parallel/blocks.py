@@ -10,22 +10,17 @@ Order is guessed from source code (:func:`_running_order`), and corrected by a r
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
+from lightning_shard.parallel.source_order import attributes_used, loops
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_SELF = ("self",)
-_SUPER = "super()."
 _SMALL = 0.1
 """A list whose blocks have other classes than the largest list's is cut only if it has at least this share of its size.
 
@@ -272,7 +267,7 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    return any(name in loop for level, name in levels if not isinstance(level, _LISTS) for loop in _loops(type(level)))
+    return any(name in loop for level, name in levels if not isinstance(level, _LISTS) for loop in loops(type(level)))
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
@@ -348,8 +343,7 @@ def _run_in_turn(root: nn.Module, one: str, other: str) -> bool:
     other_parent, _, other_name = other.rpartition(".")
     if parent != other_parent or len(_children(root, one)) != len(_children(root, other)):
         return False
-    loops = _loops(type(root.get_submodule(parent)))
-    return any(name in names and other_name in names for names in loops)
+    return any(name in used and other_name in used for used in loops(type(root.get_submodule(parent))))
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -430,7 +424,7 @@ def _running_order(
     held = {*children, *bare}
     used: list[str] = []
     for method in ("training_step", "forward"):
-        names = (name.partition(".") for name in _attributes_used(type(level), method, depth=4))
+        names = (name.partition(".") for name in attributes_used(type(level), method, depth=4))
         used = list(dict.fromkeys(name for name, _, rest in names if name in held and runs(name, rest)))
         if any(name in carriers for name in used):
             break
@@ -452,80 +446,9 @@ def _loops_first(cls: type, used: Sequence[str], carriers: Sequence[str]) -> lis
     They run between all blocks, so the earliest stage that needs one holds it.
     """
     order = list(used)
-    for loop in _loops(cls):
+    for loop in loops(cls):
         places = [order.index(name) for name in carriers if name in loop and name in order]
         for name in [name for name in order[min(places) :] if name in loop and name not in carriers] if places else ():
             order.remove(name)
             order.insert(min(places), name)
     return order
-
-
-def _attributes_used(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
-    """Names of attributes in the order in which a method's code uses them, with the class's own methods inlined.
-
-    A call comes after its arguments: ``self.head(self.blocks(x))`` uses the blocks first.
-
-    Args:
-        depth: How many levels of calls are inlined.
-        after: For ``super()``: look the method up in the classes after this one in the method resolution order.
-    """
-    bases = cls.__mro__[cls.__mro__.index(after) + 1 if after else 0 :]
-    owner = next((base for base in bases if method in vars(base)), None)
-    if owner is None:
-        return
-    for name in _names_used(code_of(vars(owner)[method])):
-        inherited = name.removeprefix(_SUPER)
-        if depth and inherited != name:
-            yield from _attributes_used(cls, inherited, depth - 1, owner)
-        elif depth and name != method and inspect.isfunction(inspect.getattr_static(cls, name, None)):
-            yield from _attributes_used(cls, name, depth - 1)
-        else:
-            yield name
-
-
-def _dotted(node: ast.Attribute) -> Iterator[str]:
-    """A chain of attributes as one name: ``"model.embed"`` for ``self.model.embed``."""
-    names = [node.attr]
-    inner = node.value
-    while isinstance(inner, ast.Attribute):
-        names.append(inner.attr)
-        inner = inner.value
-    yield from _names_used([inner])
-    is_inherited = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super"
-    yield _SUPER * is_inherited + ".".join(reversed(names))
-
-
-def _loops(cls: type) -> list[set[str]]:
-    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses."""
-    inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
-    methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
-    nodes = (node for body in methods for statement in body for node in ast.walk(statement))
-    return [set(_names_used([node])) for node in nodes if isinstance(node, ast.For)]
-
-
-def code_of(function: Any) -> list[ast.stmt]:
-    """The statements of a function's body; empty if its source isn't available."""
-    try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return []
-    return definition.body if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
-
-
-def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Names of attributes in order of evaluation; ``"forward"`` for a call of ``self`` itself."""
-    for node in nodes:
-        if isinstance(node, ast.Call):
-            yield from _names_used([*node.args, *node.keywords, node.func])
-            if isinstance(node.func, ast.Name) and node.func.id in _SELF:
-                yield "forward"
-        elif isinstance(node, ast.Attribute):
-            yield from _dotted(node)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
-            yield from _names_used([node.value])
-        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
-            yield from _names_used([*node.generators, node.elt])
-        elif isinstance(node, ast.For):
-            yield from _names_used([node.iter, *node.body, *node.orelse])
-        else:
-            yield from _names_used(ast.iter_child_nodes(node))

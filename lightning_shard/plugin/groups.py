@@ -99,6 +99,13 @@ class Groups:
         dist.all_gather_object(values, value, group=self.control)
         return values[::-1]
 
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is true on any rank; a collective call of all ranks."""
+        values = torch.tensor(flags, dtype=torch.int32)
+        if dist.get_world_size(self.host) > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host)
+        return [bool(value) for value in values.tolist()]
+
     def from_first_rank(self, value: Any) -> Any:
         """Broadcast rank 0's value to all ranks; a collective call."""
         values = [value]

@@ -9,7 +9,7 @@ the same form, so a Trainer and a plain loop can resume from each other's checkp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from lightning_shard.checkpoint.loading.stored import StoredTensor
 from lightning_shard.checkpoint.sharded_values import lift
 from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import StateMismatchError, UnsupportedStateError
-
-if TYPE_CHECKING:
-    pass
 
 OPTIMIZER_STATES = "optimizer_states"
 """Key of the trainer state for everything of optimizers but the tensors of the ``optimizer`` section."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_shard.parallel.blocks import code_of, tied_parameters
+from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.source_order import code_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MATRIX_PRODUCT = "@"

@@ -36,7 +36,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 from lightning_shard.plugin.steps.used_hooks import is_overridden
@@ -121,18 +120,15 @@ class Preemption(callbacks.Callback):
         """Exchange the stop flag, if the module has any of these hooks, which may have set it. Collective."""
         if any(is_overridden(trainer.lightning_module, hook, pl.LightningModule) for hook in hooks):
             self._stop |= trainer.should_stop
-            (trainer.should_stop,) = self._ranks(trainer).any(self._stop)
+            (trainer.should_stop,) = trainer.strategy.groups.any(self._stop)  # type: ignore[attr-defined]
             self._stop = False
 
     def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
         """All-reduce the flags by "or": stop, SIGTERM, requeue and ``more``; returns all but stop. Collective."""
-        flags = self._ranks(trainer).any(self._stop, self._sigterm, self._requeue, *more)
-        trainer.should_stop, *combined = flags
+        groups = trainer.strategy.groups  # type: ignore[attr-defined]
+        trainer.should_stop, *combined = groups.any(self._stop, self._sigterm, self._requeue, *more)
         self._stop = False
         return combined
-
-    def _ranks(self, trainer: pl.Trainer) -> Ranks:
-        return Ranks.of(trainer.strategy.groups.host)  # type: ignore[attr-defined]
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False

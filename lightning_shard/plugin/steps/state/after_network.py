@@ -29,6 +29,15 @@ from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Origin, Unkn
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.plugin.steps.state.attribute_changes import (
+    attributes_and_buffers,
+    change_mark,
+    differ,
+    identities,
+    is_simple,
+    simple_fields,
+)
+from lightning_shard.plugin.steps.state.attribute_reads import watch
 from lightning_shard.plugin.steps.state.contents import (
     LARGEST_SENT,
     Change,
@@ -37,6 +46,7 @@ from lightning_shard.plugin.steps.state.contents import (
     Unsent,
     change_since,
     has_contents,
+    is_plain_object,
     received,
     sent,
 )
@@ -45,16 +55,12 @@ from lightning_shard.plugin.steps.state.python_state import (
     CONTAINERS,
     STAND_INS,
     attributes,
-    entries,
     hold_same,
-    is_object,
 )
 
 Name = tuple[str, str]
 """A module's path and an attribute's name."""
 
-_ENTRIES = 64
-"""How many entries of a container are checked for replacement; beyond these, only its length is."""
 _NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS
 """Attributes that every LightningModule has, and those that shadow methods while a step runs."""
 
@@ -142,7 +148,7 @@ class KeptState:
             last.register_forward_hook(self._network_ends)
             return
         for path, module in self._modules.items():  # until the first batch shows which are changed after the network
-            _watch(module, {name for name, _ in _own(module)}, self._reader(path))
+            watch(module, {name for name, _ in _own(module)}, self._reader(path))
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
@@ -229,12 +235,12 @@ class KeptState:
         self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
         self._followed.update(key for key, value in changes.items() if isinstance(value, (Change, _Elsewhere)))
         for path, module in self._modules.items():
-            _watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
+            watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
 
     def _can_set(self, key: Name, value: Any) -> bool:
         if isinstance(value, Change):
             return value.fits(self._held(key))
-        return not isinstance(value, _Fields) or _is_plain_object(self._held(key))
+        return not isinstance(value, _Fields) or is_plain_object(self._held(key))
 
     def _warn(self, key: Name) -> None:
         if key not in self._warned_of:
@@ -305,9 +311,9 @@ class KeptState:
         )
         return _Look(
             {path: attributes_and_buffers(module) for path, module in modules.items()},
-            [_mark(value) for _, value in self._marked],
-            {key: [*_flat(self._held(key), 2)] for key in followed},
-            {key: dict(attributes(self._held(key))) for key in followed if _is_plain_object(self._held(key))},
+            [change_mark(value) for _, value in self._marked],
+            {key: [*identities(self._held(key), 2)] for key in followed},
+            {key: dict(attributes(self._held(key))) for key in followed if is_plain_object(self._held(key))},
         )
 
     def _since(self, before: _Look) -> set[Name]:
@@ -319,11 +325,11 @@ class KeptState:
             for name, value in now.items()
             if held.get(name, held) is not value and _is_own(name, value)
         }
-        changed = {key for (key, value), mark in zip(self._marked, before.marks) if _mark(value) != mark}
-        changed.update(key for key, held in before.inside.items() if _differ(held, [*_flat(self._held(key), 2)]))
+        changed = {key for (key, value), mark in zip(self._marked, before.marks) if change_mark(value) != mark}
+        changed.update(key for key, held in before.inside.items() if differ(held, [*identities(self._held(key), 2)]))
         self._followed.update(changed - exchanged)
         for key in changed - exchanged:
-            fields = _simple_fields(before.fields.get(key), before.inside.get(key), self._held(key))
+            fields = simple_fields(before.fields.get(key), before.inside.get(key), self._held(key))
             if fields and self._searching:
                 self._set_once.setdefault(key, set()).update(fields)
             else:
@@ -403,10 +409,6 @@ class KeptStates:
             self._apart.settle()
 
 
-def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
-    return {**vars(module), **module._buffers}
-
-
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """A module's own attributes and buffers, by name."""
     return (named for named in attributes_and_buffers(module).items() if _is_own(*named))
@@ -414,53 +416,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_own(name: str, value: Any) -> bool:
     return name not in _NOT_OWN and not name.startswith("_hparams") and not isinstance(value, (Hollow, OwnGenerator))
-
-
-def _mark(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else len(value)
-
-
-def _flat(value: Any, depth: int) -> Iterator[Any]:
-    """Values that show a replacement or change: objects by identity, versions and lengths as integers."""
-    yield value
-    if isinstance(value, Tensor):
-        yield value._version
-        return
-    inner: list[Any] = []
-    if isinstance(value, (*CONTAINERS, tuple)):
-        yield len(value)
-        inner = entries(value, _ENTRIES)
-    elif is_object(value):
-        inner = [*attributes(value).values()]
-    for each in inner:
-        yield each
-        if depth and (isinstance(each, (Tensor, *CONTAINERS, tuple)) or is_object(each)):
-            yield from _flat(each, depth - 1)
-
-
-def _is_plain_object(value: Any) -> bool:
-    return is_object(value) and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, *CONTAINERS))
-
-
-def _simple_fields(before: dict[str, Any] | None, inside: list[Any] | None, value: Any) -> set[str]:
-    """The names of an object's attributes that were set to simple values, if nothing else in the object has changed."""
-    if before is None or inside is None or before.keys() != attributes(value).keys():
-        return set()
-    now, flat = attributes(value), [*_flat(value, 2)]
-    fields = {name for name, held in before.items() if held is not now[name]}
-    if len(inside) != len(flat) or any(not _is_simple(now[name]) for name in fields):
-        return set()
-    return fields if sum(_differ([a], [b]) for a, b in zip(inside, flat)) == len(fields) else set()
-
-
-def _differ(before: list[Any] | None, now: list[Any]) -> bool:
-    if before is None or len(before) != len(now):
-        return True
-    return any(a is not b and not (type(a) is type(b) is int and a == b) for a, b in zip(before, now))
-
-
-def _is_simple(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def _equal(held: Any, value: Any) -> bool:
@@ -473,7 +428,7 @@ def _equal(held: Any, value: Any) -> bool:
         return bool(torch.equal(held.detach(), value.to(held.device)))
     if isinstance(value, tuple):
         return isinstance(held, tuple) and len(held) == len(value) and all(map(_equal, held, value))
-    return _is_simple(value) and type(held) is type(value) and held == value
+    return is_simple(value) and type(held) is type(value) and held == value
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -515,39 +470,3 @@ def _too_late(key: Name, microbatches: int, elsewhere: bool) -> StepError:
 
 def _path(key: Name) -> str:
     return ".".join(part for part in ("self", *key) if part)
-
-
-# -- detecting reads of attributes
-
-
-def _watch(module: nn.Module, watched: set[str], read: Callable[[str], None]) -> None:
-    """Call ``read`` when these attributes of a module are read, through a subclass of its own; none: stop watching."""
-    kind: Any = type(module)
-    plain = kind.__bases__[0] if "_watched" in vars(kind) else kind
-    if watched == vars(kind).get("_watched", set()):
-        return
-    if not watched:
-        module.__class__ = plain
-        return
-    new: Any = type(plain.__name__, (plain,), {"_watched": watched, "__module__": plain.__module__})
-    for name in watched:
-        setattr(new, name, _watched(new, name, read))
-    new.__qualname__ = plain.__qualname__
-    module.__class__ = new
-
-
-def _watched(kind: Any, name: str, read: Callable[[str], None]) -> property:
-    def get(self: Any) -> Any:
-        read(name)
-        held = vars(self)
-        return held[name] if name in held else getattr(super(kind, self), name)
-
-    def set_(self: Any, value: Any) -> None:
-        vars(self)[name] = value
-
-    def delete(self: Any) -> None:
-        if name not in vars(self):
-            raise AttributeError(name)
-        del vars(self)[name]
-
-    return property(get, set_, delete)

@@ -101,7 +101,7 @@ class Change:
         """Whether a stage's own container is one that this can be applied to."""
         if isinstance(value, (list, deque, set)):
             return not (self.changed or self.removed)
-        return (isinstance(value, dict) or _is_plain_object(value)) and not (self.added or self.replaces)
+        return (isinstance(value, dict) or is_plain_object(value)) and not (self.added or self.replaces)
 
     def apply(self, value: Any, begun: Outline | None, receive: Receive) -> None:
         """Change another stage's container in place.
@@ -177,7 +177,7 @@ def received(device: torch.device, in_place_of: Callable[[Unsent, torch.device],
 
 def has_contents(value: Any) -> bool:
     """Whether it is a container or an object whose changes can be told."""
-    return isinstance(value, CONTAINERS) or _is_plain_object(value)
+    return isinstance(value, CONTAINERS) or is_plain_object(value)
 
 
 def _is_replaced(value: Any) -> bool:
@@ -197,14 +197,14 @@ def _sent_leaf(leaf: Any) -> Any:
     raise Unsendable
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     return is_object(value) and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module))
 
 
 def _named(value: Any) -> dict[Any, Any]:
     if isinstance(value, dict):
         return dict(value)
-    return attributes(value) if _is_plain_object(value) else {}
+    return attributes(value) if is_plain_object(value) else {}
 
 
 def _inner(entries: Any, depth: int) -> dict[Any, Outline]:

@@ -1,0 +1,62 @@
+"""Tells whether an attribute was replaced or has changed inside: by identity, versions and lengths, without copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_shard.plugin.steps.state.python_state import CONTAINERS, attributes, entries, is_object
+
+_ENTRIES = 64
+"""How many entries of a container are checked for replacement; beyond these, only its length is."""
+
+
+def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
+    return {**vars(module), **module._buffers}
+
+
+def change_mark(value: Any) -> int:
+    """A tensor's version or a container's length, which a change in place changes."""
+    return value._version if isinstance(value, Tensor) else len(value)
+
+
+def identities(value: Any, depth: int) -> Iterator[Any]:
+    """Values that show a replacement or change: objects by identity, versions and lengths as integers."""
+    yield value
+    if isinstance(value, Tensor):
+        yield value._version
+        return
+    inner: list[Any] = []
+    if isinstance(value, (*CONTAINERS, tuple)):
+        yield len(value)
+        inner = entries(value, _ENTRIES)
+    elif is_object(value):
+        inner = [*attributes(value).values()]
+    for each in inner:
+        yield each
+        if depth and (isinstance(each, (Tensor, *CONTAINERS, tuple)) or is_object(each)):
+            yield from identities(each, depth - 1)
+
+
+def simple_fields(before: dict[str, Any] | None, inside: list[Any] | None, value: Any) -> set[str]:
+    """The names of an object's attributes that were set to simple values, if nothing else in the object has changed."""
+    if before is None or inside is None or before.keys() != attributes(value).keys():
+        return set()
+    now, held_now = attributes(value), [*identities(value, 2)]
+    fields = {name for name, held in before.items() if held is not now[name]}
+    if len(inside) != len(held_now) or any(not is_simple(now[name]) for name in fields):
+        return set()
+    return fields if sum(differ([a], [b]) for a, b in zip(inside, held_now)) == len(fields) else set()
+
+
+def differ(before: list[Any] | None, now: list[Any]) -> bool:
+    """Whether two lists of :func:`identities` differ."""
+    if before is None or len(before) != len(now):
+        return True
+    return any(a is not b and not (type(a) is type(b) is int and a == b) for a, b in zip(before, now))
+
+
+def is_simple(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
