@@ -298,6 +298,20 @@ def test_an_old_file_of_equal_size_is_not_taken_for_the_upload_that_is_lost(
     assert store.read("m") == bytes(100)
 
 
+def test_a_lost_answer_aborts_no_upload_of_others(behind_proxy: tuple[S3Store, Proxy]) -> None:
+    """Two gathers to one name: the second's retry aborted the first's upload, which then failed."""
+    store, proxy = behind_proxy
+    content = bytes([1]) * 100
+    other = store.begin_upload("m")
+    proxy.arm(once(1, "lost"))
+    own = store.begin_upload("m")
+    assert proxy.faults == 1
+    for upload in (other, own):
+        tags = store.upload_parts(upload, view(content), 100, 100, first=1)
+        store.complete_upload(upload, tags, 100)
+        assert store.read("m") == content
+
+
 def test_uploads_that_a_crash_left_are_found_and_freed(behind_proxy: tuple[S3Store, Proxy]) -> None:
     store, _ = behind_proxy
     store.begin_upload("model/rank-00000-abc.safetensors")

@@ -119,23 +119,10 @@ class S3Store(RemoteStore):
         """Begin a multipart upload, to which several processes may put parts. The file is invisible until completed."""
         where, mark = self._where(name), secrets.token_hex(8)
         metadata = {**self.fs.s3_additional_kwargs.get("Metadata", {}), _MARK: mark}
-        answers_lost = 0
-
-        def create(limit_s: float) -> str:
-            nonlocal answers_lost
-            answers_lost += 1
-            answer = self._once("create_multipart_upload", limit_s, **where, Metadata=metadata)
-            answers_lost -= 1
-            return answer["UploadId"]
-
-        try:
-            number = self._calls.tried(create)
-        except BaseException:
-            self._abort_others(where)
-            raise
-        if answers_lost:  # each lost answer may stand for an upload that was begun
-            self._abort_others(where, but=number)
-        return {**where, "UploadId": number, "Mark": mark}
+        # A retry may leave an upload whose id was lost with the answer. It isn't looked for: a listing doesn't tell
+        # whose an upload is, and another job may be uploading to the same name.
+        answer = self._call("create_multipart_upload", **where, Metadata=metadata)
+        return {**where, "UploadId": answer["UploadId"], "Mark": mark}
 
     def upload_parts(
         self, upload: Upload, buffers: Iterable[Buffer], size_bytes: int, part_bytes: int, *, first: int
@@ -192,16 +179,6 @@ class S3Store(RemoteStore):
         """Free the parts of an unfinished upload, which cost money and are invisible."""
         with contextlib.suppress(Exception):
             self._call("abort_multipart_upload", **_named(upload))
-
-    def _abort_others(self, where: dict[str, str], but: str = "") -> None:
-        """Abort all other uploads of one file.
-
-        A checkpoint's file name belongs to this save alone; a gathered file's name belongs to its latest writer.
-        """
-        with contextlib.suppress(Exception):
-            for found in self._uploads(where["Bucket"], where["Key"]):
-                if found["Key"] == where["Key"] and found["UploadId"] != but:
-                    self.abort_upload(found)
 
     def _uploads(self, bucket: str, prefix: str) -> list[Upload]:
         """Unfinished uploads (neither completed nor aborted) of files whose keys begin with ``prefix``."""
