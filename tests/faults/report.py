@@ -53,9 +53,9 @@ path for each save, which is tried too.
 - With `digests=False`, or `verify=False` in a load, damaged tensors are loaded as they are.
 - A disk that says that it has synced and hasn't, and a store that forgets what it acknowledged, lose what they were
   given.
-- A process that is killed in mid-upload leaves parts on S3 that can't be seen and cost money; so may a lost answer to
-  the beginning of an upload. A later save to the same path, or its removal, aborts them when they are an hour old; those
-  of a `gather` stay: let a lifecycle rule of the bucket abort incomplete uploads.
+- A process that is killed in mid-upload leaves parts on S3 that can't be seen and cost money. A later save to the same
+  path, or its removal, aborts them when they are an hour old; those of a killed `gather`, or an upload that it began
+  twice because an answer was lost, stay: let a lifecycle rule of the bucket abort incomplete uploads.
 - What a killed save leaves, or one that failed while it was carried from a local folder, is removed by a later save to
   the same path, once it is an hour old, and not at once.
 """

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.store.calls import MIN_BYTES_PER_S, STALL_S, answer_of
 from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, conflict
 from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in_parts
@@ -119,10 +120,23 @@ class S3Store(RemoteStore):
         """Begin a multipart upload, to which several processes may put parts. The file is invisible until completed."""
         where, mark = self._where(name), secrets.token_hex(8)
         metadata = {**self.fs.s3_additional_kwargs.get("Metadata", {}), _MARK: mark}
-        # A retry may leave an upload whose id was lost with the answer. It isn't looked for: a listing doesn't tell
-        # whose an upload is, and another job may be uploading to the same name.
-        answer = self._call("create_multipart_upload", **where, Metadata=metadata)
-        return {**where, "UploadId": answer["UploadId"], "Mark": mark}
+        answers_lost = 0
+
+        def create(limit_s: float) -> str:
+            nonlocal answers_lost
+            answers_lost += 1
+            answer = self._once("create_multipart_upload", limit_s, **where, Metadata=metadata)
+            answers_lost -= 1
+            return answer["UploadId"]
+
+        try:
+            number = self._calls.tried(create)
+        except BaseException:
+            self._abort_lost(name)
+            raise
+        if answers_lost:  # each lost answer may stand for an upload that was begun
+            self._abort_lost(name, but=number)
+        return {**where, "UploadId": number, "Mark": mark}
 
     def upload_parts(
         self, upload: Upload, buffers: Iterable[Buffer], size_bytes: int, part_bytes: int, *, first: int
@@ -179,6 +193,19 @@ class S3Store(RemoteStore):
         """Free the parts of an unfinished upload, which cost money and are invisible."""
         with contextlib.suppress(Exception):
             self._call("abort_multipart_upload", **_named(upload))
+
+    def _abort_lost(self, name: str, but: str = "") -> None:
+        """Abort uploads whose ids were lost with the answers, if the file's name belongs to this save alone.
+
+        A listing doesn't tell whose an upload is, and another job may be gathering to the same name.
+        """
+        if not OWN_FILE.fullmatch(name):
+            return
+        where = self._where(name)
+        with contextlib.suppress(Exception):
+            for found in self._uploads(where["Bucket"], where["Key"]):
+                if found["Key"] == where["Key"] and found["UploadId"] != but:
+                    self.abort_upload(found)
 
     def _uploads(self, bucket: str, prefix: str) -> list[Upload]:
         """Unfinished uploads (neither completed nor aborted) of files whose keys begin with ``prefix``."""
