@@ -125,8 +125,8 @@ def test_a_scalar_has_no_dims(stored: checkpoint.Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        (6, "no place 6 in a dim of 6"),
-        ([0, -7], "no place -7 in a dim of 6"),
+        (6, "index 6 is out of bounds for a dim of size 6"),
+        ([0, -7], "index -7 is out of bounds for a dim of size 6"),
         ((0, 0, 0, 0), "too many indices"),
         ((..., 0, ...), "too many indices"),
         (torch.ones(5, dtype=torch.bool), r"mask of shape \(5,\)"),
