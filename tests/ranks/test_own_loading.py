@@ -204,7 +204,7 @@ def evaluated(path: str) -> int:
     trainer.validate(Model("gpt"), loader(16), verbose=False)
     trainer.save_checkpoint(path)
     trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=2, **QUIET)
-    with told(trainer, "has no optimizer's state: optimizers begin anew"):
+    with told(trainer, "has no optimizer state: optimizers start from scratch"):
         trainer.fit(Model("gpt"), loader(16), ckpt_path=path)
     return trainer.global_step
 

@@ -158,7 +158,7 @@ def test_what_was_filled_by_other_means_is_saved_once_it_is_said(damaged, tmp_pa
     fails_in_its_middle(damaged, module, monkeypatch)
     module.load_state_dict(SAVED)
     folder = tmp_path_factory.mktemp("saved")
-    with pytest.raises(CheckpointError, match=r"say so by checkpoint\.declare_filled"):
+    with pytest.raises(CheckpointError, match=r"call checkpoint\.declare_filled"):
         checkpoint.save(module, folder)
     checkpoint.declare_filled(module)
     checkpoint.save(module, folder)

@@ -105,7 +105,7 @@ def test_slices_are_numpys_with_steps_of_either_sign(stored: checkpoint.Checkpoi
 def test_a_list_that_numpy_takes_for_an_array_and_torch_for_a_tuple_is_refused(
     stored: checkpoint.Checkpoint, index: Any
 ) -> None:
-    with pytest.raises(IndexError, match=r"pass torch\.tensor of it, for an item for each dim a tuple"):
+    with pytest.raises(IndexError, match=r"pass torch\.tensor\(list\); to index several dims pass a tuple"):
         stored["torch.int32"][index]
 
 

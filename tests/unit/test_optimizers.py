@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_optimizer_as_it_was(tmp_pat
         (
             "c",
             of_sgd,
-            "has the settings .*betas.*, and lacks dampening, momentum, nesterov, so .* another optimizer class than SGD",
+            "settings .*betas.*, and lacks dampening, momentum, nesterov, so .* another optimizer class than SGD",
         ),
         ("c", plain, "2 parameter groups, and the one here has 1"),
         ("c", swapped, "in the same order"),
