@@ -154,7 +154,7 @@ class Replaces(Model):
 
 def replaced(path: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"'model\.head\.weight' came to the module, or was replaced, after it"
+        ConfigurationError, match=r"'model\.head\.weight' was added to the module, or replaced, after it"
     ):
         train("gpt", layout(pipeline=2), module=Replaces, steps=2, resume=path)
 
