@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -235,7 +236,7 @@ def assemble(
     )
 
 
-def _differing(before: tuple[Layout, Settings], now: tuple[Layout, Settings]) -> tuple[str, str]:
+def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
     """Texts of the fields that differ between dataclasses, with the values of each."""
     differ = [
         (field.name, getattr(old, field.name), getattr(new, field.name))
