@@ -53,7 +53,7 @@ class Attendance:
     def account(self) -> str:
         """After a failed exchange: a text that says which ranks didn't join it, as far as that can be known."""
         if self._store is None:
-            return "which isn't known"
+            return "which ranks are missing isn't known"
         self._lost = True
         counts: dict[int, int] = {}
         thread = threading.Thread(target=self._read, args=(counts,), daemon=True)
@@ -64,11 +64,11 @@ class Attendance:
         fewest = min(counts.values())
         absent = [rank for rank, count in counts.items() if count == fewest]
         if fewest >= self._count:
-            return "all ranks came, and one was lost on the way"
+            return "all ranks joined the collective, and the connection to one broke during it"
         named = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
         if len(absent) == 1:
-            return f"rank {named} hasn't come: it has ended, was stopped, or hangs"
-        return f"ranks {named} haven't come: they have ended, were stopped, or hang"
+            return f"rank {named} didn't join the collective: it has ended, was stopped, or hangs"
+        return f"ranks {named} didn't join the collective: they have ended, were stopped, or hang"
 
     def _read(self, counts: dict[int, int]) -> None:
         threading.Event().wait(GRACE_S)

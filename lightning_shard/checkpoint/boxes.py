@@ -90,7 +90,7 @@ def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     whole = Box.whole(shape)
     for box in boxes:
         if box.numel and box.intersect(whole) != box:
-            return f"the box at {box.offsets} of {box.sizes} isn't inside of {tuple(shape)}"
+            return f"the chunk at offsets {box.offsets} with sizes {box.sizes} isn't inside the shape {tuple(shape)}"
     full = [box for box in boxes if box.numel]
     if _make_up(whole, full):
         return None

@@ -189,7 +189,7 @@ def prune(
     old = [entry for entry in old if entry.name not in kept and not (callable(protect) and protect(entry))]
     if any(entry.committed == UNTOLD for entry in old):
         raise CheckpointError(
-            f"{root}: the store doesn't tell when files were written, so which checkpoints are the newest isn't known:"
+            f"{root}: this store provides no modification times, so which checkpoints are the newest isn't known:"
             " nothing has been removed. Remove those that aren't needed by checkpoint.remove."
         )
     return [entry.path for entry in old if remove_attempt(entry.path, entry.attempt, storage_options)]

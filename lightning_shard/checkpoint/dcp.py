@@ -379,8 +379,8 @@ def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:
     _check_place(planner, item.index)
     if tuple(tensor.shape) != sizes:
         raise CheckpointError(
-            f"{name!r}: DCP takes this rank's part for {sizes} elements at {offsets} of {shape}, and it has"
-            f" {tuple(tensor.shape)}: save it with checkpoint.save, which knows such shards."
+            f"{name!r}: DCP expects this rank's shard to have shape {sizes} at offset {offsets} of {shape}, but its"
+            f" shape is {tuple(tensor.shape)}: save it with checkpoint.save, which knows such shards."
         )
     return Piece(name, shape, Box(offsets, sizes), tensor.detach())
 
@@ -399,9 +399,9 @@ def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> No
     boxes = [place.box for place in locate(index.fqn, tensor).spread.boxes]
     if len(boxes) > 1 or any(box.offsets != index.offset for box in boxes):
         raise CheckpointError(
-            f"{index.fqn!r} with placements {tensor.placements} has {[box.offsets for box in boxes]} on this rank, and"
-            f" DCP takes it for one box at {tuple(index.offset or ())}: use checkpoint.save and checkpoint.load, which"
-            " know such shards."
+            f"{index.fqn!r} with placements {tensor.placements} consists of boxes at {[box.offsets for box in boxes]}"
+            f" on this rank, but DCP expects one box at {tuple(index.offset or ())}: use checkpoint.save and"
+            " checkpoint.load, which know such shards."
         )
 
 

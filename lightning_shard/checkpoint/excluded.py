@@ -151,9 +151,10 @@ def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
             inner = name_in_base(told["same_as"])
         if inner not in base:
             raise StateMismatchError(
-                f"{base.path} has no {name!r}, which was left out as frozen. Its names must be the module's, or all"
-                " lack one beginning, or also what peft adds (base_model.model, base_layer), if no two are the same"
-                " without it: save the whole module once, by checkpoint.save(module, path), and pass that."
+                f"{base.path} has no {name!r}, which was left out as frozen. Its names must equal the module's,"
+                " except that all may lack one common prefix, and what peft inserts (base_model.model, base_layer), if"
+                " they stay unique without it. Save the whole module once, by checkpoint.save(module, path), and pass"
+                " that."
             )
         stored = base[inner]
         if (stored.entry.dtype, list(stored.shape)) != (told["dtype"], list(told["shape"])):

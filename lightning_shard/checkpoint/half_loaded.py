@@ -91,9 +91,9 @@ def refuse(tensors: Mapping[str, Tensor]) -> None:
         _, spans = _marked.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, ()))
         if spans and any(span.overlaps(_Span.of(tensor)) for span in spans):
             raise CheckpointError(
-                f"{name!r} was being loaded when the load failed, and holds parts of two states: load a checkpoint into"
-                " it, or make the module anew, before saving it. If you have filled it by other means, as by"
-                " load_state_dict, say so by checkpoint.declare_filled(module)."
+                f"A load into {name!r} failed midway, so it may be partly overwritten, and isn't saved: load a"
+                " checkpoint into it, or build the module again, before saving it. If you have filled it by other"
+                " means, such as load_state_dict, call checkpoint.declare_filled(module)."
             )
 
 

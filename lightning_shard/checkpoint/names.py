@@ -20,8 +20,8 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
     old = list(names)
     if strip_prefix and old and not any(name.startswith(strip_prefix) for name in old):
         raise StateMismatchError(
-            f"strip_prefix ({strip_prefix!r}) begins no tensor's name; they are named as {old[0]!r} is: leave it out,"
-            " or give the one they have."
+            f"No tensor's name begins with strip_prefix ({strip_prefix!r}); a name is {old[0]!r}, for example: pass the"
+            " prefix that names have, or leave strip_prefix out."
         )
     found: dict[str, str] = {}
     for name in old:

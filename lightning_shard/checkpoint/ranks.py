@@ -95,8 +95,8 @@ class Ranks:
             if isinstance(error, ShardError):
                 raise
             raise RanksLost(
-                f"The ranks that save or load together lost each other: {attendance.account()}. Rank {self.rank} was"
-                f" told: {error}"
+                f"A collective of the ranks that save or load together failed: {attendance.account()}. Rank {self.rank}"
+                f" got: {error}"
             ) from error
 
 

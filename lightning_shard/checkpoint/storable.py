@@ -31,8 +31,8 @@ def check_storable(name: str, tensor: Tensor) -> None:
         kind = type(tensor)
         parts = ", ".join(tensor.__tensor_flatten__()[0]) if hasattr(tensor, "__tensor_flatten__") else ""
         raise UnsupportedStateError(
-            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, whose elements aren't those that lie in memory: save"
-            f" what it is made of{parts and f' ({parts})'}, or a plain tensor of its values. In"
+            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass whose values aren't stored as"
+            f" plain elements: save its inner tensors{parts and f' ({parts})'}, or a plain tensor of its values. In"
             f" trainer_state a codec does so: checkpoint.register_codec({kind.__qualname__}, encode, decode)."
         )
     if tensor.is_quantized:

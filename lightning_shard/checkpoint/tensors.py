@@ -139,8 +139,9 @@ class Frame:
             box *= len(span)
         if box != len(members) or any(len(spans[a]) not in (1, self.grid.shape[a]) for a in range(self.grid.ndim)):
             raise CheckpointError(
-                f"{name!r} is sharded over the ranks {_short(members)}, which aren't whole axes of the mesh of ranks"
-                f" that save together, {self.grid.tolist()}: pass mesh=, one whose axes include the tensor's."
+                f"{name!r} is sharded over the ranks {_short(members)}, which aren't complete axes of the mesh of"
+                f" saving ranks, {self.grid.tolist()}: pass mesh=, a mesh whose axes include those of the tensor's"
+                " mesh."
             )
         (here,) = (mesh_ranks == self.rank).nonzero().tolist()
         index = tuple(here[axis] if axis in shard_axes else slice(None) for axis in range(mesh_ranks.ndim))
@@ -260,7 +261,7 @@ def _splits(
             splits.append(Split(placement.dim, parts, index))
         else:
             raise UnsupportedStateError(
-                f"{name!r} has placement {placement}: its parts are summands, not pieces. Redistribute it to"
+                f"{name!r} has placement {placement}: ranks hold summands of it, not shards. Redistribute it to"
                 " Replicate() or Shard() before saving or loading."
             )
     return tuple(splits)

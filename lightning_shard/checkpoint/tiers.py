@@ -223,8 +223,8 @@ class LocalTier:
             return _Look("the local copy was committed later, but can't be read to see its step", worse=True)
         if of_later_step:
             return _Look(
-                f"the local copy is of a later step ({step}), but was committed earlier: it is an earlier run's, or a"
-                " clock is behind",
+                f"the local copy has a later step ({step}), but was committed earlier: it belongs to an earlier run,"
+                " or a clock is wrong",
                 worse=True,
             )
         return _Look("the local copy is of another save, and not a newer one")

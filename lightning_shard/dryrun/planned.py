@@ -240,7 +240,7 @@ class Plan:
                 for remedy in self.remedies:
                     yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
                 if not self.remedies:
-                    yield "  nothing that was tried would: use more devices, or a smaller batch or model"
+                    yield "  none of the changes that were tried would: use more devices, or a smaller batch or model"
         host = max(sum(stage.host.values()) for stage in self.stages)
         if host:
             yield f"in the host's memory: {size_text(host)} for each device"

@@ -112,8 +112,8 @@ def _layout(given: Layout | Mapping[str, int]) -> Layout:
     size = given.context_parallel_size if isinstance(given, Layout) else given.get("context_parallel_size", 1)
     if size != 1:
         raise LayoutError(
-            f"context_parallel_size ({size!r}): what sequences over ranks take isn't counted yet: plan with 1, whose"
-            " blocks' activations are those of all context ranks together."
+            f"context_parallel_size ({size!r}): plan() doesn't support it yet: plan with 1; the activations of its"
+            " blocks are then those of all context ranks together."
         )
     if isinstance(given, Layout):
         return given

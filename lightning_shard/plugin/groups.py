@@ -20,8 +20,8 @@ def refuse_gloo() -> None:
     """Refuse gloo on CUDA: with torch 2.11 it can't send CUDA tensors, and its collectives may end the process."""
     if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
         raise ConfigurationError(
-            "process_group_backend is gloo, which doesn't serve CUDA devices as parallel training needs it: leave it"
-            " out, or use nccl."
+            "process_group_backend is gloo, which doesn't support what parallel training needs on CUDA devices, such as"
+            " sending CUDA tensors: leave it out, or use nccl."
         )
 
 

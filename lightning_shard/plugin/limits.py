@@ -32,13 +32,13 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
     layer_sync = getattr(trainer.strategy, "_layer_sync", None)
     if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:
         raise ConfigurationError(
-            f"{type(layer_sync).__name__} isn't known to this strategy, whose modules are laid out on ranks: use"
-            " sync_batchnorm=True, or change the layers in configure_model."
+            f"{type(layer_sync).__name__} as layer_sync plugin isn't supported by HybridShardStrategy: use"
+            " sync_batchnorm=True, or replace the layers in configure_model."
         )
     if layer_sync is not None and normalizing and layout.context_parallel_size > 1:
         raise ConfigurationError(
-            f"sync_batchnorm=True with context_parallel_size={layout.context_parallel_size} was never tried: leave one"
-            f" out, or use another norm than {normalizing[0]}."
+            f"sync_batchnorm=True with context_parallel_size={layout.context_parallel_size} isn't supported (untested):"
+            f" leave one out, or use another norm than {normalizing[0]}."
         )
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
@@ -49,8 +49,8 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
         )
     if layout.context_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         raise ConfigurationError(
-            f"context_parallel_size={layout.context_parallel_size} with manual optimization was never tried: let the"
-            " Trainer optimize (automatic_optimization=True), or use context_parallel_size=1."
+            f"context_parallel_size={layout.context_parallel_size} with manual optimization isn't supported (untested):"
+            " let the Trainer optimize (automatic_optimization=True), or use context_parallel_size=1."
         )
     if layout.pipeline_parallel_size == 1:
         return
@@ -128,8 +128,8 @@ def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind_partial(network, *args, **kwargs)
         if given.arguments.get("synced_gpus") or kwargs.get("synced_gpus"):
             raise StepError(
-                "generate(synced_gpus=True) asks all ranks whether they are done, and with several pipeline stages"
-                " these don't come there alike: leave it out, since stages are kept in step anyway, or use"
+                "generate(synced_gpus=True) asks all ranks in each iteration whether they are done, a collective call"
+                " that pipeline stages don't reach together: leave it out, since stages are kept in step anyway, or use"
                 " pipeline_parallel_size=1."
             )
         if takes:  # transformers syncs by default where FSDP shards the network

@@ -75,7 +75,9 @@ class Settings:
             return
         for name, size in untried.items():
             if size > 1:
-                raise ConfigurationError(f"compile_blocks with {name}={size} was never tried: leave one out.")
+                raise ConfigurationError(
+                    f"compile_blocks with {name}={size} isn't supported (untested): leave one out."
+                )
         if pipeline > 1 and tensor > 1 and torch.__version__ < "2.12":
             raise ConfigurationError(
                 f"compile_blocks with pipeline_parallel_size={pipeline} and tensor_parallel_size={tensor} fails within"

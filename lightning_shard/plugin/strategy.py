@@ -194,7 +194,7 @@ class HybridShardStrategy(PreparedStrategy):
         """
         module, known = self.lightning_module, self._assembly
         if module is None or known is None:
-            raise ConfigurationError("What devices hold is known when a fit or an evaluation has begun: ask in a hook.")
+            raise ConfigurationError("held_memory() needs a fit or an evaluation that has begun: call it in a hook.")
         reshard(module)
         stages = [stage.index for stage in known.stages] if known.stages is not None else [0]
         return held_memory(module, self.optimizers, self.layout, stages, self.root_device, self.groups.host)

@@ -40,7 +40,7 @@ class TrainsDifferently(AssertionError):
 
     def _lines(self, tolerance: float) -> Iterable[str]:
         first = self.first
-        yield f"{self.layout} parts from one process at {self.moment}, first in {first}:"
+        yield f"{self.layout} first differs from one process at {self.moment}, in {first}:"
         yield f"  one process: {first.expected}"
         where = f" (on rank {', '.join(map(str, first.ranks))})" if first.ranks else ""
         yield f"  {self.layout}: {first.found}{where}"
@@ -202,8 +202,8 @@ def _raise_refusal(failed: RanksFailed) -> NoReturn:
 def _random_numbers(parting: Parting, facts: Facts) -> str:
     where = f" They are drawn by {', '.join(facts.draws[:8])}." if facts.draws else ""
     return (
-        "Two runs on one process, of equal weights and batches and with other random numbers, part at"
-        f" {parting.moment}, first in {parting.apart[0]}: random numbers have an effect, and each layout draws"
+        "Two runs on one process, with equal weights and batches but other random numbers, first differ at"
+        f" {parting.moment}, in {parting.apart[0]}: the module uses random numbers, and each layout draws"
         f" others, so nothing could be compared.{where} Set dropout and the like to 0 in make_module, and draw noise"
         " when the batches are made; or pass allow_random=True, which compares names, shapes and types only."
     )

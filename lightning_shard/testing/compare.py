@@ -238,12 +238,12 @@ def _joined(parts: list[Any], weights: list[float]) -> list[Any]:
     if len(parts) == 1:
         return parts
     if isinstance(first, Tensor) and first.ndim:
-        same = all(part.shape == first.shape for part in parts) and first.is_floating_point()
+        same = all(part.shape == first.shape for part in parts) and not _is_integer(first)
         together = all(part.shape[1:] == first.shape[1:] for part in parts)
         return [*([torch.cat(parts)] if together else []), *([torch.stack(parts).mean(0)] if same else [])]
     if isinstance(first, list):
         return [[entry for part in parts for entry in part]]
-    if isinstance(first, float):
+    if isinstance(first, (float, complex)):
         return [_mean(parts, weights), *([_mean(parts, [1.0] * len(parts))] if len(set(weights)) > 1 else [])]
     if isinstance(first, int) and not isinstance(first, bool):
         return [sum(parts), *([first] if parts.count(first) == len(parts) else [])]
@@ -338,8 +338,8 @@ def _apart(
         if expected.shape != found.shape or expected.dtype != found.dtype:
             return apart()
         one, other = _doubles(expected), _doubles(found)
-    elif isinstance(expected, float) and isinstance(found, Number):
-        one, other = torch.tensor(expected).double(), torch.tensor(float(found)).double()  # type: ignore[arg-type]
+    elif isinstance(expected, (float, complex)) and isinstance(found, Number):
+        one, other = (_doubles(torch.tensor(value, dtype=torch.complex128)) for value in (expected, found))
     elif isinstance(expected, (str, bytes, int, bool, list, type(None))):
         different = expected != found and tolerance < math.inf
         return apart() if different or type(expected) is not type(found) else None
@@ -360,8 +360,12 @@ def _apart(
 
 def _doubles(tensor: Tensor) -> Tensor:
     """Convert to float64; a complex number becomes two elements."""
-    dense = tensor.to_dense()
+    dense = tensor.to_dense().resolve_conj()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _scale(tensor: Tensor) -> float:
@@ -385,7 +389,7 @@ def _shown(value: Any) -> str:
         return f"{value:.8g}"
     if isinstance(value, (Tensor, np.ndarray)):
         shape = "×".join(map(str, value.shape)) or "no dimensions"
-        values = torch.as_tensor(value).flatten()
+        values = torch.as_tensor(value).to_dense().flatten()
         start = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values[:4].tolist())
         return f"{str(value.dtype).removeprefix('torch.')} of {shape}: {start}{', …' if values.numel() > 4 else ''}"
     text = repr(value)

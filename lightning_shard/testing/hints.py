@@ -28,9 +28,9 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
         return f"With precision={facts.precision!r} rounding is larger: try tolerance={_ROUNDING:g}."
     if facts.batch_norms and parts > 1:
         return (
-            f"{_some(facts.batch_norms)} takes statistics over the samples that it sees: with stages those of a"
-            " microbatch, on data ranks those of the rank's part. Use GroupNorm or LayerNorm, or take the difference"
-            " for granted as with any data parallelism."
+            f"{_some(facts.batch_norms)} computes statistics over the samples of one call: a microbatch with pipeline"
+            " stages, the rank's part of the batch with data parallelism. Use GroupNorm or LayerNorm, or accept the"
+            " difference, as with any data parallelism."
         )
     if facts.draws:
         return (
@@ -55,7 +55,7 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
     if parts > 1 and first.kind == "output":
         return (
             f"A batch is cut into {parts} parts here, and the step sees one at a time: a loss that compares samples of"
-            " a batch with each other, or takes a mean over a number that differs, is another then."
+            " a batch with each other, or averages over a number that varies between parts, has another value."
         )
     if layout.arguments.get("tensor_parallel_size", 1) > 1:
         return (
@@ -74,16 +74,17 @@ def _of_logs(ratio: float | None, parts: int, stages: int, data: int) -> str:
     if stages > 1:
         scaled = f"It is {ratio:.4g} times as large. " if ratio is not None and abs(ratio - 1) > 1e-3 else ""
         return (
-            f"{scaled}All else is alike, so this is what is logged and how. A step runs for each of {parts} parts of a"
-            " batch: self.log averages over them (a count of samples becomes that of a part; reduce_fx sums over parts,"
-            " not batches), and what a step keeps itself after calling the network is kept once for each part."
+            f"{scaled}Everything else is equal, so the difference comes from what is logged, and how. A step runs for"
+            f" each of {parts} parts of a batch: self.log averages over them (a count of samples becomes that of a"
+            " part; reduce_fx sums over parts, not batches), and what a step keeps itself after calling the network is"
+            " kept once for each part."
         )
     if data > 1:
         return (
-            "All else is alike, so this is what is logged: each data rank logs its own, and the ranks' mean was"
-            " compared. Log with sync_dist=True, and a count with reduce_fx='sum'."
+            "Everything else is equal, so the difference comes from logging: each data rank logs its own, and the"
+            " ranks' mean was compared. Log with sync_dist=True, and a count with reduce_fx='sum'."
         )
-    return "All else is alike, so this is what is logged and how."
+    return "Everything else is equal, so the difference comes from what is logged, and how."
 
 
 def _some(names: list[str]) -> str:

@@ -298,7 +298,7 @@ def _headline(failures: dict[int, str], pending: list[int], options: Options) ->
         lines = [line for line in account.splitlines() if line and not line[0].isspace()]
         reason = lines[0] if lines[0].startswith("died") else lines[-1]
         return f"rank {rank} of {options.world_size} failed first: {reason}"
-    return f"no end within {options.timeout_s:g} s on ranks {pending} of {options.world_size}"
+    return f"ranks {pending} of {options.world_size} didn't finish within {options.timeout_s:g} s"
 
 
 def _all_stacks(processes: Collection[_Rank]) -> dict[int, str]:

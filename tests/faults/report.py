@@ -54,8 +54,8 @@ path for each save, which is tried too.
 - A disk that says that it has synced and hasn't, and a store that forgets what it acknowledged, lose what they were
   given.
 - A process that is killed in mid-upload leaves parts on S3 that can't be seen and cost money. A later save to the same
-  path, or its removal, aborts them when they are an hour old; those of a killed `gather` stay: let a lifecycle rule of
-  the bucket abort incomplete uploads.
+  path, or its removal, aborts them when they are an hour old; those of a killed `gather`, or an upload that it began
+  twice because an answer was lost, stay: let a lifecycle rule of the bucket abort incomplete uploads.
 - What a killed save leaves, or one that failed while it was carried from a local folder, is removed by a later save to
   the same path, once it is an hour old, and not at once.
 """

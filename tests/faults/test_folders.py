@@ -103,7 +103,7 @@ def test_files_that_are_gone_before_the_commit_are_missed(saved: Path, monkeypat
             (saved / file).unlink()
 
     monkeypatch.setattr(LocalStore, "sync", clean)
-    with pytest.raises(CheckpointError, match=r"not there any more \(model/rank-00000.* is gone\)"):
+    with pytest.raises(CheckpointError, match=r"missing or have another size \(model/rank-00000.* is gone\)"):
         checkpoint.save(NEW, saved)
     monkeypatch.setattr(LocalStore, "sync", sync)
     assert checkpoint.verify(saved).ok

@@ -83,7 +83,7 @@ def test_of_several_saves_to_one_path_one_wins_and_is_whole(
     ends = run_ranks(save_at_once, 3, tmp_path, races, timeout_s=60 + races)
     lost = [end for of_one in ends for end in of_one if end != "saved"]
     assert lost, "they never met"
-    assert all("another save came first. There is attempt" in end for end in lost)
+    assert all("another save was committed to this path while this one was running: attempt" in end for end in lost)
     for race in range(races):
         assert "saved" in [of_one[race] for of_one in ends]
     ledger("Races", "three programs save to one path at once", tried=races, note=f"{len(lost)} saves were refused")

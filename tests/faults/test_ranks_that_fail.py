@@ -116,7 +116,9 @@ def test_a_rank_that_raises_is_stopped_or_hangs_is_named_and_nothing_is_lost(
         for rank in (0, 2):
             kind, message, seconds = ends[rank][number]
             assert kind == "ours", (fault, kind, message)
-            assert ("rank 1: ValueError: a fault" if fault == "raises" else "rank 1 hasn't come") in message, fault
+            assert (
+                "rank 1: ValueError: a fault" if fault == "raises" else "rank 1 didn't join the collective"
+            ) in message, fault
             assert seconds < 10 * TIMEOUT_S
         assert ends[VICTIM][number][0] == ("ValueError" if fault == "raises" else "ours")
         assert checkpoint.verify(tmp_path / fault / "c").ok
@@ -142,7 +144,7 @@ def test_a_rank_that_dies_is_named_by_the_others_at_once(
         run_ranks(lose_one, 3, operation, tmp_path)
     kind, _, message = (tmp_path / "0.end").read_text().partition("\n")
     assert kind == "ours", message
-    assert "rank 1 hasn't come: it has ended" in message
+    assert "rank 1 didn't join the collective: it has ended" in message
     assert checkpoint.verify(tmp_path / "c").ok
     assert checkpoint.read(tmp_path / "c")["w"][5].tolist() == [1, 1, 1]
     ledger("Ranks that fail", f"one of three ranks is killed in a {operation}", tried=1)

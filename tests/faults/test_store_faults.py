@@ -325,8 +325,9 @@ def test_a_gather_replaces_a_file_as_a_whole(fault: Fault, lasting: bool, place:
         elif not lasting and fault in PASSING and error is not None:
             lost.append(f"request {number}: {error!r}")
         before = whole.index(there) if there in whole else before
-        if not lasting and (uploads := place.uploads()):
-            lost.append(f"request {number}: uploads are left over: {uploads}")
+    # the lost answer to the beginning of an upload, which can't be told from another job's, leaves one
+    if not lasting and len(uploads := place.uploads()) > 1:
+        lost.append(f"uploads are left over: {uploads}")
     when = "from one request on" if lasting else "at one request"
     entered(ledger, f"S3, a gather: {fault} {when}, each in turn", total, lost)
 

@@ -132,7 +132,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it_in_nccl(
 
 
 def over_gloo() -> None:
-    with pytest.raises(ConfigurationError, match="gloo, which doesn't serve CUDA devices"):
+    with pytest.raises(ConfigurationError, match="gloo, which doesn't support what parallel training needs on CUDA"):
         train("gpt", WIDE["pp2"], trainer=ON_GPU, process_group_backend="gloo")
 
 

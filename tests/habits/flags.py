@@ -137,7 +137,7 @@ def fit_again(run: Run) -> Any:
     return tested, trainer.global_step, float(trainer.callback_metrics["val_loss"])
 
 
-LATE = r"ConfigurationError: The parameter 'net.head.weight' \(and 1 more\) came to the module, or was replaced, after"
+LATE = r"ConfigurationError: The parameter 'net.head.weight' \(and 1 more\) was added to the module, or replaced, after"
 
 
 @habit("a new head between two fits of one module", refused={"pp2": LATE, "dp2": LATE})
@@ -158,7 +158,7 @@ def new_head_in_a_fit(run: Run) -> Any:
     return run.fit(Grows(), max_epochs=2)
 
 
-GAIN = r"ConfigurationError: The parameter 'gain' came to the module, or was replaced, after"
+GAIN = r"ConfigurationError: The parameter 'gain' was added to the module, or replaced, after"
 
 
 @habit("add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN})
@@ -172,7 +172,7 @@ def new_parameter_in_an_epoch(run: Run) -> Any:
     return run.fit(Grows())
 
 
-COPY = r"StepError: A \w+ was to be copied .*EMAWeightAveraging"
+COPY = r"StepError: copy.deepcopy of a \w+ .*EMAWeightAveraging"
 
 
 @habit("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)

@@ -397,11 +397,11 @@ class Averages(Plain):
 
 
 ON_STAGES = {
-    Teaches: "goes over the parameters of net",
+    Teaches: "iterates over the parameters of net",
     TeachesByName: "another one holds",
     TeachesByLookup: "which stage [01] holds",
-    TeachesByState: "goes over the state_dict of net. .* which doesn't fit what is whole",
-    Averages: "update_parameters .* goes over the parameters of net",
+    TeachesByState: "iterates over the state_dict of net. .* which doesn't match what is whole",
+    Averages: "update_parameters .* iterates over the parameters of net",
 }
 
 

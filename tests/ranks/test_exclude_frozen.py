@@ -110,13 +110,13 @@ def fit(
 def save_and_resume(name: str, other: str, folder: str) -> dict[str, Any]:
     path = f"{folder}/{name}.ckpt"
     plain = fit(name, SAVED, Adapted(), save=path, exclude_frozen=True)
-    with pytest.raises(StateMismatchError, match="11 of them are others"):
+    with pytest.raises(StateMismatchError, match="11 of them have different values"):
         fit(other, TRAINED, Adapted(seed=2), resume=path)
     resumed = {
         "rebuilt": fit(other, TRAINED, Adapted(), resume=path),
         "from base": fit(other, TRAINED, Adapted(seed=2), resume=path, base=f"{folder}/base", exclude_frozen=True),
     }
-    with pytest.raises(StateMismatchError, match="are others"):
+    with pytest.raises(StateMismatchError, match="have different values"):
         fit(other, TRAINED, Adapted(seed=2), resume=path, base=f"{folder}/wrong")
     return {"plain": plain, **resumed}
 

@@ -141,7 +141,7 @@ def gated() -> Model:
 )
 def test_whole_outputs_that_meet_split_features_are_refused(gate: str, first: str) -> None:
     plan = SPLIT | {"layers.*.gate": gate}
-    with pytest.raises(PlanError, match=f"^{first}: what this layer hands on is whole, but the tensor ranks have"):
+    with pytest.raises(PlanError, match=f"^{first}: the output of this layer isn't split, but the tensor ranks have"):
         assert_trains_alike(gated, batches, "tp2", tensor_parallel_plan=plan)
 
 

@@ -90,7 +90,7 @@ def test_what_the_last_stages_blocks_log_is_told_and_what_blocks_keep_can_be_log
 
 
 def test_a_log_that_was_taken_from_the_module_before_is_refused_on_stages() -> None:
-    with pytest.raises(StepError, match=r"'own' is logged by a method that was taken from the module before"):
+    with pytest.raises(StepError, match=r"'own' is logged through a stored reference to self.log"):
         assert_trains_alike(LogsByAnotherName, batches, STAGES, steps=1)
 
 

@@ -57,5 +57,5 @@ def test_all_ranks_together_hold_the_model_its_gradients_and_moments_once(sizes:
 
 
 def test_before_a_fit_it_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="when a fit or an evaluation has begun"):
+    with pytest.raises(ConfigurationError, match="a fit or an evaluation that has begun"):
         HybridShardStrategy().held_memory()

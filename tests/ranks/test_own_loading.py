@@ -154,7 +154,7 @@ class Replaces(Model):
 
 def replaced(path: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"'model\.head\.weight' came to the module, or was replaced, after it"
+        ConfigurationError, match=r"'model\.head\.weight' was added to the module, or replaced, after it"
     ):
         train("gpt", layout(pipeline=2), module=Replaces, steps=2, resume=path)
 
@@ -204,7 +204,7 @@ def evaluated(path: str) -> int:
     trainer.validate(Model("gpt"), loader(16), verbose=False)
     trainer.save_checkpoint(path)
     trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=2, **QUIET)
-    with told(trainer, "has no optimizer's state: optimizers begin anew"):
+    with told(trainer, "has no optimizer state: optimizers start from scratch"):
         trainer.fit(Model("gpt"), loader(16), ckpt_path=path)
     return trainer.global_step
 

@@ -42,7 +42,9 @@ def _save_all(folder):
             checkpoint.save(state, path)
             assert checkpoint.exists(path)
             continue
-        with pytest.raises(CheckpointError, match=f"'{differs}' isn't sharded, and differs between rank 0 and rank 1"):
+        with pytest.raises(
+            CheckpointError, match=f"'{differs}' isn't sharded, but its values differ between rank 0 and rank 1"
+        ):
             checkpoint.save(state, path)
         assert not checkpoint.exists(path)
     saver = checkpoint.AsyncSaver()
@@ -73,7 +75,7 @@ def _held_in_many_ways(folder):
             same = dict(reversed(same.items()))
         checkpoint.save(same, f"{folder}/{name}", fsync=False)
         assert all(torch.equal(found, square) for found in checkpoint.read(f"{folder}/{name}").full().values())
-        with pytest.raises(CheckpointError, match="'d' isn't sharded, and differs between rank 0 and rank 1"):
+        with pytest.raises(CheckpointError, match="'d' isn't sharded, but its values differ between rank 0 and rank 1"):
             checkpoint.save({"d": replicated(square + rank)}, f"{folder}/never")
     tied = torch.ones(4)
     with pytest.raises(CheckpointError, match="'a' shares its memory with 'b' on rank 1, and no rank has written 'b'"):

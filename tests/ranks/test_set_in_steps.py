@@ -94,9 +94,9 @@ def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: 
     ("how", "error", "says"),
     [
         ("replace", StepError, "was replaced or removed"),
-        ("list", StepError, "computes with net.weight as it was before"),
+        ("list", StepError, "computes with parameter net.weight from before"),
         ("hook", ConfigurationError, "head.weight has a hook on its gradient"),
-        ("accumulated", ConfigurationError, "head.weight has a hook that is called when its gradient was added up"),
+        ("accumulated", ConfigurationError, "head.weight has a post-accumulate-gradient hook"),
     ],
 )
 def test_what_would_be_lost_is_refused(how: str, error: type[Exception], says: str) -> None:
@@ -107,7 +107,7 @@ def test_what_would_be_lost_is_refused(how: str, error: type[Exception], says: s
 
 def test_hooks_on_sums_of_gradients_are_refused_where_batches_are_accumulated() -> None:
     """They were called once for all of these, and on one process after each."""
-    with pytest.raises(ConfigurationError, match=r"has a hook that .* on one process that is after each batch"):
+    with pytest.raises(ConfigurationError, match=r"gradient hook .* on one process it runs after each batch"):
         fit("accumulated late", HybridShardStrategy(), accumulate_grad_batches=2)
 
 

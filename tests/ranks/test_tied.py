@@ -249,7 +249,7 @@ class BuffersOnBothSides(L.LightningModule):
 
 REFUSED = {
     Grouped: r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001",
-    TakesNorm: r"Normalized takes something over all of its parameters",
+    TakesNorm: r"Normalized updates each parameter depending on others",
     Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
     FreezesByPlace: r"embed_tokens\.weight is on pipeline ranks .* only some of them train it: freeze",
     BuffersOnBothSides: r"runs in several places, on stages \[0, 1\], and has buffers \(seen\)",

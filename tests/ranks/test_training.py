@@ -247,7 +247,7 @@ def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> l
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train("gpt", sizes, module=kind, steps=4, **options)
-    return [text for text in (str(each.message) for each in said) if "mean over another number" in text]
+    return [text for text in (str(each.message) for each in said) if "mean over a different number" in text]
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_a_save_that_is_told_of_a_conflict_with_itself_removes_nothing(monkeypat
 
     def put_and_deny(self: RemoteStore, name: str, *args: Any, **kwargs: Any) -> None:
         publish(self, name, *args, **kwargs)
-        raise CheckpointConflictError("another save came first")
+        raise CheckpointConflictError("another save was committed")
 
     monkeypatch.setattr(RemoteStore, "publish", put_and_deny)
     path, tensor = "memory://own-conflict/c", torch.arange(4.0)
@@ -296,6 +296,20 @@ def test_an_old_file_of_equal_size_is_not_taken_for_the_upload_that_is_lost(
     with pytest.raises(OSError, match=r"answer to its completion was lost|upload"):
         store.complete_upload(upload, tags, 100)
     assert store.read("m") == bytes(100)
+
+
+def test_a_lost_answer_aborts_no_upload_of_others(behind_proxy: tuple[S3Store, Proxy]) -> None:
+    """Two gathers to one name: the second's retry aborted the first's upload, which then failed."""
+    store, proxy = behind_proxy
+    content = bytes([1]) * 100
+    other = store.begin_upload("m")
+    proxy.arm(once(1, "lost"))
+    own = store.begin_upload("m")
+    assert proxy.faults == 1
+    for upload in (other, own):
+        tags = store.upload_parts(upload, view(content), 100, 100, first=1)
+        store.complete_upload(upload, tags, 100)
+        assert store.read("m") == content
 
 
 def test_uploads_that_a_crash_left_are_found_and_freed(behind_proxy: tuple[S3Store, Proxy]) -> None:

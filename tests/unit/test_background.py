@@ -78,7 +78,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so_once(tmp_path, gate, sav
     state = {"w": torch.zeros(4)}
     saver.save(state, tmp_path / "first")
     threading.Timer(0.2, gate.set).start()
-    with pytest.warns(UserWarning, match=r"first was still being written: the next one waited"):
+    with pytest.warns(UserWarning, match=r"first, was still being written, so the next one waited"):
         saver.save(state, tmp_path / "second")
     assert checkpoint.exists(tmp_path / "first")
     saver.wait()
@@ -205,7 +205,7 @@ def test_a_saver_that_is_dropped_with_a_save_under_way_warns(tmp_path, gate):
     saver = checkpoint.AsyncSaver()
     saver.save({"w": torch.ones(4)}, tmp_path / "c")
     saving = saver._saving
-    with pytest.warns(ResourceWarning, match="nobody has waited for"):
+    with pytest.warns(ResourceWarning, match="before anybody waited"):
         del saver
     gate.set()
     saving.result(30)

@@ -293,7 +293,7 @@ def test_a_mesh_that_does_not_fit_is_refused():
     frame = Frame(torch.arange(4).view(2, 2), 0)
     with pytest.raises(CheckpointError, match="aren't among those"):
         frame.holders("t", torch.tensor([0, 5]), (0,))
-    with pytest.raises(CheckpointError, match="aren't whole axes"):
+    with pytest.raises(CheckpointError, match="aren't complete axes"):
         frame.holders("t", torch.tensor([0, 3]), (0,))
     with pytest.raises(CheckpointError, match="this is rank 9"):
         Frame(torch.arange(4), 9)

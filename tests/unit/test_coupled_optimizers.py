@@ -111,5 +111,5 @@ def test_one_around_another_is_tried_too_and_takes_no_step() -> None:
 
 def test_it_is_refused_on_stages_only() -> None:
     refuse(ByNorm(parameters()), Layout(data_parallel_size=2))
-    with pytest.raises(ConfigurationError, match="ByNorm takes something over all of its parameters"):
+    with pytest.raises(ConfigurationError, match="ByNorm updates each parameter depending on others"):
         refuse(ByNorm(parameters()), Layout(pipeline_parallel_size=2))

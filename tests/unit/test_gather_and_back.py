@@ -124,7 +124,7 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
     ("options", "error", "says"),
     [
         ({"rename": lambda name: "x"}, StateMismatchError, "would both be named 'x'"),
-        ({"strip_prefix": "net."}, StateMismatchError, "begins no tensor's name"),
+        ({"strip_prefix": "net."}, StateMismatchError, "No tensor's name begins with"),
         ({"dtype": torch.int8}, CheckpointError, "floating"),
         ({"format": "zip"}, CheckpointError, "must be one of"),
         ({"format": "transformers"}, CheckpointError, "config="),

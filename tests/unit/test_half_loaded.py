@@ -48,7 +48,7 @@ def test_what_a_refused_load_has_changed_is_not_saved_until_a_load_succeeds(
     with pytest.raises(CorruptCheckpointError, match="have changed in part"):
         checkpoint.load(damaged, into)
     folder = tmp_path_factory.mktemp("saved")
-    with pytest.raises(CheckpointError, match="'a' was being loaded when the load failed"):
+    with pytest.raises(CheckpointError, match="A load into 'a' failed midway"):
         checkpoint.save(into, folder / "bad")
     assert not checkpoint.exists(folder / "bad")
     checkpoint.save({"c": torch.ones(3)}, folder / "others")
@@ -158,7 +158,7 @@ def test_what_was_filled_by_other_means_is_saved_once_it_is_said(damaged, tmp_pa
     fails_in_its_middle(damaged, module, monkeypatch)
     module.load_state_dict(SAVED)
     folder = tmp_path_factory.mktemp("saved")
-    with pytest.raises(CheckpointError, match=r"say so by checkpoint\.declare_filled"):
+    with pytest.raises(CheckpointError, match=r"call checkpoint\.declare_filled"):
         checkpoint.save(module, folder)
     checkpoint.declare_filled(module)
     checkpoint.save(module, folder)
@@ -175,7 +175,7 @@ def test_views_of_one_storage_are_told_apart(damaged, tmp_path_factory, monkeypa
     checkpoint.load(folder / "good", {"a": flat[:6]}, strict=False)
     checkpoint.save({"a": flat[:6]}, folder / "a")
     for name, tensor in (("b", flat[6:10]), ("all", flat), ("columns", flat.view(5, 3)[:, :1])):
-        with pytest.raises(CheckpointError, match=f"'{name}' was being loaded"):
+        with pytest.raises(CheckpointError, match=f"A load into '{name}' failed"):
             checkpoint.save({name: tensor}, folder / "never")
     checkpoint.declare_filled({"first": flat[6:8], "inner": {"last": flat[8:10]}})
     checkpoint.save({"all": flat}, folder / "all")
@@ -186,10 +186,10 @@ def test_of_views_with_gaps_none_is_saved_that_was_not_filled(tmp_path):
     columns = {name: table[:, at : at + 2] for name, at in (("a", 0), ("b", 2), ("c", 4))}
     half_loaded.mark(columns.values())
     half_loaded.clear([columns["a"], columns["c"]])
-    with pytest.raises(CheckpointError, match="'b' was being loaded"):
+    with pytest.raises(CheckpointError, match="A load into 'b' failed"):
         checkpoint.save({"b": columns["b"]}, tmp_path)
     half_loaded.clear([columns["b"][:2], columns["b"][2:]])  # not the view that was marked: it isn't believed
-    with pytest.raises(CheckpointError, match="'b' was being loaded"):
+    with pytest.raises(CheckpointError, match="A load into 'b' failed"):
         checkpoint.save({"b": columns["b"]}, tmp_path)
     half_loaded.clear([table])
     checkpoint.save(columns, tmp_path)

@@ -105,7 +105,7 @@ def test_slices_are_numpys_with_steps_of_either_sign(stored: checkpoint.Checkpoi
 def test_a_list_that_numpy_takes_for_an_array_and_torch_for_a_tuple_is_refused(
     stored: checkpoint.Checkpoint, index: Any
 ) -> None:
-    with pytest.raises(IndexError, match=r"pass torch\.tensor of it, for an item for each dim a tuple"):
+    with pytest.raises(IndexError, match=r"pass torch\.tensor\(list\); to index several dims pass a tuple"):
         stored["torch.int32"][index]
 
 
@@ -125,8 +125,8 @@ def test_a_scalar_has_no_dims(stored: checkpoint.Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        (6, "no place 6 in a dim of 6"),
-        ([0, -7], "no place -7 in a dim of 6"),
+        (6, "index 6 is out of bounds for a dim of size 6"),
+        ([0, -7], "index -7 is out of bounds for a dim of size 6"),
         ((0, 0, 0, 0), "too many indices"),
         ((..., 0, ...), "too many indices"),
         (torch.ones(5, dtype=torch.bool), r"mask of shape \(5,\)"),

@@ -157,7 +157,7 @@ def test_ranks_of_a_mesh_are_compared_with_one_of_them_and_not_each_with_each():
     merge()
     assert compared <= 6 * ranks
     accounts[7].fingerprint = (1, "other")
-    with pytest.raises(CheckpointError, match=r"Rank 0 .* was to hold the same tensors as rank 7 "):
+    with pytest.raises(CheckpointError, match=r"Rank 0 .* and rank 7 .* must hold the same tensors"):
         merge()
     del accounts[7]
     with pytest.raises(CheckpointError, match="shares its tensors with rank 7, which isn't saving"):
@@ -176,8 +176,8 @@ def test_ranks_that_hold_a_plain_tensor_otherwise_are_named(tmp_path):
         one.replicated, one.contents = b"v\nw", b"0" * 2 * FINGERPRINT_BYTES
     merged(accounts)
     accounts[2].contents = b"0" * FINGERPRINT_BYTES + b"1" * FINGERPRINT_BYTES
-    with pytest.raises(CheckpointError, match="'w' isn't sharded, and differs between rank 0 and rank 2"):
+    with pytest.raises(CheckpointError, match="'w' isn't sharded, but its values differ between rank 0 and rank 2"):
         merged(accounts)
     accounts[2].replicated = b"w"
-    with pytest.raises(CheckpointError, match="Rank 2 and rank 0 hold the same tensors, but not the same of them"):
+    with pytest.raises(CheckpointError, match="Rank 2 and rank 0 hold the same tensors, but different ones of them"):
         merged(accounts)

@@ -36,7 +36,9 @@ def test_who_goes_over_an_optimizers_groups_is_told_once_and_not_torch_itself(mo
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(UserWarning, match=r"optimizer's groups.*its stage's: work on each by itself is right"):
+        with pytest.raises(
+            UserWarning, match=r"optimizer's groups.*only its own stage's: per-parameter operations are correct"
+        ):
             sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         assert [*optimizer.param_groups[0]["params"]] == parameters
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
@@ -53,7 +55,7 @@ def test_after_a_run_who_goes_over_a_stages_parameters_is_told_until_the_next_is
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         next(module.parameters())
-        with pytest.raises(UserWarning, match=r"clip_grad_norm_ \(torch.* goes over the parameters of"):
+        with pytest.raises(UserWarning, match=r"clip_grad_norm_ \(torch.* iterates over the parameters of"):
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         walks._has_warned = False
         with pytest.raises(UserWarning, match=r"the parameters of the LightningModule\. .*gather_full_parameters"):
@@ -113,7 +115,7 @@ def test_before_training_parameters_shows_those_of_other_stages_without_values()
     walks.guard()
     assert sum(p.numel() for p in net[0].parameters()) == 9  # all of it elsewhere: nothing to take for all
     for module in (net, net[1]):
-        with pytest.raises(StepError, match=r"goes over the parameters of .*only its stage's"):
+        with pytest.raises(StepError, match=r"iterates over the parameters of .*only its own stage's"):
             sum(p.numel() for p in module.parameters())
 
 
@@ -149,7 +151,7 @@ def test_what_fails_beside_a_part_is_refused_as_that() -> None:
                 code()
             refusal = walks.refusal(caught.value)
             assert refusal is not None
-            assert re.search(f"{what}.*its stage's part only, which doesn't fit what is whole", str(refusal))
+            assert re.search(f"{what}.*only its own stage's part, which doesn't match what is whole", str(refusal))
     with pytest.raises(RuntimeError) as caught:
         elsewhere()
     assert walks.refusal(caught.value) is None
@@ -212,7 +214,7 @@ def test_an_average_of_parts_is_none_of_the_whole() -> None:
     module = nn.Linear(2, 2)
     averaged, ours = torch.optim.swa_utils.AveragedModel(module), torch.optim.swa_utils.AveragedModel(module)
     part_of(module)
-    with pytest.raises(StepError, match=r"update_parameters .* goes over the parameters of net"):
+    with pytest.raises(StepError, match=r"update_parameters .* iterates over the parameters of net"):
         averaged.update_parameters(module)
     vars(ours)["averages_parts"] = True
     ours.update_parameters(module)
@@ -264,7 +266,7 @@ def test_a_copy_of_a_part_goes_over_its_own_parameters() -> None:
         for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert dict(other.named_parameters())["0.weight"] is other[0].weight
             assert next(other.parameters()) is other[0].weight
-            with pytest.raises(StepError, match="goes over the parameters of net"):
+            with pytest.raises(StepError, match="iterates over the parameters of net"):
                 list(other.parameters())
     walks.release()
     assert dict(module.named_parameters())["0.weight"] is module[0].weight

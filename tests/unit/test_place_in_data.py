@@ -311,7 +311,7 @@ def test_a_place_that_was_not_saved_is_guessed_aloud(tmp_path, uninterrupted):
     checkpoint = torch.load(path, weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="does not hold its place in the data"):
+    with pytest.warns(UserWarning, match="doesn't store the position in the data"):
         second, _, _ = fit(4, tmp_path, resume=path)
     assert samples_of(first, 0) + samples_of(second, 0) == uninterrupted[0]
 

@@ -35,7 +35,7 @@ class TestWhatIsSaid:
             ({"device_memory": -1}, r"device_memory \(-1\) must be"),
             (
                 {"device_type": "gpu-of-mine"},
-                "device_type='gpu-of-mine' is no kind of device that torch knows: use cuda",
+                "device_type='gpu-of-mine' is not a torch device type: use cuda",
             ),
             ({"batch": torch.zeros(0, 17, dtype=torch.long)}, "The batch has no samples"),
             ({"module": nn.Linear(2, 2)}, "Linear isn't a LightningModule"),

@@ -200,7 +200,7 @@ def test_a_distributed_sampler_of_the_users_deals_by_data_rank_or_is_refused():
 
     assert read(shard(make(2, 1), 1, 2)) == [[1, 3], [5, 7]]
     with pytest.raises(
-        ConfigurationError, match="OwnDistributed deals samples to rank 3 of 8, and this process is data rank 1"
+        ConfigurationError, match="OwnDistributed distributes samples to rank 3 of 8, but this process is data rank 1"
     ):
         shard(make(8, 3), 1, 2)
 

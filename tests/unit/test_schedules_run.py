@@ -63,7 +63,7 @@ def test_backwards_are_whole_where_settings_leave_nothing_for_a_second_part(name
         whole.check()
         assert not whole.splits_backwards
         assert whole.rank_of == schedule.rank_of
-        assert f"schedule={name!r} runs with whole backwards" in told[-1]
+        assert f"schedule={name!r} runs whole backwards" in told[-1]
         assert " and ".join(settings) in told[-1]
     assert len(told) == 2
 
@@ -71,7 +71,7 @@ def test_backwards_are_whole_where_settings_leave_nothing_for_a_second_part(name
 def test_a_file_that_differs_on_another_rank_is_refused() -> None:
     schedule = candidates(str(OWN), 2, None)
     assert agree(schedule, None, Pipeline()) == schedule[0]  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="another file on other ranks"):
+    with pytest.raises(ConfigurationError, match="a file that differs between ranks"):
         agree(schedule, None, Pipeline("0F0,0B0\n"))  # type: ignore[arg-type]
 
 

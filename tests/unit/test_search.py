@@ -23,6 +23,7 @@ from lightning_shard.dryrun.memory.peak import Held
 from lightning_shard.dryrun.search import search as searching
 from lightning_shard.dryrun.search import workshop
 from lightning_shard.dryrun.search.found import (
+    CANT_BE_COUNTED,
     CANT_BE_CUT,
     DOESNT_DIVIDE,
     DOESNT_FIT,
@@ -342,7 +343,7 @@ def test_what_cant_be_counted_is_thrown_out_with_its_reason(
     monkeypatch.setattr(workshop, "count_each", counted)
     in_vain = Model.of(CutInVain, model.batch, model.settings, stages=BLOCKS)
     found = search(in_vain, optimizer, space(), rates(), most=10**6)
-    reasons = [why for why in found.dropped if why.startswith("its step can't be counted when it is cut so (")]
+    reasons = [why for why in found.dropped if why.startswith(f"{CANT_BE_COUNTED} (")]
     for size, why in zip((2, 4), sorted(reasons), strict=True):
         assert f"(tensor_parallel_size={size}: RuntimeError: " in why
     whole = {layout for layout in layouts(DEVICES, BLOCKS) if layout.tensor_parallel_size == 1}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch.torch_version import TorchVersion
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, PlacementError, PlanError, StepError
+from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.plugin.assembly.assemble import Assembly
+from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.loss_weight import LossWeights
 
 PP2 = {"pipeline_parallel_size": 2}
@@ -149,3 +153,14 @@ def test_errors_name_the_users_class_and_not_fsdps() -> None:
     unit.__class__ = type("FSDPBlock", (FSDPModule, Block), {})
     assert class_name(unit) == "Block"
     assert class_name(Block(2, 2)) == "Block"
+
+
+def test_another_trainer_with_other_settings_is_told_which_differ() -> None:
+    old, new = Settings("auto", None, None), Settings("auto", None, None, compile_blocks=True)
+    assembly: Any = SimpleNamespace(layout=Layout(tensor_parallel_size=2), settings=old)
+    with pytest.raises(ConfigurationError) as caught:
+        Assembly.lay_out_again(assembly, Layout(), new, (), cast(Any, None))
+    assert str(caught.value) == (
+        "An earlier Trainer has sharded this module with tensor_parallel_size=2, compile_blocks=False, and it can't be"
+        " resharded to tensor_parallel_size=1, compile_blocks=True: build a new module."
+    )

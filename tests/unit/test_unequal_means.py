@@ -45,4 +45,4 @@ def test_unequal_numbers_are_told_of_once(
             for part in range(2):
                 means.note(loss_of(torch.ones(4, requires_grad=True), part))
             means.warn()
-    assert len([each for each in said if "mean over another number" in str(each.message)]) == told
+    assert len([each for each in said if "mean over a different number" in str(each.message)]) == told

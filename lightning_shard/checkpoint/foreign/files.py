@@ -176,7 +176,7 @@ def _take_apart(content: Any, path: str) -> tuple[dict[str, Tensor], dict[str, T
     leaves = list(_leaves(content, ""))
     tensors = dict(leaves)
     if len(tensors) != len(leaves):
-        raise CheckpointError(f"{path} holds two tensors whose names are alike once their parts are joined by '.'.")
+        raise CheckpointError(f"{path} has two tensors that get the same name when nested keys are joined by '.'.")
     return tensors, {}, None
 
 

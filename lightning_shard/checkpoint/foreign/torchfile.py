@@ -201,7 +201,9 @@ def _check_size(content: Any, pickle_bytes: int, path: str) -> None:
             values -= len(value)
             pending.extend((item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
         if min(values, text_bytes) < 0 or depth > MAX_DEPTH:
-            raise CorruptCheckpointError(f"{path} holds more values, or deeper ones, than its bytes can have given.")
+            raise CorruptCheckpointError(
+                f"{path} expands to more, or more deeply nested, values than its size justifies."
+            )
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,9 @@ class Archive:
         inner = _contiguous_dims(shape, strides)
         if math.prod(shape[:inner]) > MAX_CHUNKS:
             raise UnsupportedStateError(
-                f"{name!r} of shape {shape} lies in the file with strides {strides}, transposed or in another memory"
-                " format: load the file with torch.load, and save it with contiguous tensors."
+                f"{name!r} of shape {shape} is stored with strides {strides} (transposed, or in another memory"
+                " format), which can't be read in place: load the file with torch.load, and save it with contiguous"
+                " tensors."
             )
         nbytes = math.prod(shape[inner:]) * width
         chunks = []

@@ -247,7 +247,9 @@ class Tiling:
             if not len(box.offsets) == len(box.sizes) == len(shape) or any(
                 offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, shape)
             ):
-                raise ValueError(f"a chunk at {box.offsets} of {box.sizes} isn't inside of {shape}")
+                raise ValueError(
+                    f"a chunk at offsets {box.offsets} with sizes {box.sizes} isn't inside the shape {shape}"
+                )
             self.boxes.append(box)
         fault = coverage_fault(shape, self.boxes)
         if fault is not None:

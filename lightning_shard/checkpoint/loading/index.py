@@ -145,8 +145,8 @@ def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
     """Normalize an index: one item for each dim, None for each new dim, masks converted to positions."""
     if isinstance(index, list) and any(isinstance(item, _NO_PLACES_OF_A_LIST) for item in index):
         raise IndexError(
-            f"{name!r} can't be indexed with {index!r}: numpy takes such a list for an array, and torch for a tuple."
-            " For places pass torch.tensor of it, for an item for each dim a tuple."
+            f"{name!r} can't be indexed with {index!r}: numpy treats such a list as an array, torch as a tuple. To"
+            " select positions pass torch.tensor(list); to index several dims pass a tuple."
         )
     items: list[Any] = []
     for item in index if isinstance(index, tuple) else (index,):
@@ -225,7 +225,7 @@ def _axis(item: Any, size: int, name: str) -> _Axis:
     lowest, highest = (item, item) if isinstance(item, int) else _extremes(item)
     if lowest < -size or highest >= size:
         outside = lowest if lowest < -size else highest
-        raise IndexError(f"{name!r} has no place {outside} in a dim of {size}.")
+        raise IndexError(f"index {outside} is out of bounds for a dim of size {size} of {name!r}.")
     if isinstance(item, int):
         place = item % size
         return _Axis((place, place + 1), None, 0)

@@ -385,11 +385,13 @@ def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -
     for stored, (_, local, spread) in located:
         shape, dtype = stored.entry.shape, stored.dtype
         if spread.shape != shape:
-            faults.append(f"{stored.name!r} has shape {shape} there and {spread.shape} here")
+            faults.append(f"{stored.name!r} has shape {shape} in the checkpoint and {spread.shape} in the state")
         elif local.dtype != dtype and not cast:
-            faults.append(f"{stored.name!r} is {dtype} there and {local.dtype} here (cast=True converts)")
+            faults.append(
+                f"{stored.name!r} is {dtype} in the checkpoint and {local.dtype} in the state (cast=True converts)"
+            )
         elif local.is_meta:
-            faults.append(f"{stored.name!r} is on the meta device here: materialize it before loading")
+            faults.append(f"{stored.name!r} is on the meta device in the state: materialize it before loading")
     if faults:
         raise StateMismatchError(f"The checkpoint doesn't fit the state: {_listing(faults, '; ')}.")
 
@@ -397,10 +399,10 @@ def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -
 def _differences(path: str, missing: list[str], unexpected: list[str]) -> str:
     parts = []
     if missing:
-        parts.append(f"{len(missing)} asked for and not in it: {_listing(missing)}")
+        parts.append(f"Missing in the checkpoint ({len(missing)}): {_listing(missing)}")
     if unexpected:
-        parts.append(f"{len(unexpected)} in it and not asked for: {_listing(unexpected)}")
-    return f"{path} holds other names than the state. {'; '.join(parts)}. strict=False loads what both have."
+        parts.append(f"Not in the state ({len(unexpected)}): {_listing(unexpected)}")
+    return f"The names in {path} and in the state differ. {'. '.join(parts)}. strict=False loads the names in both."
 
 
 def _listing(items: list[str], separator: str = ", ") -> str:

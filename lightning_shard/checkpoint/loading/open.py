@@ -68,8 +68,8 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
         manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
     if not manifest.signed:
         warnings.warn(
-            f"{source} has no digest of its own (it was written by {manifest.writer or 'an unnamed writer'}): damage to"
-            " it may not be found. Saving the checkpoint anew adds one.",
+            f"{source} has no digest of its own (written by {manifest.writer or 'an unnamed writer'}), so damage to it"
+            " may go unnoticed. Saving the checkpoint again adds one.",
             stacklevel=3,
         )
     return Checkpoint(path, store, manifest, verify, found.state)

@@ -171,8 +171,9 @@ class Checkpoint(StoredTensors):
             stored = sum(self._size(self.manifest.files[file]) for file in sorted(files))
             if needed > MOST_SHARED * stored:
                 raise CorruptCheckpointError(
-                    f"{self.path}: {boxes[0][0]!r}{' and others are' if len(boxes) > 1 else ' is'} said to have"
-                    f" {needed:,} bytes, in files of {stored:,}: the manifest is damaged, use another checkpoint."
+                    f"{self.path}: the manifest gives {boxes[0][0]!r}{' and others' if len(boxes) > 1 else ''}"
+                    f" {needed:,} bytes, more than their files of {stored:,} bytes can hold: the manifest is damaged,"
+                    " use another checkpoint."
                 )
         try:
             return [torch.empty(box.sizes, dtype=DTYPES[entry.dtype]) for _, entry, box in boxes]

@@ -44,9 +44,9 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, 
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:
         raise UnsupportedStateError(
-            f"{type(optimizer).__name__} keeps {', '.join(map(repr, sorted(more)))} beside 'state' and 'param_groups',"
-            " which no layout knows how to divide: have it keep that in its state, or save it in the trainer state"
-            " (LightningModule.on_save_checkpoint) and leave it out of the optimizer's state_dict."
+            f"{type(optimizer).__name__}.state_dict() has {', '.join(map(repr, sorted(more)))} in addition to 'state'"
+            " and 'param_groups', which can't be sharded: have it keep that in its state, or save it in the trainer"
+            " state (LightningModule.on_save_checkpoint) and leave it out of the optimizer's state_dict."
         )
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}

@@ -269,7 +269,7 @@ def _groups_of(
             if len(theirs) > 1:
                 raise StateMismatchError(
                     f"Group {number} of optimizer {index} holds parameters that had different hyperparameters when they"
-                    f" were saved: make the groups anew as they were."
+                    " were saved: create the same parameter groups as in the run that saved."
                 )
             found.append(saved[theirs.pop()] if theirs else {})
         elif theirs - {number}:
@@ -300,8 +300,9 @@ def _check_kind(index: int, optimizer: torch.optim.Optimizer, saved: Sequence[Ma
         if unknown and missing:
             raise StateMismatchError(
                 f"The checkpoint's optimizer {index} has the settings {', '.join(sorted(unknown))}, and lacks"
-                f" {', '.join(sorted(missing))}, so it isn't a {type(optimizer).__name__}: make the kind that was"
-                " saved, or load the weights alone (load_from_checkpoint of a LightningModule) and leave out ckpt_path."
+                f" {', '.join(sorted(missing))}, so it was saved by another optimizer class than"
+                f" {type(optimizer).__name__}: use that class, or load only the weights (load_from_checkpoint of a"
+                " LightningModule) and leave out ckpt_path."
             )
 
 

@@ -205,7 +205,11 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
                 known = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
                 own = _of_one_storage(parameter, without_memory) if known is None else [known]
                 if len(own) != 1:
-                    why = f"whose empty part here may be of any of {own}" if own else "that isn't in the state"
+                    why = (
+                        f"whose shard is empty on this rank, so it may be any of {own}"
+                        if own
+                        else "that isn't in the state"
+                    )
                     raise UnsupportedStateError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} {why}: pass"
                         " the module that it optimizes, and make the optimizer after the module was sharded."

@@ -196,8 +196,8 @@ class AsyncSaver:
     def __del__(self) -> None:
         if getattr(self, "_saving", None) is not None:
             warnings.warn(
-                f"An AsyncSaver was dropped with a save to {self._path} that nobody has waited for: use it in a with"
-                " block, or call wait() or close(). What goes wrong is told when the program ends.",
+                f"An AsyncSaver was garbage collected before anybody waited for its save to {self._path}: use it in a"
+                " with block, or call wait() or close(). If this save fails, that is shown when the program ends.",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
@@ -208,8 +208,8 @@ class AsyncSaver:
             return
         self._said = True
         warnings.warn(
-            f"The save to {self._path} was still being written: the next one waited for it. Saves follow on one another"
-            " faster than the store takes them. (This is said once.)",
+            f"The previous save, to {self._path}, was still being written, so the next one waited for it: saves are"
+            " started faster than the store can write them. Save less often, or to a faster store. (Shown once.)",
             stacklevel=3,
         )
 

@@ -89,8 +89,9 @@ def _fault(store: Store, file: FileEntry) -> str:
 def _lost(store: Store, lost: list[str]) -> str:
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
     return (
-        f"{store.root}: what was written is not there any more ({', '.join(lost[:3])}{more}): another program removes"
-        " files there. Nothing has been committed, and an earlier checkpoint is as it was."
+        f"{store.root}: files that were just written are missing or have another size ({', '.join(lost[:3])}{more}):"
+        " another program may be removing files there. Nothing has been committed, and an earlier checkpoint is as it"
+        " was."
     )
 
 
@@ -119,9 +120,10 @@ def _conflict(store: Store, attempt: str) -> str:
         modified = store.modified(MANIFEST_NAME)
         when = f", of {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(modified))} UTC" if modified else ""
     return (
-        f"{store.root}: another save came first. There is {who}{when} now, which wasn't there when this save (attempt"
-        f" {attempt}) began: it stays, and what this one wrote is discarded. Two jobs save to one path, such as a"
-        " requeued one and one that didn't end: stop one of them, or give each a path of its own."
+        f"{store.root}: another save was committed to this path while this one was running: {who}{when}, which wasn't"
+        f" there when this save (attempt {attempt}) began. It is kept, and what this save wrote is discarded. Two jobs"
+        " save to one path, such as a requeued one and one that didn't end: stop one of them, or give each a path of"
+        " its own."
     )
 
 

@@ -156,9 +156,9 @@ class Merged:
             fault = _coverage_fault(one.head, tuple(kept[number] for number in one.places))
             if fault is not None:
                 raise CheckpointError(
-                    f"The ranks' parts of {name!r} of shape {kind_of(one.head)[1]} don't make up the tensor: {fault}."
-                    " Either a rank that holds a part of it isn't saving, or not all ranks that save together hold the"
-                    " same tensors (as with pipeline stages): then pass mesh=, the mesh of the ranks that do."
+                    f"The shards of {name!r} (global shape {kind_of(one.head)[1]}) don't cover the tensor exactly:"
+                    f" {fault}. Either a rank that holds a shard isn't saving; or ranks hold different lists of"
+                    " tensors, as pipeline stages do: then pass mesh=, the mesh of the ranks that hold the same list."
                 )
             sound.add(cut)
 
@@ -200,8 +200,8 @@ class Merged:
         what = "content" if first.head == other.head else "dtype or shape"
         return CheckpointError(
             f"{name!r} is on the ranks {ranks[first.mesh]} and on the ranks {ranks[other.mesh]}, which hold different"
-            f" lists of tensors, and differs in {what}: one of the two would be lost. Give different tensors different"
-            " names, as by numbering layers through all pipeline stages; tied tensors must be equal everywhere."
+            f" lists of tensors, and differs in {what}: only one of the two can be saved. Different tensors need"
+            " different names (number layers across all pipeline stages); tied tensors must be equal on all ranks."
         )
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
@@ -246,9 +246,10 @@ def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> Non
                 )
             if other is not party and (other.mesh, other.fingerprint) != (party.mesh, party.fingerprint):
                 raise CheckpointError(
-                    f"Rank {rank} ({party.fingerprint[0]} tensors) was to hold the same tensors as rank {member}"
-                    f" ({other.fingerprint[0]} tensors), and they differ in names, dtypes or shapes. Where ranks hold"
-                    " different tensors, as pipeline stages do, pass mesh=, the mesh of those that hold the same."
+                    f"Rank {rank} ({party.fingerprint[0]} tensors) and rank {member} ({other.fingerprint[0]} tensors)"
+                    " belong to the same mesh, so they must hold the same tensors, but names, dtypes or shapes differ."
+                    " If ranks hold different tensors, as pipeline stages do, pass mesh=, the mesh of those that hold"
+                    " the same."
                 )
         compared.add(party.mesh)
         if mesh_ranks:
@@ -261,16 +262,16 @@ def _check_contents(party: Party, other: Party, rank: int, other_rank: int) -> N
         return
     if party.replicated != other.replicated:
         raise CheckpointError(
-            f"Rank {rank} and rank {other_rank} hold the same tensors, but not the same of them whole: shard them"
-            " alike on all ranks of the mesh."
+            f"Rank {rank} and rank {other_rank} hold the same tensors, but different ones of them are replicated: use"
+            " the same placements on all ranks of the mesh."
         )
     names = party.replicated.decode(errors="surrogatepass").split("\n")
     width = FINGERPRINT_BYTES
     for number, name in enumerate(names):
         if party.contents[number * width :][:width] != other.contents[number * width :][:width]:
             raise CheckpointError(
-                f"{name!r} isn't sharded, and differs between rank {min(rank, other_rank)} and rank"
-                f" {max(rank, other_rank)}: of which it should be saved isn't known. Give all ranks the same, as by a"
+                f"{name!r} isn't sharded, but its values differ between rank {min(rank, other_rank)} and rank"
+                f" {max(rank, other_rank)}, so it isn't clear which to save. Make them equal, for example by a"
                 " broadcast before saving, or pass what belongs to each rank in rank_state=."
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import time
@@ -17,6 +18,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.folder import Earlier, remove_files
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.format.text import OWN_WRITER
 from lightning_shard.checkpoint.leaders import exchange_by_groups
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
@@ -38,7 +40,15 @@ from lightning_shard.errors import CheckpointError, UnsupportedStateError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-WRITER = "lightning_shard 0.1.0"
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lightning-shard")
+    except importlib.metadata.PackageNotFoundError:  # imported from a source tree
+        return "unknown"
+
+
+WRITER = OWN_WRITER + _version()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,8 +98,8 @@ def as_path(path: str | os.PathLike[str]) -> str:
         raise CheckpointError("path is empty: name the checkpoint's directory.")
     if _CUT_URL.match(text):
         raise CheckpointError(
-            f"path ({text}) was a URL before it was made a Path, and names a folder of the local disk now: pass it as"
-            " a str."
+            f"path ({text}) looks like a URL that was converted to pathlib.Path, which makes it a local path: pass the"
+            " URL as a str."
         )
     refuse_secrets(text)
     head, _, tail = text.rpartition("/")

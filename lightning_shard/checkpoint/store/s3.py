@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.store.calls import MIN_BYTES_PER_S, STALL_S, answer_of
 from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, conflict
 from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in_parts
@@ -131,10 +132,10 @@ class S3Store(RemoteStore):
         try:
             number = self._calls.tried(create)
         except BaseException:
-            self._abort_others(where)
+            self._abort_lost(name)
             raise
         if answers_lost:  # each lost answer may stand for an upload that was begun
-            self._abort_others(where, but=number)
+            self._abort_lost(name, but=number)
         return {**where, "UploadId": number, "Mark": mark}
 
     def upload_parts(
@@ -193,11 +194,14 @@ class S3Store(RemoteStore):
         with contextlib.suppress(Exception):
             self._call("abort_multipart_upload", **_named(upload))
 
-    def _abort_others(self, where: dict[str, str], but: str = "") -> None:
-        """Abort all other uploads of one file.
+    def _abort_lost(self, name: str, but: str = "") -> None:
+        """Abort uploads whose ids were lost with the answers, if the file's name belongs to this save alone.
 
-        A checkpoint's file name belongs to this save alone; a gathered file's name belongs to its latest writer.
+        A listing doesn't tell whose an upload is, and another job may be gathering to the same name.
         """
+        if not OWN_FILE.fullmatch(name):
+            return
+        where = self._where(name)
         with contextlib.suppress(Exception):
             for found in self._uploads(where["Bucket"], where["Key"]):
                 if found["Key"] == where["Key"] and found["UploadId"] != but:

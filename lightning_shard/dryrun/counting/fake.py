@@ -35,8 +35,8 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise ConfigurationError(
-            "A plan is made in a process of its own, and this one is a rank of a run: make it before"
-            " torch.distributed.init_process_group, or on the command line (lightning-shard plan)."
+            "A plan can't be made in a process that has a process group: call plan() before"
+            " torch.distributed.init_process_group, or use the command line (lightning-shard plan)."
         )
     dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
     try:

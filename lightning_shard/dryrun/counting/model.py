@@ -124,8 +124,8 @@ def _check(module: Any, batch: Any, device_type: str) -> None:
         torch.device(device_type)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"device_type={device_type!r} is no kind of device that torch knows: use cuda or cpu. A model of a device"
-            " is named by device."
+            f"device_type={device_type!r} is not a torch device type: use cuda or cpu. Pass a device model, such as"
+            " h100, as device=."
         ) from error
     if isinstance(module, nn.Module) and not isinstance(module, pl.LightningModule):
         raise ConfigurationError(

@@ -11,14 +11,14 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.pipeline.placement import seconds_text, size_text, table
 
-CANT_BE_CUT = "the module can't be cut so"
-CANT_BE_COUNTED = "its step can't be counted when it is cut so"
+CANT_BE_CUT = "the module can't be split that way"
+CANT_BE_COUNTED = "the step of the split module can't be counted"
 DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
 TOO_FEW = "too few microbatches for the stages, or the schedule"
 TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"
-NOT_IN_PARTS = "nothing of a backward can come later with these settings, as its schedule has it"
+NOT_IN_PARTS = "its schedule postpones weight gradients, which these settings prevent"
 DOESNT_FIT = "a device's memory is too small"
-SLOWER = "slower than those listed, whatever it would need"
+SLOWER = "slower than those listed, whatever memory they need"
 
 
 @dataclass(frozen=True)

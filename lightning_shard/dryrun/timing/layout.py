@@ -22,7 +22,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 
-LEFT_OUT = "launching kernels, reading data and the host's own work take no time"
+LEFT_OUT = "the time of kernel launches, data loading and host work is not included"
 IDLE, OPTIMIZER, PIPELINE = "idle", "optimizer", "pipeline"
 
 

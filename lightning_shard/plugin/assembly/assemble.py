@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -104,9 +105,10 @@ class Assembly:
             ConfigurationError: It was laid out in another way, or no schedule has the same stages on the same ranks.
         """
         if (self.layout, self.settings) != (layout, settings):
+            before, now = _differing((self.layout, self.settings), (layout, settings))
             raise ConfigurationError(
-                f"This module was laid out as {self.layout} with {self.settings} by an earlier Trainer and can't be"
-                f" laid out anew as {layout} with {settings}: build a new module."
+                f"An earlier Trainer has sharded this module with {before}, and it can't be resharded to {now}: build a"
+                " new module."
             )
         placement = self.placement
         if placement is None:
@@ -115,8 +117,8 @@ class Assembly:
         fitting = [each for each in schedules if each.rank_of == self.schedule.rank_of]
         if not fitting:
             raise ConfigurationError(
-                f"This module was laid out for schedule={self.schedule.name!r}, with {self.schedule.stages} stages,"
-                f" by an earlier Trainer and can't be laid out anew for {schedules[0].name!r}, with"
+                f"An earlier Trainer has split this module for schedule={self.schedule.name!r}, with"
+                f" {self.schedule.stages} stages, and it can't be split again for {schedules[0].name!r}, with"
                 f" {schedules[0].stages}: build a new module."
             )
         if len(fitting) > 1 and self.schedule in fitting:
@@ -234,6 +236,20 @@ def assemble(
     )
 
 
+def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
+    """Texts of the fields that differ between dataclasses, with the values of each."""
+    differ = [
+        (field.name, getattr(old, field.name), getattr(new, field.name))
+        for old, new in zip(before, now, strict=True)
+        for field in fields(old)
+        if getattr(old, field.name) != getattr(new, field.name)
+    ]
+    return (
+        ", ".join(f"{name}={old!r}" for name, old, _ in differ),
+        ", ".join(f"{name}={new!r}" for name, _, new in differ),
+    )
+
+
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
     """Install what preserves or refuses users' accesses to a sharded module, in steps and between them."""
     watch_parameters(module)
@@ -274,20 +290,21 @@ def _as_it_shards_itself(
     """
     if any(isinstance(value, Hollow) for part in module.modules() for value in vars(part).values()):
         raise LayoutError(
-            f"A part of {type(module).__name__} was laid out on pipeline stages in another LightningModule's run: build"
-            " a new one, and give it that one's weights by a checkpoint (load_from_checkpoint, or ckpt_path)."
+            f"{type(module).__name__} contains a module that an earlier run has split into pipeline stages, so it no"
+            " longer holds all of its parameters: build a new one, and load the weights from a checkpoint"
+            " (load_from_checkpoint, or ckpt_path)."
         )
     sizes = {name: size for name, size in layout.sizes.items() if name in (_PIPELINE, _EXPERTS, _CONTEXT) and size > 1}
     if sizes:
         name, size = next(iter(sizes.items()))
         raise LayoutError(
-            f"{type(module).__name__}.configure_model parallelizes the module itself, which fits {name}=1 (it is"
-            f" {size}): use that, or leave the sharding to the strategy."
+            f"{type(module).__name__}.configure_model shards the module itself, so {name} must be 1 (it is {size}): set"
+            " it to 1, or leave the sharding to the strategy."
         )
     if settings.of_blocks:
         raise ConfigurationError(
-            f"{type(module).__name__}.configure_model parallelizes the module itself, and not"
-            f" {settings.of_blocks}: do that there, and leave these out."
+            f"{type(module).__name__}.configure_model shards the module itself, so the strategy can't apply"
+            f" {settings.of_blocks}: apply them in configure_model, and leave these arguments out."
         )
     materialize(module, (), device, seed)
     module.to(device)
@@ -316,8 +333,8 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
     """
     if blocks is None and (settings.activation_checkpointing or settings.compile_blocks):
         raise ConfigurationError(
-            f"{type(module).__name__} has no list of repeated blocks that {settings.of_blocks} could be about: name"
-            " modules by pipeline_blocks, or leave it out."
+            f"{type(module).__name__} has no list of repeated blocks, to which {settings.of_blocks} apply: name modules"
+            " by pipeline_blocks, or leave these arguments out."
         )
     names = blocks.names if blocks else ()
     return {names[place] for place in chosen(len(names), settings.activation_checkpointing)}
@@ -335,8 +352,8 @@ def _sequences(
         return None
     if blocks is None:
         raise ConfigurationError(
-            f"{type(module).__name__} has no list of repeated blocks, whose sequences"
-            f" context_parallel_size={layout.context_parallel_size} could deal to ranks: name modules by"
+            f"{type(module).__name__} has no list of repeated blocks, and"
+            f" context_parallel_size={layout.context_parallel_size} splits the sequences within blocks: name modules by"
             " pipeline_blocks, or use context_parallel_size=1."
         )
     sequences = ShardedSequences(Part.of(groups.context), partial(trial_runs, device))

@@ -125,8 +125,8 @@ def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
     compiled += [name for name in (*sorted(around), *blocks.names) if calls_compiled(modules[name])]
     if compiled:
         raise PlacementError(
-            f"{compiled[0] or type(module).__name__} is compiled, with what pipeline stages do between blocks: leave"
-            " that out and set compile_blocks=True, by which each block's forward is compiled, or use"
+            f"{compiled[0] or type(module).__name__} is compiled as a whole, but pipeline stages communicate between"
+            " its blocks: don't compile it and set compile_blocks=True, which compiles each block's forward, or use"
             " pipeline_parallel_size=1."
         )
 
@@ -155,7 +155,7 @@ def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holde
         if len(stages) > 1 and buffers:
             raise PlacementError(
                 f"{names[0]} runs in several places, on stages {sorted(stages)}, and has buffers"
-                f" ({', '.join(sorted(buffers))}), which they would keep in their own ways: register what never"
-                " changes with persistent=False, use a module for each place, which share their weights, or"
-                " pipeline_parallel_size=1."
+                f" ({', '.join(sorted(buffers))}), of which each stage would have a copy that changes by"
+                " itself: register what never changes with persistent=False, use one module per call, which share"
+                " their weights, or pipeline_parallel_size=1."
             )

@@ -51,8 +51,8 @@ class LaidOutParameters:
         of_stages = gather_over_stages((came, left))
         came, left = (list(dict.fromkeys(name for names in of_each for name in names)) for of_each in zip(*of_stages))
         for names, did in (
-            (came, "came to the module, or was replaced, after it was laid out on ranks, and these don't share it"),
-            (left, "was removed after the module was laid out on ranks, and other stages still count on it"),
+            (came, "was added to the module, or replaced, after it was sharded, so ranks don't synchronize it"),
+            (left, "was removed after the module was split into stages, and other stages still use it"),
         ):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -82,8 +82,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _refuse_copy(kind: str, _: Any) -> Any:
     raise StepError(
-        f"A {kind} was to be copied (copy.deepcopy) after it was laid out on ranks. Its parameters are shards there,"
-        " which only its own hooks gather: make the copy in __init__, where it is laid out like the original; for an"
+        f"copy.deepcopy of a {kind} after it was sharded isn't supported: the copy would have no hooks that gather its"
+        " shards. Make the copy in __init__, where it is sharded like the original; for an"
         " average of weights use Lightning's EMAWeightAveraging; or keep values, {name: p.detach().clone() for name, p"
         " in module.named_parameters()}."
     )

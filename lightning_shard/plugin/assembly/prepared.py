@@ -208,7 +208,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._trains = self._what_trains()
         if several and not any(any(stage.values()) for stage in self._trains):
             raise PlacementError(
-                "No parameter trains, so that no loss has gradients for the stages: unfreeze some, or use"
+                "No parameter requires gradients, so the pipeline stages have nothing to train: unfreeze some, or use"
                 " pipeline_parallel_size=1."
             )
         tied = {name for tie in self._assembly.ties for name in tie.names}

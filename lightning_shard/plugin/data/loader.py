@@ -163,9 +163,10 @@ def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) ->
     if (sampler.num_replicas, sampler.rank) == (data_size, data_rank):
         return True
     raise ConfigurationError(
-        f"{type(sampler).__name__} deals samples to rank {sampler.rank} of {sampler.num_replicas}, and this process is"
-        f" data rank {data_rank} of {data_size}: give the DataLoader a plain sampler, which is dealt for you, or make"
-        " this one with num_replicas=strategy.layout.data_parallel_size and rank=strategy.layout.data_rank."
+        f"{type(sampler).__name__} distributes samples to rank {sampler.rank} of {sampler.num_replicas}, but this"
+        f" process is data rank {data_rank} of {data_size}: give the DataLoader a plain sampler, which the strategy"
+        " distributes, or create this one with num_replicas=strategy.layout.data_parallel_size and"
+        " rank=strategy.layout.data_rank."
     )
 
 

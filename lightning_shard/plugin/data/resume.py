@@ -130,8 +130,8 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
         return
     if not sampler.is_loaded:
         rank_zero_warn(
-            "The checkpoint does not hold its place in the data: taking it to be of the same number of data-parallel"
-            f" ranks and batch size as now, {done} batches are skipped."
+            "The checkpoint doesn't store the position in the data. Assuming the same number of data-parallel ranks and"
+            f" the same batch size as now, {done} batches are skipped."
         )
         sampler.start = sampler.data_size * sampler.batch_size * done
         return

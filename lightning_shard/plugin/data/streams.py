@@ -43,9 +43,9 @@ class _EndingTogether:
         if one_has_ended:
             if own:
                 warnings.warn(
-                    f"Another rank's IterableDataset has ended after {self._count} batches, and this rank's goes on:"
-                    " all ranks end there, as they have to take the same number of steps. To read all samples, have"
-                    " the dataset give equally many on each data rank.",
+                    f"The IterableDataset of another data rank ended after {self._count} batches, but this rank's has"
+                    " more. They are dropped, since all ranks must take the same number of steps. To read all samples,"
+                    " have the dataset give equally many on each data rank.",
                     stacklevel=2,
                 )
             raise StopIteration

@@ -100,8 +100,8 @@ class Built:
 
 def _refuse_gradient(name: str, _: Tensor) -> None:
     raise StepError(
-        f"A step computes with {name} as it was before the module was laid out on ranks, such as from a list that was"
-        " made in __init__, so its gradient would be lost: take parameters from the module in the step, as by"
+        f"A step computes with parameter {name} from before the module was sharded, such as from a list that was made"
+        " in __init__, so its gradient would be lost: take parameters from the module in the step, as by"
         " self.parameters()."
     )
 
@@ -130,9 +130,8 @@ def _refuse_accumulation_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
-                f"{name} has a hook that is called when its gradient was added up (register_post_accumulate_grad_hook),"
-                " and another tensor takes its place when the module is laid out on ranks: register it in on_fit_start"
-                " or on_train_start."
+                f"{name} has a post-accumulate-gradient hook (register_post_accumulate_grad_hook), and another tensor"
+                " takes its place when the module is sharded: register it in on_fit_start or on_train_start."
             )
 
 
@@ -145,9 +144,9 @@ def refuse_hooks_on_sums(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
-                f"{name} has a hook that is called when its gradient was added up (register_post_accumulate_grad_hook):"
-                " on one process that is after each batch, and here it isn't. Leave accumulate_grad_batches at 1 and"
-                " reduce_each_microbatch at False, or the hook out."
+                f"{name} has a post-accumulate-gradient hook (register_post_accumulate_grad_hook): on one process it"
+                " runs after each batch, and here it doesn't. Leave accumulate_grad_batches at 1 and"
+                " reduce_each_microbatch at False, or remove the hook."
             )
 
 
@@ -219,8 +218,8 @@ def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
 def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
     if layout.pipeline_parallel_size > 1 and depends_on_others(optimizer):
         return (
-            "takes something over all of its parameters, such as a norm, and with several pipeline stages that would be"
-            " over one stage's only: use an optimizer that steps each parameter by itself (gradient_clip_val clips by"
+            "updates each parameter depending on others, such as by a norm over all, and with pipeline stages it would"
+            " see one stage's only: use an optimizer that steps each parameter by itself (gradient_clip_val clips by"
             " the norm of all), or pipeline_parallel_size=1."
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]

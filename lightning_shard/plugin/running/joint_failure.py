@@ -64,8 +64,8 @@ class Attempts:
                 raise
             if not self._failed_everywhere(prefix):
                 error.add_note(
-                    f"Not all ranks failed where {name} was run once more without gradients, to compare it with"
-                    " the same before a plan split it."
+                    f"To check tensor_parallel_plan, {name} was run a second time without gradients (to compare it with"
+                    " itself before the split). That failed on this rank, but not on all ranks."
                 )
                 raise
         else:

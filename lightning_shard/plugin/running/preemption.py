@@ -139,10 +139,10 @@ class Preemption(callbacks.Callback):
         names = " and ".join(name for name, sent in (("SIGTERM", sigterm), ("the requeue signal", requeue)) if sent)
         if saved is None:
             rank_zero_warn(
-                f"{names} came, and nothing is saved: there is no ModelCheckpoint that saves the whole state."
+                f"Received {names}, but nothing was saved: there is no ModelCheckpoint that saves the full state."
             )
         else:
-            rank_zero_info(f"{names} came: step {trainer.global_step} is saved at {saved}.")
+            rank_zero_info(f"Received {names}: step {trainer.global_step} is saved at {saved}.")
         if requeue and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.save()

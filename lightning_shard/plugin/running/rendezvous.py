@@ -128,8 +128,9 @@ def _present(name: str, process: str) -> str:
 
 def _absent(who: str, timeout: timedelta) -> str:
     return (
-        f"This round of torchrun began without {who}: not heard of within {timeout.total_seconds():.0f} s (timeout) at"
-        f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}. Look at the first error of their processes;"
-        " where machines may join a running job, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its agents"
-        " may take an earlier round's address for this one's otherwise."
+        f"This round of torchrun began without {who}, which didn't join within {timeout.total_seconds():.0f} s"
+        f" (timeout) at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}. Look at the first error of"
+        " their processes; where machines may join a running job, start torchrun with"
+        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its agents may take an earlier round's address for this one's"
+        " otherwise."
     )

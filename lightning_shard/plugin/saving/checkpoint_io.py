@@ -102,8 +102,8 @@ class ShardedCheckpointIO(CheckpointIO):
         self._storage_options = dict(storage_options or {})
         if local is not None and not digests:
             raise ConfigurationError(
-                f"local ({as_path(local)}) needs digests, by which it is known that a copy is whole, and digests is"
-                " False: leave that out, or local."
+                f"local ({as_path(local)}) needs digests=True, to verify that a local copy is complete, and digests"
+                " is False: remove digests=False, or local."
             )
         self.local = None if local is None else LocalTier.at(local, self._storage_options)
         """Where local copies are kept, on disks nearer than the checkpoints' paths."""

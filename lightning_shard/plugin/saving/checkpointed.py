@@ -211,14 +211,16 @@ class CheckpointedStrategy(ConnectedStrategy):
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]
         if not states:  # e.g. saved by a Trainer that only evaluated, or dropped by on_load_checkpoint
             if not checkpoint.get(WEIGHTS_ALONE):
-                rank_zero_warn("The checkpoint has no optimizer's state: optimizers begin anew, as in plain Lightning.")
+                rank_zero_warn(
+                    "The checkpoint has no optimizer state: optimizers start from scratch, as in plain Lightning."
+                )
             return
         assert self.lightning_module is not None
         add_unfrozen_groups(self.lightning_module.trainer, self.lightning_module, self.optimizers)
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
-                f"The checkpoint has the states of {len(states)} optimizers, and configure_optimizers made"
-                f" {len(self.optimizers)}: make the same ones."
+                f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
+                f" {len(self.optimizers)}: return the same optimizers as in the run that saved."
             )
         if checkpoint.get(WEIGHTS_ALONE):
             assert self._assembly is not None

@@ -214,9 +214,10 @@ def _other_weights(names: list[str], record: Record) -> str:
     known = ", ".join(dict.fromkeys(record["origins"].values()))
     source = f" They came from {known}." if known else ""
     return (
-        f"The checkpoint leaves out {len(record['tensors'])} frozen parameters, and {len(names)} of them are others"
-        f" here ({', '.join(names[:3])}{' …' if len(names) > 3 else ''}): the numbers would be wrong.{source} Build the"
-        " module from the same weights, or pass ShardedCheckpointIO(base=), a checkpoint that holds them."
+        f"The checkpoint leaves out {len(record['tensors'])} frozen parameters, and {len(names)} of them have"
+        f" different values here ({', '.join(names[:3])}{' …' if len(names) > 3 else ''}), so results would be"
+        f" wrong.{source} Build the module from the same weights, or pass ShardedCheckpointIO(base=), a checkpoint that"
+        " holds them."
     )
 
 

@@ -105,7 +105,7 @@ def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
         stored, tensor = differ[0]
         warnings.warn(  # on each rank that converts: rank 0's stage may have none of them
             f"{stored.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the module, and is converted"
-            f"{f', as {len(differ) - 1} more are' if len(differ) > 1 else ''}.",
+            f"{f', and so are {len(differ) - 1} more' if len(differ) > 1 else ''}.",
             stacklevel=2,
         )
 

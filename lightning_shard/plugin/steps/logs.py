@@ -204,9 +204,9 @@ class HeldLogs:
 
 def _refuse_other_ways(_: str, name: str, *__: Any, **___: Any) -> None:
     raise StepError(
-        f"{name!r} is logged by a method that was taken from the module before (self.say = self.log, or log = self.log"
-        " handed to a helper): with several pipeline stages each microbatch would be logged by itself. Call"
-        " self.log(…) where it is logged (hand on the module instead), or use pipeline_parallel_size=1."
+        f"{name!r} is logged through a stored reference to self.log (self.say = self.log, or log = self.log passed to a"
+        " helper): with pipeline stages each microbatch would be logged by itself. Call"
+        " self.log(…) directly (pass the module instead), or use pipeline_parallel_size=1."
     )
 
 
@@ -226,8 +226,8 @@ def check_logged_by_last_stage(in_blocks: set[InBlock], logged_last: set[InBlock
     """
     for block, name in sorted(in_blocks - logged_last):
         raise StepError(
-            f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage than the last one, which alone"
-            " tells what is logged. Keep the value as an attribute of the block (or return it), and log it in the step,"
+            f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage, but only the last stage logs."
+            " Keep the value as an attribute of the block (or return it), and log it in the step,"
             " after the network; or use pipeline_parallel_size=1."
         )
 
@@ -265,10 +265,10 @@ def _check_combinable(record: Record, value: Number | Tensor) -> None:
     if reduction == ("sum" if _is_integer(value) else "mean") or reduction not in _REMEDIES:
         return
     raise StepError(
-        f"self.log({record.name!r}, …, reduce_fx={reduction!r}) of the {type(value).__name__} {value} runs for each of"
-        f" several microbatches, which don't tell what it is for the batch. {_REMEDIES[reduction]} For one number per"
-        " batch, return what it needs from the step and log it in on_train_batch_end (on_validation_batch_end, …); or"
-        " use pipeline_parallel_size=1."
+        f"self.log({record.name!r}, …, reduce_fx={reduction!r}) of the {type(value).__name__} {value} is called once"
+        f" for each microbatch, and these values can't be combined to the batch's. {_REMEDIES[reduction]} For one"
+        " number per batch, return what it needs from the step and log it in on_train_batch_end"
+        " (on_validation_batch_end, …); or use pipeline_parallel_size=1."
     )
 
 

@@ -52,7 +52,10 @@ def remember() -> Callable[[], None]:
     def put_back() -> None:
         now = _memory()
         if now is None:
-            raise StepError("A step has put another kind of generator in the place of numpy's global one: put it back.")
+            raise StepError(
+                "A step has replaced numpy's global bit generator by another kind (np.random.set_bit_generator):"
+                " restore it by the end of the step."
+            )
         own: Any = np.random
         own.set_bit_generator(own.get_bit_generator())  # sets the same one, which drops a cached Gaussian number
         ctypes.memmove(ctypes.addressof(now), before, len(before))

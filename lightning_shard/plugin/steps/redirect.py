@@ -56,7 +56,7 @@ def refuse_sharded(loss: Any) -> None:
         raise StepError(
             "The loss is computed from a parameter as it is between steps, a DTensor of which each rank has a part, as"
             " one of a repeated block outside of its call is, or one from a list that was made in configure_optimizers;"
-            " so its gradients would go astray: take parameters from the module in the step, and of those that are"
+            " so its gradients would be lost: take parameters from the module in the step, and of those that are"
             " DTensors there p.full_tensor(), as for a penalty over self.parameters()."
         )
 

@@ -102,8 +102,8 @@ def effective_schedule(schedule: Schedule, settings: Mapping[str, Any]) -> Sched
     if not schedule.splits_backwards or not against:
         return schedule
     rank_zero_info(
-        f"schedule={schedule.name!r} runs with whole backwards, in the order of their first parts: with"
-        f" {' and '.join(against)} nothing of a block's backward can come later"
+        f"schedule={schedule.name!r} runs whole backwards (input and weight gradients together), in the order of their"
+        f" first parts: with {' and '.join(against)} no weight gradient of a block can be postponed"
     )
     return schedule.with_whole_backwards()
 
@@ -130,9 +130,9 @@ def log_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
     """Log it if no weight's gradient could be postponed so far."""
     if not step.has_split_backward:
         rank_zero_info(
-            f"schedule={schedule.name!r}: of the stages here, no weight's gradient comes later than the rest of its"
-            " backward. Those of matrix products can (nn.Linear), but where the product's input is computed again"
-            " (checkpointed), or the weight has hooks or is used in other ways too"
+            f"schedule={schedule.name!r}: on the stages of this rank no weight gradient is postponed. Those of matrix"
+            " products can (nn.Linear), but where the product's input is computed again (checkpointed), or the weight"
+            " has hooks or is used in other ways too"
         )
 
 
@@ -195,6 +195,6 @@ def _check_same(schedule: Schedule, groups: Groups) -> None:
         return
     if len(set(groups.gather_over_stages(to_csv(schedule)))) > 1:
         raise ConfigurationError(
-            f"schedule={schedule.name!r} is another file on other ranks, and they would wait for each other: give all"
-            " of them the same one."
+            f"schedule={schedule.name!r} is a file that differs between ranks, so they would wait for each other"
+            " forever: give all ranks the same file."
         )

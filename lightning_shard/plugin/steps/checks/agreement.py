@@ -108,11 +108,11 @@ class SameGradients:
         """
         if _differ(combined):
             raise StepError(
-                "Data ranks have computed gradients of different parameters in this step (this rank none of"
-                f" {self._without[:3] or 'those that others have none of'}), so they were added up wrongly, and this"
+                "Data ranks have gradients of different parameters in this step (without a gradient on this rank:"
+                f" {self._without[:3] or 'none'}), so they were reduced wrongly, and this"
                 " step's weights are wrong: resume from an earlier checkpoint. Have each rank's loss use the same"
-                " parameters, such as by 0 * output of those that it leaves out; lists of experts may be dealt to ranks"
-                " by expert_parallel_size."
+                " parameters, such as by 0 * output of those that it leaves out; lists of experts may be distributed to"
+                " ranks by expert_parallel_size."
             )
 
 

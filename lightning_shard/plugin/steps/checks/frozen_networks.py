@@ -46,8 +46,8 @@ class FrozenCopies:
         if parted is not None:
             raise StepError(
                 f"{parted} is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that"
-                " changes it, as a teacher that averages the weights of the network that trains, sees its stage's part"
-                " of that network only (named_parameters(), state_dict()). Use pipeline_parallel_size=1."
+                " updates it, as for a mean teacher, sees only its own stage's parameters of the network that trains"
+                " (named_parameters(), state_dict()). Use pipeline_parallel_size=1."
             )
 
     @torch.no_grad()

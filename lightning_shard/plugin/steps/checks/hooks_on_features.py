@@ -53,7 +53,7 @@ def warning_of_split_features(module: nn.Module, tensor_axis: DeviceMesh, *, war
             f"A hook on {parts[0]}{more} is given the part of the features that this tensor rank computes, since"
             " tensor_parallel_plan splits them: what it keeps or logs is of that part, and not of the whole. Put it on"
             " the block, leave the layers around it out of the plan, or give the one before it the style"
-            ' "colwise_gather_output" and the one behind it "rowwise_split_input".',
+            ' "colwise_gather_output" and the layer after it "rowwise_split_input".',
             stacklevel=2,
         )
 

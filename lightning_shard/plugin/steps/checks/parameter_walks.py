@@ -108,9 +108,9 @@ class Walks:
                 if code is at.tb_frame.f_code and walk.ended in (None, at.tb_lasti):
                     said = " ".join(str(error).split())
                     return StepError(
-                        f"{_code(at.tb_frame, at.tb_lineno)} goes over {what}. With several pipeline stages that is its"
-                        f" stage's part only, which doesn't fit what is whole ({said}): for averages of weights use"
-                        " Lightning's EMAWeightAveraging, or pipeline_parallel_size=1."
+                        f"{_code(at.tb_frame, at.tb_lineno)} iterates over {what}. With pipeline stages each rank has"
+                        f" only its own stage's part, which doesn't match what is whole ({said}): for averages of"
+                        " weights use Lightning's EMAWeightAveraging, or pipeline_parallel_size=1."
                     )
         return None
 
@@ -157,9 +157,10 @@ class Walks:
         if not self._has_warned and not takes_parts(frame.f_globals):
             self._has_warned = True
             rank_zero_warn(
-                f"{_code(frame)} goes over {what}. With several pipeline stages these are its stage's: work on each by"
-                " itself is right, what is taken over all isn't (in hooks, torch.nn.utils.clip_grad_norm_ and"
-                " Lightning's grad_norm see all, and strategy.gather_full_parameters() gives all)."
+                f"{_code(frame)} iterates over {what}. With pipeline stages each rank has only its own stage's:"
+                " per-parameter operations are correct, reductions over all aren't (in hooks,"
+                " torch.nn.utils.clip_grad_norm_ and Lightning's grad_norm see all, and"
+                " strategy.gather_full_parameters() gives all)."
             )
 
 
@@ -223,9 +224,10 @@ def _parameters(walks: Walks, name: str, module: nn.Module, recurse: bool = True
 
 def _refused_walk(frame: Any, what: str) -> StepError:
     return StepError(
-        f"{_code(frame)} goes over {what}, and with several pipeline stages these are only its stage's: for gradient"
-        " norms and clipping use torch.nn.utils.clip_grad_norm_ or Lightning's grad_norm, which see all; for averages,"
-        " Lightning's EMAWeightAveraging; for work on each parameter by itself, named_parameters()."
+        f"{_code(frame)} iterates over {what}. With pipeline stages each rank has only its own stage's, so what is"
+        " computed over all would be wrong: for gradient norms and clipping use torch.nn.utils.clip_grad_norm_ or"
+        " Lightning's grad_norm, which see all; for averages, Lightning's EMAWeightAveraging; for work on each"
+        " parameter by itself, named_parameters()."
     )
 
 
@@ -308,9 +310,9 @@ class PartialStates:
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"{_code(frame)} takes {what}. {self._part}: load_state_dict takes that back on this layout, but a file"
-                " of it, or what is computed of all of it, lacks the rest. trainer.save_checkpoint saves all, and"
-                " trainer.strategy.gather_full_parameters() gives all."
+                f"{_code(frame)} takes {what}. {self._part}: load_state_dict loads it again on this layout, but a"
+                " file of it, or what is computed from all of it, lacks the rest. trainer.save_checkpoint saves all,"
+                " and trainer.strategy.gather_full_parameters() gives all."
             )
         return self._known_walks.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
 

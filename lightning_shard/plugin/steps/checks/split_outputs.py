@@ -114,7 +114,7 @@ def comparing_what_is_shown(
 _CAUSE = (
     "it is computed from features or weights that tensor_parallel_plan splits, such as attention's weights"
     " (output_attentions=True), or keys and values, of which each rank has those of its own heads. Leave the layers"
-    ' around it out of the plan, or give those before it the style "colwise_gather_output" and the one behind it'
+    ' around it out of the plan, or give those before it the style "colwise_gather_output" and the layer after it'
     ' "rowwise_split_input"; of weights that are DTensors take p.full_tensor().'
 )
 

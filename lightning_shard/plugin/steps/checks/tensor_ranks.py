@@ -74,8 +74,8 @@ def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> N
     wrong = _apart(gradients, tensor_axis) if gradients else []
     if wrong:
         raise PlanError(
-            f"{_first_of(wrong)}: what this layer hands on is whole, but the tensor ranks have different gradients of"
-            " it, so what follows uses it, or what is computed from it, for a part of the features or heads that"
+            f"{_first_of(wrong)}: the output of this layer isn't split, but the tensor ranks have different gradients"
+            " of it, so what follows uses it, or what is computed from it, for a part of the features or heads that"
             " tensor_parallel_plan splits, and the weights' gradients would be wrong. Split it as what it is used"
             f" with. {_STYLES} Or leave the layers around it out of the plan."
         )
@@ -101,10 +101,11 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
     wrong = [name for name, each in zip(seen, is_wrong.tolist()) if each]
     if wrong:
         raise PlanError(
-            f"{_first_of(wrong)}: tensor_parallel_plan gives it a style that adds up the tensor ranks' gradients, as of"
-            " parts of features, of heads or of a sequence, but what it hands on is computed with alike on all ranks,"
-            f" so they would be {tensor_axis.size()} times too large. Leave it out of the plan, which computes it alike"
-            ' on all ranks; or, of styles for sequences, begin with "scatter_sequence" at the first block.'
+            f"{_first_of(wrong)}: tensor_parallel_plan gives it a style that sums its output's gradients over the"
+            " tensor ranks, as for parts of features, of heads or of a sequence. But all ranks compute the same with"
+            f" its output, so they would be {tensor_axis.size()} times too large. Leave it out of the plan: then all"
+            ' ranks compute the same gradients; or, of styles for sequences, begin with "scatter_sequence" at the first'
+            " block."
         )
 
 
@@ -216,7 +217,7 @@ class Buffers:
                 f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}: the tensor ranks have changed"
                 " this buffer to different values, so it is computed from features that tensor_parallel_plan splits."
                 " Leave the layers around it out of the plan, or give the one before it the style"
-                ' "colwise_gather_output" and the one behind it "rowwise_split_input".'
+                ' "colwise_gather_output" and the layer after it "rowwise_split_input".'
             )
 
     def _marks(self) -> dict[str, _Mark]:
@@ -254,8 +255,8 @@ def refusing_parts() -> Iterator[None]:
             raise
         raise PlanError(
             f"The first step fails with tensor_parallel_plan: {text.rstrip('.')}. What runs between a colwise and a"
-            " rowwise layer gets this rank's features only, and an embedding or layer of a class of its own may not"
-            " know split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or"
+            " rowwise layer gets this rank's features only, and a custom embedding or layer class may not support"
+            " split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or"
             " use tensor_parallel_size=1. Where the step fails without the plan too, the plan isn't the reason."
         ) from error
 

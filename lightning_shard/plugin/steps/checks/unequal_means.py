@@ -75,11 +75,11 @@ class UnequalMeans:
             [f"{self._parts} microbatches"] * (self._parts > 1) + [f"{self._ranks} data ranks"] * (self._ranks > 1)
         )
         return (
-            f"The training loss is a mean over another number in each part of a batch ({least:.6g} to {most:.6g}), as"
-            f" where targets are padding, and the losses and gradients of all parts ({parts}) count alike: their mean"
-            " isn't that over the whole batch, which one process takes. HybridShardStrategy(loss_weight=lambda batch:"
-            " (batch['labels'] != -100).sum()), or what that number is here, makes it the same (of"
-            " batch['labels'][:, 1:] where the model shifts them, as transformers' causal ones do), and so does"
-            " self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1 says that they are to"
-            " count alike."
+            "Pass loss_weight. The training loss is a mean over a different number in each part of a batch"
+            f" ({least:.6g} to {most:.6g}), as where targets are padding, and the losses and gradients of all parts"
+            f" ({parts}) count equally: their mean isn't that over the whole batch, which one process takes."
+            " HybridShardStrategy(loss_weight=lambda batch: (batch['labels'] != -100).sum()), or what that number is"
+            " here, makes it the same (of batch['labels'][:, 1:] where the model shifts them, as transformers' causal"
+            " ones do), and so does self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1"
+            " says that they are to count equally."
         )

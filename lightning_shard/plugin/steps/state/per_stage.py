@@ -353,8 +353,8 @@ def _copied(value: Any) -> Any:
 def _not_followed(module: str, key: str, stages: int) -> StepError:
     path = ".".join(filter(None, (module, key)))
     return StepError(
-        f"The step changes {path} in place. {stages} stages on this rank run it, each on a version of its own, and"
-        f" those of tensors of more than {LARGEST_COPY_BYTES} bytes, and of lists that the first microbatch of these"
-        " shapes left alone, aren't kept: assign a new one instead, change it in on_train_batch_start or"
+        f"The step changes {path} in place. {stages} stages on this rank run it, and each needs a version of its own."
+        f" None are kept of tensors over {LARGEST_COPY_BYTES >> 20} MiB, and of lists, dicts and sets that the first"
+        " microbatch of these shapes didn't change: assign a new one instead, change it in on_train_batch_start or"
         ' on_train_batch_end, or use a schedule with one stage on each rank, such as schedule="1F1B".'
     )

@@ -286,6 +286,6 @@ def _digest(array: np.ndarray[Any, Any]) -> str:
 def _too_large(path: str, size: int) -> StepError:
     return StepError(
         f"The step changes {path} in place, which holds {size} bytes. A pipeline stage has to run its part of this"
-        f" network more than once, and puts back at most {LARGEST_COPY_BYTES} bytes of a tensor: assign a new one"
+        f" network more than once, and restores tensors of up to {LARGEST_COPY_BYTES} bytes only: assign a new one"
         " instead, or use pipeline_parallel_size=1."
     )
