@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import pickle
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.networks import EPSILON
+from tests.models.overrides import CLASSES, VOCABULARY, Input, override
 
 SAMPLES, STEPS, LENGTH = 8, 2, 12
-VOCABULARY = 64
-CLASSES = 5
 MOST_PARAMETERS = 6_000_000
 MOST_MEMORY_BYTES = 12 << 30
 
@@ -77,6 +77,12 @@ _SIZES: dict[str, Any] = {
     "apply_spec_augment": False,
     "ctc_loss_reduction": "mean",
 }
+_STAGES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("hidden_sizes", "embed_dims"), (16, 32, 48, 64, 64)),
+    "depths": (1, 2, 2, 1),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), (2, 4, 4, 8)),
+}
+"""Of networks in stages, of as many as they have."""
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": None},
@@ -87,6 +93,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"intermediate_size": None, "head_dim": None, "num_key_value_heads": None},
     dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "num_key_value_heads", "head_dim")),
     dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "num_hidden_layers", "head_dim")),
+    _STAGES,
 )
 """What else is tried, in this order: some architectures need sizes that fit each other. ``None`` is the default."""
 
@@ -98,21 +105,30 @@ class NotBuilt(Exception):
 class Model(L.LightningModule):
     """As a user's: it knows of no layout."""
 
-    def __init__(self, architecture: str, config: Any) -> None:
+    def __init__(self, architecture: str, config: Any, joined: Sequence[str] = ()) -> None:
         super().__init__()
         self.model = class_of(architecture)(config)
         self.model.train()
+        self.joined = joined
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(**batch).loss
+        loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.model(**batch).loss)
+        self.log("val_loss", self.loss(batch))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(**batch).logits
+        output = self(batch)
+        return output.logits if "logits" in output else output[0]
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(**{name: x.flatten(0, 1) if name in self.joined else x for name, x in batch.items()})
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        output = self(batch)
+        return output.loss if "loss" in output else F.cross_entropy(output[0], batch["labels"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3, eps=EPSILON)
@@ -123,8 +139,7 @@ class Found:
     """A small model that runs on one process: its pickled configuration and what its batches are."""
 
     config: bytes
-    inputs: tuple[tuple[str, tuple[int, ...], int], ...]
-    """Name, shape of a sample and the end of the range of whole numbers; 0 for floats."""
+    inputs: Mapping[str, Input]
     parameters: int
 
 
@@ -147,30 +162,38 @@ def find_small(family: str, model_type: str, architecture: str) -> Found:
         NotBuilt: None did.
     """
     bound_memory()
-    why = ""
+    first: Exception | None = None  # of the most usual sizes
     kind = class_of(architecture).config_class or _config_class(model_type)
+    own = override(architecture, model_type)
     for variant in _VARIANTS:
         try:
-            return _try(family, architecture, _small(kind, {**_SIZES, **variant}))
+            config = _small(kind, {**_SIZES, **variant}, own.config)
+            return _try(architecture, config, lambda model: {**_inputs(family, model), **own.inputs})
         except Exception as error:
-            why = why or f"{type(error).__name__}: {error}"  # of the most usual sizes
-    raise NotBuilt(why)
+            first = first or error
+    raise NotBuilt(f"{type(first).__name__}: {first}") from first
 
 
 def make(architecture: str, found: Found) -> Model:
     bound_memory()
-    return Model(architecture, pickle.loads(found.config))
+    joined = tuple(name for name, each in found.inputs.items() if each.joined)
+    return Model(architecture, pickle.loads(found.config), joined)
 
 
 def batches(found: Found, steps: int = STEPS) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
-        yield {
-            name: torch.randint(3, end, (SAMPLES, *shape), generator=generator).squeeze()
-            if end
-            else torch.randn((SAMPLES, *shape), generator=generator)
-            for name, shape, end in found.inputs
-        }
+        yield {name: _tensor(each, generator) for name, each in found.inputs.items()}
+
+
+def _tensor(each: Input, generator: torch.Generator) -> Tensor:
+    if each.same is not None:
+        return torch.tensor(each.same).expand(SAMPLES, *each.shape).clone()
+    if not each.end:
+        return torch.randn((SAMPLES, *each.shape), generator=generator)
+    numbers = torch.randint(3, each.end, (SAMPLES, *each.shape), generator=generator).squeeze()
+    numbers[..., : len(each.first)] = torch.tensor(each.first, dtype=torch.long)
+    return numbers
 
 
 def bound_memory() -> None:
@@ -181,28 +204,28 @@ def makers(architecture: str, found: Found) -> tuple[Any, Any]:
     return partial(make, architecture, found), partial(batches, found)
 
 
-def _try(family: str, architecture: str, config: Any) -> Found:
-    kind = class_of(architecture)
+def _try(architecture: str, config: Any, inputs: Callable[[Any], Mapping[str, Input | None]]) -> Found:
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind(config).parameters())
+        meta = class_of(architecture)(config)
+    size = sum(parameter.numel() for parameter in meta.parameters())
     if size > MOST_PARAMETERS:
         raise NotBuilt(f"{size:,} parameters")
+    kept = {name: each for name, each in inputs(meta).items() if each}
+    found = Found(pickle.dumps(config), kept, size)
     torch.manual_seed(1)
-    model = kind(config).train()
-    found = Found(pickle.dumps(config), _inputs(family, model), size)
-    output = model(**next(batches(found)))
-    if not math.isfinite(output.loss) or not output.loss.requires_grad:
-        raise NotBuilt(f"its loss is {output.loss}")
+    loss = make(architecture, found).loss(next(batches(found)))
+    if not math.isfinite(loss) or not loss.requires_grad:
+        raise NotBuilt(f"its loss is {loss}")
     return found
 
 
-def _inputs(family: str, model: Any) -> tuple[tuple[str, tuple[int, ...], int], ...]:
-    config, text = model.config, ((LENGTH,), VOCABULARY - 4)
+def _inputs(family: str, model: Any) -> dict[str, Input]:
+    config, text = model.config, Input((LENGTH,), VOCABULARY - 4)
     if family == "vision":
         side = getattr(config, "image_size", None) or 32
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
         channels = getattr(config, "num_channels", 3)
-        return (("pixel_values", (channels, height, width), 0), ("labels", (1,), CLASSES))
+        return {"pixel_values": Input((channels, height, width)), "labels": Input((1,), CLASSES)}
     if family in ("speech", "audio", "speech to text"):
         name = model.main_input_name
         bins = getattr(config, "num_mel_bins", getattr(config, "input_feat_per_channel", 16))
@@ -212,9 +235,9 @@ def _inputs(family: str, model: Any) -> tuple[tuple[str, tuple[int, ...], int], 
             shape = (bins, 2 * config.max_source_positions)
         else:
             shape = (32, bins)
-        labels = ((1,), CLASSES) if family == "audio" else ((4,), VOCABULARY - 4)
-        return ((name, shape, 0), ("labels", *labels))
-    return (("input_ids", *text), ("labels", *text))
+        labels = Input((1,), CLASSES) if family == "audio" else Input((4,), VOCABULARY - 4)
+        return {name: Input(shape), "labels": labels}
+    return {"input_ids": text, "labels": text}
 
 
 def class_of(architecture: str) -> Any:
@@ -229,24 +252,36 @@ def _config_class(model_type: str) -> Any:
     return type(transformers.AutoConfig.for_model(model_type))
 
 
-def _small(kind: Any, sizes: Mapping[str, Any]) -> Any:
-    """A configuration with these sizes where it has such a setting, parts of composed ones included; no dropout."""
-    base = kind()
+def _small(kind: Any, sizes: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """A configuration with these sizes where it has such a setting, parts of composed ones included; no dropout.
+
+    ``own`` are settings of this architecture, which come before the sizes.
+    """
+    base = _default(kind, own)
     renamed = getattr(kind, "attribute_map", {})
     settings: dict[str, Any] = {}
     for name, value in sizes.items():
-        if value is None or name in renamed or not hasattr(base, name):
+        if value is None or name in renamed or name in own or not hasattr(base, name):
             continue
         now = getattr(base, name)
         if now is None or isinstance(now, (list, tuple)) == isinstance(value, (list, tuple)):
-            settings[name] = value
+            settings[name] = value[: len(now)] if isinstance(now, (list, tuple)) else value
     for name, value in base.to_dict().items():
         if ("drop" in name or name == "mask_time_prob") and isinstance(value, float):
             settings[name] = 0.0
-    for name in getattr(kind, "sub_configs", {}):
+    parts = getattr(kind, "sub_configs", {})
+    for name in parts:
         part = getattr(base, name, None)
         if part is not None:
-            settings[name] = _small(type(part), sizes)
+            settings[name] = _small(type(part), sizes, own.get(name, {}))
     if getattr(base, "is_encoder_decoder", False):
         settings["decoder_start_token_id"] = sizes.get("decoder_start_token_id")  # a T5 has none by default
-    return kind(**settings)
+    settings |= {name: value for name, value in own.items() if name not in parts}
+    return kind(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _default(kind: Any, own: Mapping[str, Any]) -> Any:
+    try:
+        return kind()
+    except Exception:  # its defaults don't fit each other
+        return kind(**own)
