@@ -124,11 +124,14 @@ class Model(L.LightningModule):
         return output.logits if "logits" in output else output[0]
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        return self.model(**{name: x.flatten(0, 1) if name in self.joined else x for name, x in batch.items()})
+        inputs = {name: value for name, value in batch.items() if name != "target"}
+        return self.model(**inputs | {name: inputs[name].flatten(0, 1) for name in self.joined})
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self(batch)
-        return output.loss if "loss" in output else F.cross_entropy(output[0], batch["labels"])
+        if "loss" in output:
+            return output.loss
+        return F.cross_entropy(output[0], batch["target"] if "target" in batch else batch["labels"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3, eps=EPSILON)
