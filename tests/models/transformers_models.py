@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import resource
@@ -16,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.networks import EPSILON
-from tests.models.overrides import CLASSES, VOCABULARY, Input, override
+from tests.models.overrides import TEXT, Input, override
+from tests.models.sizes import CLASSES, MORE_SIZES, SIZES, STAGES, VARIANTS, VOCABULARY
 
-SAMPLES, STEPS, LENGTH = 8, 2, 12
+SAMPLES, STEPS = 8, 2
 MOST_PARAMETERS = 6_000_000
 MOST_MEMORY_BYTES = 12 << 30
 
@@ -33,69 +35,6 @@ FAMILIES = {
     "image and text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 """Families of one task, in the order in which a class of several is counted."""
-
-_SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("embedding_size", "n_embed", "embedding_dim", "conv_dim_last"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
-    **dict.fromkeys(("ffn_hidden_size", "inner_dim", "shared_expert_intermediate_size"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "depth"), 4),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "decoder_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "attention_head_size", "qk_rope_head_dim"), 8),
-    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "state_size", "d_conv_state"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_top_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), VOCABULARY),
-    **dict.fromkeys(("max_source_positions", "max_target_positions", "context_length"), VOCABULARY),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_num_heads", "mamba_head_dim"), 8),
-    **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
-    "attn_layer_indices": [1, 3],
-    "rotary_dim": 8,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_mel_bins": 16,
-    "max_length": 32,
-    "num_labels": CLASSES,
-    "conv_dim": (32, 32),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 2),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "apply_spec_augment": False,
-    "ctc_loss_reduction": "mean",
-}
-_STAGES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("hidden_sizes", "embed_dims"), (16, 32, 48, 64, 64)),
-    "depths": (1, 2, 2, 1),
-    **dict.fromkeys(("num_heads", "num_attention_heads"), (2, 4, 4, 8)),
-}
-"""Of networks in stages, of as many as they have."""
-_VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": None},
-    {"head_dim": None},
-    {"num_key_value_heads": None, "head_dim": None},
-    {"head_dim": 16},
-    {"patch_size": None, "image_size": None},
-    {"intermediate_size": None, "head_dim": None, "num_key_value_heads": None},
-    dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "num_key_value_heads", "head_dim")),
-    dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "num_hidden_layers", "head_dim")),
-    _STAGES,
-)
-"""What else is tried, in this order: some architectures need sizes that fit each other. ``None`` is the default."""
 
 
 class NotBuilt(Exception):
@@ -131,7 +70,8 @@ class Model(L.LightningModule):
         output = self(batch)
         if "loss" in output:
             return output.loss
-        return F.cross_entropy(output[0], batch["target"] if "target" in batch else batch["labels"])
+        target = batch["target"] if "target" in batch else batch["labels"]
+        return F.cross_entropy(output[0].flatten(0, -2), target.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-3, eps=EPSILON)
@@ -168,10 +108,11 @@ def find_small(family: str, model_type: str, architecture: str) -> Found:
     first: Exception | None = None  # of the most usual sizes
     kind = class_of(architecture).config_class or _config_class(model_type)
     own = override(architecture, model_type)
-    for variant in _VARIANTS:
+    settings, inputs = (own.config, own.inputs) if own else ({}, {})
+    for more, variant in itertools.product([MORE_SIZES] if own else [{}, MORE_SIZES], VARIANTS):
+        sizes = [*{**SIZES, **more, **variant}.items(), *(STAGES.items() if more else ())]
         try:
-            config = _small(kind, {**_SIZES, **variant}, own.config)
-            return _try(architecture, config, lambda model: {**_inputs(family, model), **own.inputs})
+            return _try(architecture, _small(kind, sizes, settings), lambda model: {**_inputs(family, model), **inputs})
         except Exception as error:
             first = first or error
     raise NotBuilt(f"{type(first).__name__}: {first}") from first
@@ -223,7 +164,7 @@ def _try(architecture: str, config: Any, inputs: Callable[[Any], Mapping[str, In
 
 
 def _inputs(family: str, model: Any) -> dict[str, Input]:
-    config, text = model.config, Input((LENGTH,), VOCABULARY - 4)
+    config = model.config
     if family == "vision":
         side = getattr(config, "image_size", None) or 32
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
@@ -240,7 +181,7 @@ def _inputs(family: str, model: Any) -> dict[str, Input]:
             shape = (32, bins)
         labels = Input((1,), CLASSES) if family == "audio" else Input((4,), VOCABULARY - 4)
         return {name: Input(shape), "labels": labels}
-    return {"input_ids": text, "labels": text}
+    return {"input_ids": TEXT, "labels": TEXT}
 
 
 def class_of(architecture: str) -> Any:
@@ -255,15 +196,15 @@ def _config_class(model_type: str) -> Any:
     return type(transformers.AutoConfig.for_model(model_type))
 
 
-def _small(kind: Any, sizes: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+def _small(kind: Any, sizes: Sequence[tuple[str, Any]], own: Mapping[str, Any]) -> Any:
     """A configuration with these sizes where it has such a setting, parts of composed ones included; no dropout.
 
     ``own`` are settings of this architecture, which come before the sizes.
     """
-    base = _default(kind, own)
+    base = kind()
     renamed = getattr(kind, "attribute_map", {})
     settings: dict[str, Any] = {}
-    for name, value in sizes.items():
+    for name, value in sizes:
         if value is None or name in renamed or name in own or not hasattr(base, name):
             continue
         now = getattr(base, name)
@@ -278,13 +219,6 @@ def _small(kind: Any, sizes: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
         if part is not None:
             settings[name] = _small(type(part), sizes, own.get(name, {}))
     if getattr(base, "is_encoder_decoder", False):
-        settings["decoder_start_token_id"] = sizes.get("decoder_start_token_id")  # a T5 has none by default
+        settings["decoder_start_token_id"] = SIZES["decoder_start_token_id"]  # a T5 has none by default
     settings |= {name: value for name, value in own.items() if name not in parts}
     return kind(**{name: value for name, value in settings.items() if value is not None})
-
-
-def _default(kind: Any, own: Mapping[str, Any]) -> Any:
-    try:
-        return kind()
-    except Exception:  # its defaults don't fit each other
-        return kind(**own)
