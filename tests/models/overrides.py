@@ -312,3 +312,4 @@ _OVERRIDES: dict[str, Override] = {
     ),
     "voxtral_realtime": Override({"audio_config": {"sliding_window": 8}}, {"input_features": Input((16, 96))}),
 }
+NAMES = _OVERRIDES.keys()
