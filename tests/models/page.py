@@ -24,7 +24,8 @@ outputs, every gradient, their norm, parameters and buffers. [testing.md](testin
 your own.
 
 A row that differs is compared once more with other weights, since rounding decides at some kinks, then in 64 bits.
-Text models get text without padding, models of image and text get text alone.
+Text models get text without padding. Models of image and text get text alone, but for those that need images, and
+Qwen2-VL's, GLM-4V's and Llama 4's kinds: these get text with an image.
 
 - ✓ alike
 - ≈ alike to one process that accumulates the gradients of as many parts of each batch, and not to one that has the

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.testing import preload
-from tests.models import page, survey
+from lightning_shard.testing import preload, run_ranks
+from tests.models import overrides, page, survey, transformers_models
 
 preload("tests.models.networks", "tests.models.transformers_models", "lightning_shard.testing.recorder")
 
@@ -30,6 +30,19 @@ def test_the_page_is_that_of_the_results() -> None:
 def test_a_sample_is_on_two_stages_as_the_page_says(name: str) -> None:
     row = survey.all_of_it()[name](layouts=["pp2"])
     assert _kinds(row)["pp2"] == _kinds(RESULTS["rows"][name])["pp2"], row
+
+
+def test_settings_are_of_known_architectures() -> None:
+    known = {name for what in transformers_models.architectures().values() for name in what}
+    assert overrides.NAMES <= known
+
+
+@pytest.mark.parametrize("name", ["ResNetForImageClassification", "Qwen2VLForConditionalGeneration"])
+def test_an_architecture_is_built_with_settings_and_inputs_of_its_own(name: str) -> None:
+    what = transformers_models.architectures()[name]
+    [found] = run_ranks(transformers_models.find_small, 1, *what, init=False)
+    assert found.parameters < transformers_models.MOST_PARAMETERS
+    assert "pixel_values" in found.inputs
 
 
 @pytest.mark.long
