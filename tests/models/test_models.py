@@ -34,7 +34,7 @@ def test_a_sample_is_on_two_stages_as_the_page_says(name: str) -> None:
 
 def test_settings_are_of_known_architectures() -> None:
     known = {name for what in transformers_models.architectures().values() for name in what}
-    assert overrides.NAMES <= known
+    assert known >= overrides.NAMES
 
 
 @pytest.mark.parametrize("name", ["ResNetForImageClassification", "Qwen2VLForConditionalGeneration"])
