@@ -289,14 +289,18 @@ def _collect(processes: list[_Rank], options: Options) -> list[Any]:
         accounts.setdefault(rank.index, "returned")
     errors = {rank.index: rank.error for rank in processes if rank.error is not None}
     in_order = {index: errors[index] for index in accounts if index in errors}
-    raise RanksFailed(_headline(failures, list(pending), options), accounts, in_order)
+    raise RanksFailed(_headline(failures, errors, list(pending), options), accounts, in_order)
 
 
-def _headline(failures: dict[int, str], pending: list[int], options: Options) -> str:
+def _headline(
+    failures: dict[int, str], errors: Mapping[int, BaseException], pending: list[int], options: Options
+) -> str:
     if failures:
         rank, account = next(iter(failures.items()))
         lines = [line for line in account.splitlines() if line and not line[0].isspace()]
         reason = lines[0] if lines[0].startswith("died") else lines[-1]
+        if rank in errors:  # an account may end with notes
+            reason = traceback.format_exception_only(type(errors[rank]), errors[rank])[0].splitlines()[0]
         return f"rank {rank} of {options.world_size} failed first: {reason}"
     return f"ranks {pending} of {options.world_size} didn't finish within {options.timeout_s:g} s"
 

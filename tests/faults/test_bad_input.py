@@ -177,8 +177,8 @@ def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
         ("FailsOnLastStage", 0, "ZeroDivisionError"),
         ("UsesItsHeadFirst", 1, r"takes what is computed from model\.head\.weight.*register parts in __init__"),
         ("LoopsOverItsBlocks", 0, r"model\.layers\.0 ran 3 times within one step, and a pipeline expects it 2×"),
-        ("PenalizesItsParameters", 0, "iterates over all parameters of the LightningModule"),
-        ("PenalizesTheNetwork", 0, r"iterates over all parameters of model\.layers\.0,"),
+        ("PenalizesItsParameters", 0, "goes over all parameters of the LightningModule"),
+        ("PenalizesTheNetwork", 0, r"goes over all parameters of model\.layers\.0,"),
         ("RecomputesReentrantly", 1, "use_reentrant=False"),
     ],
 )

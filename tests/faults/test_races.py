@@ -229,7 +229,7 @@ def finish_late(folder: Path, existing: bool) -> str:
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_stalled_save_that_finishes_late_loses(tmp_path: Path, existing: bool, ledger: Callable[..., None]) -> None:
     late, attempt = run_ranks(finish_late, 2, tmp_path, existing)
-    assert f"There is attempt {attempt} of 1 ranks (lightning_shard" in late
+    assert f"attempt {attempt} of 1 ranks (lightning_shard" in late
     assert checkpoint.verify(tmp_path / "c").ok
     assert value_of(checkpoint.read(tmp_path / "c").full()) == 3
     assert len(list((tmp_path / "c").rglob("*.*"))) == 2

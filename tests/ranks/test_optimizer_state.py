@@ -318,7 +318,7 @@ REFUSED = [
     ("Rprop", layout(data=2), ConfigurationError, "Rprop can't step"),
     ("SGD", layout(data=2), ConfigurationError, "SGD can't step on sharded parameters with fused=True"),
     ("Parted", layout(data=2), UnsupportedStateError, "'0/model.embed.weight/part' is a plain tensor that differs"),
-    ("Apart", layout(data=2), UnsupportedStateError, "Apart keeps 'slow' beside"),
+    ("Apart", layout(data=2), UnsupportedStateError, r"Apart\.state_dict\(\) has 'slow' in addition"),
 ]
 
 

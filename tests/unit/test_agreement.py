@@ -39,8 +39,12 @@ def test_gradients_of_other_parameters_on_a_data_rank_are_refused_and_on_a_stage
     neighbour = SameGradients(module, Layout.resolve(4, 1, **sizes))
     other_stage = SameGradients(module, Layout.resolve(4, 2, **sizes))
     none.check(combined(none.flags, other_stage.flags))
-    with pytest.raises(StepError, match=r"gradients of different parameters .* none of \['weight', 'bias'\]"):
+    with pytest.raises(StepError, match=r"gradients of different .*on this rank \['weight', 'bias'\] have none"):
         none.check(combined(none.flags, neighbour.flags))
+    module.weight.grad = torch.ones(2, 2)
+    both = SameGradients(module, Layout.resolve(4, 1, **sizes))
+    with pytest.raises(StepError, match=r"gradients of different .*on another rank some have none"):
+        both.check(combined(both.flags, none.flags))
 
 
 def test_a_tensor_on_the_host_that_differs_is_sent_over_the_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:

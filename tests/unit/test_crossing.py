@@ -1243,5 +1243,5 @@ def test_all_parameters_of_what_isnt_whole_here() -> None:
     def step(root: nn.Module, x: Tensor) -> Tensor:
         return loss(root, x) + sum(p.square().sum() for p in root.net.parameters())
 
-    with pytest.raises(StepError, match="iterates over all parameters of net"):
+    with pytest.raises(StepError, match="goes over all parameters of net"):
         on_stages(seeded(Net), step, batches(), 2)

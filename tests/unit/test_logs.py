@@ -85,7 +85,7 @@ def test_integers_that_are_summed_count_samples() -> None:
     ],
 )
 def test_what_may_be_of_the_batch_or_of_its_samples_is_refused(value: Any, reduce_fx: Any) -> None:
-    with pytest.raises(StepError, match=r"'x'.* several microbatches, .*log .*on_train_batch_end"):
+    with pytest.raises(StepError, match=r"'x'.* for each microbatch, .*log .*on_train_batch_end"):
         combined([value, value], reduce_fx=reduce_fx)
     assert combined([value], reduce_fx=reduce_fx) == value  # the batch is one microbatch
 

@@ -222,7 +222,8 @@ def note_missing_state(exception: BaseException) -> None:
     frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
     hooks = (f for f in frames if f.f_code.co_name.startswith("on_") and f.f_code.co_name.endswith("_end"))
     of_user = any(not str(hook.f_globals.get("__name__")).startswith("lightning") for hook in hooks)
-    if of_user and not lost_the_others(exception) and note not in getattr(exception, "__notes__", ()):
+    says_why = isinstance(exception, ShardError)
+    if of_user and not says_why and not lost_the_others(exception) and note not in getattr(exception, "__notes__", ()):
         exception.add_note(note)
 
 
