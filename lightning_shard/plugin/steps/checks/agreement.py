@@ -110,9 +110,9 @@ class SameGradients:
             here = f"on this rank {self._without[:3]} have none" if self._without else "on another rank some have none"
             raise StepError(
                 f"Data ranks have gradients of different parameters in this step ({here}), so they were reduced"
-                " wrongly, and this step's weights are wrong: resume from an earlier checkpoint. Have each rank's loss use"
-                " the same parameters, such as by 0 * output of those that it leaves out; lists of experts may be distributed to"
-                " ranks by expert_parallel_size."
+                " wrongly, and this step's weights are wrong: resume from an earlier checkpoint. Have each rank's loss"
+                " use the same parameters, such as by 0 * output of those that it leaves out; lists of experts may be"
+                " distributed to ranks by expert_parallel_size."
             )
 
 
