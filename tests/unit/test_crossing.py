@@ -404,6 +404,21 @@ class Attributes(nn.Module):
         return self.fourth(F.relu(self.third(hidden)))
 
 
+class MasksBetween(Net):
+    """As XLM: norms in a list of their own, and a mask in place, so that what a stage receives overwrites unknowns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, mask = self.embed(x), (x > 1).float()[..., None]
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            hidden = norm(hidden + block(hidden))
+            hidden *= mask
+        return self.head(self.norm(hidden))
+
+
 def sequential() -> nn.Module:
     """Unlike children, some without parameters, one that works in place, one nested."""
     return nn.Sequential(
@@ -427,7 +442,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
-        *(Inherits, BetweenAll, InPairs),
+        *(Inherits, BetweenAll, InPairs, MasksBetween),
         *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}

@@ -243,7 +243,26 @@ def fill(tensor: Tensor, values: Tensor) -> None:
     """Make a possibly unknown tensor known, in place, with these values."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.__class__ = Tensor  # type: ignore[assignment]
-        tensor.copy_(values)
+        _overwrite(tensor, values)
+
+
+class _Overwritten(torch.autograd.Function):
+    """``copy_`` that gives what it overwrites no gradient, in place of zeros.
+
+    What is overwritten may be computed from a hollow's NaN, and the gradient of that is zero times NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor.copy_(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, gradient
+
+
+_overwrite: Any = _Overwritten.apply  # not the one that is patched to report the user's functions
 
 
 def _mark_written(tensor: Tensor, origin: Origin) -> None:
