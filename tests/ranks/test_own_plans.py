@@ -105,6 +105,33 @@ def test_a_plan_that_weights_hide_at_first_is_refused_too(scale: float) -> None:
         assert_trains_alike(make, batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
+class InPlace(nn.Module):
+    """A block that changes in place what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 32), nn.LeakyReLU(0.2, inplace=True), nn.Linear(32, 16)
+        self.gate = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        gate += 1
+        hidden = self.down(self.act(self.up(x)) * gate)
+        hidden += x
+        return hidden
+
+
+class OfInPlace(OfFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlace() for _ in range(2)])
+
+
+def test_what_split_layers_return_may_be_changed_in_place() -> None:
+    plan = {"blocks.*.up": "colwise", "blocks.*.gate": "shared_output", "blocks.*.down": "rowwise"}
+    assert_trains_alike(OfInPlace, batches, ["tp2", "pp2 x tp2"], tensor_parallel_plan=plan)
+
+
 class FusedBySize(Fused):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).split(16, -1)

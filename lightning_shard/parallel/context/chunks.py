@@ -108,7 +108,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
         ctx.part = part
-        return whole.view_as(whole)
+        return whole.detach()  # not a view, which the block couldn't change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

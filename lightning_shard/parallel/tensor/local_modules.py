@@ -59,11 +59,29 @@ def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Summed.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def as_plain(tensor: DTensor) -> Tensor:
+    """``to_local()``, which the user's code may change in place (``nn.ReLU(inplace=True)``, ``x += …``).
+
+    The output of DTensor's function is a view, and torch refuses to change views made by an autograd function.
+    """
+    return _NotAView.apply(tensor.to_local())  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _NotAView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return value.view_as(value)
+        return value.detach()  # not a view, which the user's code couldn't change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.tensor.local_modules import (
+    as_plain,
     computing_with,
     local_parameters,
     shared,
@@ -122,7 +123,7 @@ class Split(ParallelStyle):
     def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         if not isinstance(output, DTensor):
             return output
-        return output.redistribute(mesh, [self._on(self.output_layout, output)]).to_local()
+        return as_plain(output.redistribute(mesh, [self._on(self.output_layout, output)]))
 
     @staticmethod
     def _on(placement: Placement, tensor: Tensor) -> Placement:
@@ -135,7 +136,7 @@ class ScatterSequence(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def scatter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             whole = DTensor.from_local(inputs[0], device_mesh, [REPLICATED], run_check=False)
-            return (whole.redistribute(device_mesh, [_SEQUENCE]).to_local(), *inputs[1:])
+            return (as_plain(whole.redistribute(device_mesh, [_SEQUENCE])), *inputs[1:])
 
         module.register_forward_pre_hook(scatter)
         return module
