@@ -151,6 +151,8 @@ def _styles(
         return
     style = _style(pattern, chosen)
     if isinstance(style, SummedGradients) and not module._parameters:
+        if next(module.parameters(), None) is None:  # a norm without a scale: no gradients to sum
+            return
         raise PlanError(
             f"tensor_parallel_plan: {name}, a {type(module).__name__} of style {chosen!r}, has no parameters of its own"
             f" (matched by {pattern!r}): name the module that holds them, or leave it out."
