@@ -152,12 +152,45 @@ class InAThread(Adversaries):
             return thread.submit(super().slope, of, by).result()
 
 
+class AutoEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.decoder = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+
+class CallsMethods(Adversaries):
+    """Of a network it calls other methods than forward, and of these parts a block first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.makes = AutoEncoder()  # type: ignore[assignment]
+
+    def of_maker(self, real: Tensor, noise: Tensor) -> Tensor:
+        made = self.makes.decode(self.makes.layers[0](real) + self.makes.encode(noise))
+        return F.mse_loss(made, real) - self.judges[2](self.judges[:2](made)).mean() + self.makes(real).square().mean()
+
+
 def train_kind(sizes: dict[str, int] | None, kind: Any) -> Seen:
     settings = {"limit_val_batches": 0, "val_check_interval": 1.0}
     return train("gpt", sizes, module=kind, trainer=settings, steps=4)
 
 
-@pytest.mark.parametrize("kind", [Pairs, Adversaries, InAThread])
+@pytest.mark.parametrize("kind", [Pairs, Adversaries, InAThread, CallsMethods])
 def test_containers_penalties_and_toggled_optimizers(kind: Any) -> None:
     ours = combine(run_ranks(train_kind, world(DATA), DATA, kind, elastic=True), DATA)
     plain = train_kind(None, kind)

@@ -2,7 +2,8 @@
 
 The root unit (everything outside of blocks) is unsharded only while a step runs. Here, a part that is called outside of
 a step unshards it for its own call, and once more for a backward through it. With several data ranks this is
-collective, so all of them must make the call.
+collective, so all of them must make the call. With manual optimization the units are the networks below the root, each
+unsharded during its own calls; a call of a network's part, such as ``self.vae.encoder(x)``, does likewise.
 
 Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever
 has changed the shards meanwhile.
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.containers import called_below
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import (
     check_before_gather,
@@ -25,18 +27,33 @@ from lightning_shard.parallel.fsdp.units import (
     gather_for_backward,
     groups_of,
     is_set_up,
+    set_up,
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 
 
-def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Make calls of modules below ``root``, but not inside of ``blocks``, unshard what a call of ``root`` would."""
+def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
+    """Make calls of modules below a unit, but not inside of ``blocks``, unshard what a call of the unit would.
+
+    The unit is ``root`` with ``whole_steps``; otherwise each unit below it, but for the blocks.
+    """
+    if whole_steps:
+        _gather_for_calls(root, blocks, whole_steps=True)
+        return
+    for unit in called_below(root):
+        if unit not in blocks:
+            _gather_for_calls(unit, blocks, whole_steps=False)
+
+
+def _gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
     if unsharded_of(root) is None and not isinstance(root, FSDPModule):
         return
-    calls = _Calls(root)
+    calls = _Calls(root, whole_steps=whole_steps)
     for part in set(_called(root, blocks)):
         part.register_forward_pre_hook(calls.enter, prepend=True)
         part.register_forward_hook(calls.leave, always_call=True)
+    if not whole_steps:
+        return
     root.register_forward_pre_hook(calls.enter_whole, prepend=True)
     root.register_forward_hook(calls.leave_whole, always_call=True)
 
@@ -65,12 +82,15 @@ def _is_step(args: Any) -> bool:
 class _Calls:
     """Counts nested calls of parts outside of a call of ``root``: the outermost call unshards and reshards."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, *, whole_steps: bool = True) -> None:
         self._root = root
+        self._whole_steps = whole_steps
         self._depth = 0
         self._in_step = False
 
     def enter(self, *_: Any) -> None:
+        if not self._whole_steps:
+            set_up(self._root)
         if self._depth or not self._is_gathered():
             self._depth += 1
             if self._depth == 1:

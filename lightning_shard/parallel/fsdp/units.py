@@ -65,6 +65,15 @@ def is_set_up(root: FSDPModule) -> bool:
     return state._is_root is not None
 
 
+def set_up(root: nn.Module) -> None:
+    """Have FSDP2 initialise itself for ``root`` and the units in it, as the first call of ``root`` would.
+
+    If a unit in it were called first, FSDP2 would take that for the root, and refuse calls of ``root``.
+    """
+    if isinstance(root, FSDPModule) and not is_set_up(root):
+        root._get_fsdp_state()._lazy_init()
+
+
 class _WatchedList(list["_Watched"]):
     """The parameters to check in calls of one module. Only the module's hook owns the list.
 

@@ -220,7 +220,7 @@ def assemble(
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
     around.compare(module)
-    _watch(module, layout, part, units)
+    _watch(module, layout, part, units, whole_steps=module.automatic_optimization)
     return Assembly(
         layout,
         settings,
@@ -250,7 +250,7 @@ def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
     )
 
 
-def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str]) -> None:
+def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str], *, whole_steps: bool) -> None:
     """Install what preserves or refuses users' accesses to a sharded module, in steps and between them."""
     watch_parameters(module)
     write_back_arguments(sharded_units(module))
@@ -259,7 +259,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     if whole is not None:
         whole.in_microbatches = part.stages is not None
     if part.stages is None:
-        gather_for_calls(module, [module.get_submodule(name) for name in units])
+        gather_for_calls(module, [module.get_submodule(name) for name in units], whole_steps=whole_steps)
     else:
         refuse_calls(module, [module.get_submodule(name) for name in units])
         _join(module, part.stages, layout.pipeline_rank, part.ties)
