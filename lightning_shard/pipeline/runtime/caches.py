@@ -10,52 +10,23 @@ tensors that another one wrote to in place are unknown to it too. When all have 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Slot
+from lightning_shard.pipeline.dataflow.objects import entries as entries_of
+from lightning_shard.pipeline.dataflow.objects import is_object, rebuilt
 from lightning_shard.pipeline.dataflow.taint import Unknown, fill
-
-Path = tuple[Any, ...]
-"""The attributes, keys and indices that lead to an object from the arguments of the network's or a block's call."""
 
 SMALL = 1024
 """The most elements of an integer tensor that is sent by value: lengths and positions, of which masks are computed."""
 
 WITHOUT_CACHE = "Generate without a cache (use_cache=False), or use pipeline_parallel_size=1."
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is a mutable container: a list, a dict, or an object with attributes."""
-    if isinstance(value, (list, dict)):
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, torch.Size)) and not callable(value)
-
-
-def objects(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
-    """Yield every reachable object once, with the first path to it."""
-    seen = set() if seen is None else seen
-    if is_object(value):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        yield path, value
-    elif not isinstance(value, tuple):
-        return
-    for key, child in list(_entries(value).items()):
-        yield from objects(child, (*path, key), seen)
-
-
-def _entries(value: Any) -> dict[Any, Any]:
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    return value if isinstance(value, dict) else vars(value)
 
 
 Place = Callable[[Any], Tensor]
@@ -102,7 +73,7 @@ class Noted:
 
     @classmethod
     def of(cls, value: Any) -> Noted:
-        entries = dict(_entries(value))
+        entries = dict(entries_of(value))
         tensors = {key: each for key, each in entries.items() if isinstance(each, Tensor)}
         small = {k: t.detach().clone() for k, t in tensors.items() if t.numel() <= SMALL and not isinstance(t, Unknown)}
         return cls(value, entries, entries, {key: each._version for key, each in tensors.items()}, small)
@@ -123,12 +94,12 @@ class Noted:
         if isinstance(self.value, list):
             self.value[:] = self.given.values()
         else:
-            _entries(self.value).clear()
-            _entries(self.value).update(self.given)
+            entries_of(self.value).clear()
+            entries_of(self.value).update(self.given)
 
     def left(self, stage: int) -> Left:
         """The changes that this stage's run made."""
-        now = _entries(self.value)
+        now = entries_of(self.value)
         if gone := self.given.keys() - now.keys():
             raise StepError(
                 f"The network takes {sorted(map(repr, gone))} out of a {type(self.value).__name__} that it is given,"
@@ -190,7 +161,7 @@ def _is_left_by_one(key: Any, left: Left, own: Left) -> bool:
 def _has_slots(told: Any) -> bool:
     if isinstance(told, (Slot, Tensor)):
         return isinstance(told, Slot)
-    return (is_object(told) or isinstance(told, tuple)) and any(map(_has_slots, _entries(told).values()))
+    return (is_object(told) or isinstance(told, tuple)) and any(map(_has_slots, entries_of(told).values()))
 
 
 def apply(value: Any, changes: Mapping[Any, Any], own: Mapping[Any, Any], place: Place) -> None:
@@ -219,7 +190,7 @@ def _set(value: Any, key: Any, entry: Any) -> None:
             raise StepError(f"Pipeline stages add different entries to a list. {WITHOUT_CACHE}")
         value[key : key + 1] = [entry]
     else:
-        _entries(value)[key] = entry
+        entries_of(value)[key] = entry
 
 
 def _different(value: Any, key: Any) -> StepError:
@@ -233,27 +204,13 @@ def _told(value: Any) -> Any:
     if isinstance(value, Tensor):
         is_small = not value.is_floating_point() and not value.is_complex() and value.numel() <= SMALL
         return value.detach().cpu() if is_small and not isinstance(value, Unknown) else Slot.of(value)
-    return _rebuilt(value, _told)
+    return rebuilt(value, _told, WITHOUT_CACHE)
 
 
 def _heard(value: Any, place: Callable[[Any], Tensor]) -> Any:
     if isinstance(value, (Slot, Tensor)):
         return place(value)
-    return _rebuilt(value, lambda each: _heard(each, place))
-
-
-def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(map(function, value))
-    if type(value) is dict:
-        return {key: function(each) for key, each in value.items()}
-    if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
-        raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {WITHOUT_CACHE}")
-    if not is_object(value):
-        return value
-    rebuilt = copy.copy(value)
-    vars(rebuilt).update({key: function(each) for key, each in vars(value).items()})
-    return rebuilt
+    return rebuilt(value, lambda each: _heard(each, place), WITHOUT_CACHE)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -263,5 +220,5 @@ def _alike(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, Slot) or not (is_object(one) or isinstance(one, tuple)):
         return bool(one == other)
-    mine, theirs = _entries(one), _entries(other)
+    mine, theirs = entries_of(one), entries_of(other)
     return mine.keys() == theirs.keys() and all(_alike(mine[key], theirs[key]) for key in mine)

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Slot, StageEnd
+from lightning_shard.pipeline.dataflow.objects import Path, objects
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
-from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, Path, add, apply, objects
+from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply
 
 LARGEST_COMPARED = 2**20
 """The most elements of an integer argument, such as tokens, whose values ranks compare before each call."""

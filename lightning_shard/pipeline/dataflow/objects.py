@@ -1,0 +1,73 @@
+"""Mutable objects that code passes to the network or its blocks, such as caches and collectors of losses.
+
+An object is a list, a dict, or anything with attributes but tensors, modules and functions. Its *entries* are its
+items, or its attributes. Objects in objects are found by their paths: the keys that lead to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+
+Path = tuple[Any, ...]
+"""The attributes, keys and indices that lead to an object from the arguments of a call."""
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is a mutable container: a list, a dict, or an object with attributes."""
+    if isinstance(value, (list, dict)):
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, torch.Size)) and not callable(value)
+
+
+def objects(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
+    """Yield every reachable object once, with the first path to it."""
+    seen = set() if seen is None else seen
+    if is_object(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        yield path, value
+    elif not isinstance(value, tuple):
+        return
+    for key, child in list(entries(value).items()):
+        yield from objects(child, (*path, key), seen)
+
+
+def entries(value: Any) -> dict[Any, Any]:
+    """The entries of an object or tuple. Of dicts and objects with attributes the mapping itself, not a copy."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else vars(value)
+
+
+def at(value: Any, path: Path) -> Any:
+    """What is at a path."""
+    for key in path:
+        value = entries(value)[key]
+    return value
+
+
+def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
+    """A copy of a tuple or object, with ``function`` of each of its entries; other values are returned as they are.
+
+    Raises:
+        StepError: It is a module or a function; ``remedy`` says what to do.
+    """
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(function, value))
+    if type(value) is dict:
+        return {key: function(each) for key, each in value.items()}
+    if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
+        raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {remedy}")
+    if not is_object(value):
+        return value
+    made = copy.copy(value)
+    vars(made).update({key: function(each) for key, each in vars(value).items()})
+    return made
