@@ -731,6 +731,102 @@ class ChangesObject(PassesState):
         return self.head(self.norm(held.hidden))
 
 
+class Collector:
+    """An object that is passed through blocks, in which they leave what code behind them takes."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.by_name: dict[str, Any] = {}
+        self.calls = 0
+
+
+class Collected(Block):
+    def forward(self, x: Tensor, held: Any = None) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        self.leave(x, held)
+        return x
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.calls += 1
+        held.states.append(x.tanh())
+        held.by_name[f"mean {held.calls}"] = (x.mean(0), held.calls)
+
+
+class Collects(Net):
+    """Losses and features in an object, of lists and dicts, that no block returns."""
+
+    kind = Collected
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(type(self).kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        means = sum(mean * number for mean, number in held.by_name.values())
+        return self.head(self.norm(hidden + sum(held.states))) + held.calls * means.mean()
+
+
+class DenselyCollected(Collected):
+    """Computes with what earlier blocks have left."""
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        super().leave(x + sum(held.states), held)
+
+
+class CollectsDensely(Collects):
+    kind = DenselyCollected
+
+
+class WritesInto(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        if not held.states:
+            held.states.append(torch.zeros(()))
+            held.total = held.states[0]
+        held.total += x.sum()
+
+
+class WritesIntoObject(Collects):
+    kind = WritesInto
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        held.total = torch.zeros(())  # type: ignore[attr-defined]
+        held.states.append(held.total)  # type: ignore[attr-defined]
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden)) + held.total  # type: ignore[attr-defined]
+
+
+class Takes(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        if held.states:
+            held.states.pop()
+        else:
+            held.states.append(x)
+
+
+class TakesFromObject(Collects):
+    kind = Takes
+
+
+class CountsValues(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.calls += int(x.detach().sum() * 1e6)
+
+
+class CountsByValue(Collects):
+    kind = CountsValues
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden)) + held.calls
+
+
 class ReturnsObjects(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -933,7 +1029,8 @@ class Clamps(Net):
         (Hides, with_hidden_losses),
         *((network, loss) for network in (Sums, Aliases, Hooked, Clamps, Counts, HooksGradients)),
         *((network, loss) for network in (PreHooks, PreHooksAround)),
-        *((network, loss) for network in (PassesState, PassesDict, PassesList)),
+        *((network, loss) for network in (PassesState, PassesDict, PassesList, ChangesObject)),
+        *((network, loss) for network in (Collects, CollectsDensely)),
     ],
 )
 def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
@@ -1198,7 +1295,9 @@ class DropsAtFirst(Net):
         (Appends, "changes a list, dict or dataclass that it is given"),
         (ChangesDict, "changes a list, dict or dataclass that it is given"),
         (ChangesState, "changes a list, dict or dataclass that it is given"),
-        (ChangesObject, "net.blocks.0 sets tensors of a Plain that it is given"),
+        (WritesIntoObject, r"net\.blocks\.0 writes to a tensor in a Collector that it is given"),
+        (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
+        (CountsByValue, r"net\.blocks\.\d changes an object that it is given otherwise than for an earlier microbatch"),
         (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
         (ReturnsNested, "net.blocks.0 returns a nested tensor, which can't be sent"),

@@ -30,12 +30,13 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
+from lightning_shard.pipeline.dataflow.objects import Path
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark
 
 Key = tuple[Any, ...]
 """A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
 (:class:`BlockCall`): ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, attribute,
-leaf)``, ``("changed", block, argument)``."""
+leaf)``, ``("changed", block, argument)``, ``("object", block, slot)``."""
 
 LARGEST_PARAMETER = 2**24
 """The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
@@ -82,6 +83,19 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Change(tree.Leaf):
+    """The entries of an object that a block's call set.
+
+    Attributes:
+        path: The path to the object from the call's arguments, ``(args, kwargs)``.
+        entries: The new entries, with slots in place of tensors.
+    """
+
+    path: Path
+    entries: dict[Any, Any]
+
+
+@dataclass(frozen=True)
 class BlockCall(tree.Leaf):
     """The effects of a block's call on its own stage, for the stages where a stand-in replaces it.
 
@@ -95,6 +109,7 @@ class BlockCall(tree.Leaf):
         changed: Indices of the leaves among its arguments that it wrote to.
         returned_containers: Lists, dicts, dataclasses among its arguments that it returned: the index in the returned
             tuple (``None`` if the container is the whole output), and the index among the arguments' containers.
+        objects: Changes of objects among its arguments.
     """
 
     output: Any
@@ -102,6 +117,7 @@ class BlockCall(tree.Leaf):
     kept: tuple[tuple[str, str, Any], ...] = ()
     changed: tuple[int, ...] = ()
     returned_containers: tuple[tuple[int | None, int], ...] = ()
+    objects: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 
 Path = tuple[Any, ...]
@@ -26,8 +27,10 @@ def is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, torch.Size)) and not callable(value)
 
 
-def objects(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
-    """Yield every reachable object once, with the first path to it."""
+def objects(
+    value: Any, path: Path = (), seen: set[int] | None = None, *, deepest: int | None = None
+) -> Iterator[tuple[Path, Any]]:
+    """Yield every reachable object once, with the first path to it; none whose path is longer than ``deepest``."""
     seen = set() if seen is None else seen
     if is_object(value):
         if id(value) in seen:
@@ -36,8 +39,10 @@ def objects(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterat
         yield path, value
     elif not isinstance(value, tuple):
         return
+    if len(path) == deepest:
+        return
     for key, child in list(entries(value).items()):
-        yield from objects(child, (*path, key), seen)
+        yield from objects(child, (*path, key), seen, deepest=deepest)
 
 
 def entries(value: Any) -> dict[Any, Any]:
@@ -52,6 +57,32 @@ def at(value: Any, path: Path) -> Any:
     for key in path:
         value = entries(value)[key]
     return value
+
+
+def set_entry(value: Any, key: Any, entry: Any) -> None:
+    """Set an entry of an object; of a list also the one after the last.
+
+    Raises:
+        IndexError: A list is shorter.
+    """
+    if isinstance(value, list):
+        if key > len(value):
+            raise IndexError(key)
+        value[key : key + 1] = [entry]
+    else:
+        entries(value)[key] = entry
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nestings of objects, tuples and tensors are equal, objects by their types and entries."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tree.Leaf) or not (is_object(one) or isinstance(one, tuple)):
+        return bool(one == other)
+    mine, theirs = entries(one), entries(other)
+    return mine.keys() == theirs.keys() and all(alike(mine[key], theirs[key]) for key in mine)
 
 
 def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:

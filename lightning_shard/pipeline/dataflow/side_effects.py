@@ -1,8 +1,8 @@
 """Detects side effects of a block's call (arguments written to, attributes set); refuses those that can't be sent.
 
-A block's state before the call is noted, and compared after it. Tensor arguments written to in place, and attributes
-and buffers that were set, can be sent to other stages. Changes of lists, of objects of other classes and of globals
-can't.
+A block's state before the call is noted, and compared after it. Tensor arguments written to in place, attributes and
+buffers that were set, and what was set in objects among the arguments, can be sent to other stages. Changes of lists
+that a block is given, or keeps, and of globals can't.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery, namespaces
-from lightning_shard.pipeline.dataflow.crossing import Slot
+from lightning_shard.pipeline.dataflow.crossing import Change, Slot
+from lightning_shard.pipeline.dataflow.objects import Path, objects, rebuilt
+from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 
 _GIVEN = "a list, dict or dataclass that it is given"
 _LISTS = (list, dict, set, deque)
@@ -28,6 +30,9 @@ _SIMPLE = (Tensor, bool, int, float, str, tuple)
 """Types of values that a user's code keeps in attributes with a leading underscore; libraries keep others there."""
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
+_IN_OBJECTS = "Blocks may set and add tensors and numbers there; or return what is new."
+DEEPEST = 8
+"""The longest path in a call's arguments to an object whose changes are noticed."""
 _RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
 
 
@@ -39,7 +44,8 @@ class Before:
         arguments: The leaves of its arguments, with the versions of tensors.
         lists: Lists, dicts, sets, deques and dataclasses that it could add to: a description, the container, and its
             entries.
-        objects: Arguments of other classes, each with the tensors among its attributes.
+        objects: Arguments of other classes and what is in them, by path, each with a copy of its entries and the
+            versions of the tensors among these. Without transformers' caches, which training doesn't read.
         attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
             tensors.
         globals_before: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if
@@ -49,7 +55,7 @@ class Before:
     block: nn.Module
     arguments: list[tuple[Any, int]]
     lists: list[tuple[str, Any, list[Any]]]
-    objects: list[tuple[Any, list[Tensor]]]
+    objects: dict[Path, tuple[Any, dict[Any, Any], dict[Any, int]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
     globals_before: dict[str, Any] | None
 
@@ -61,7 +67,7 @@ class Before:
         """
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
-        objects = [(leaf, _tensors_of(leaf)) for _, leaf in tree.walk(arguments) if _is_opaque(leaf)]
+        objects = {path: (each, *_noted(each)) for path, each in _objects_in(arguments)}
         own = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
@@ -94,9 +100,9 @@ class Before:
             output: What it returned. A container among the arguments may be changed if it is also returned.
 
         Raises:
-            StepError: The block changed the entries of an argument's container that it doesn't return; it set tensors
-                of an object; or it added values that require gradients to a list of its own or to a global. Other
-                values in lists and globals, such as masks that are created once, are allowed.
+            StepError: The block changed the entries of an argument's container that it doesn't return; or it added
+                values that require gradients to a list of its own or to a global. Other values in lists and globals,
+                such as masks that are created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
@@ -109,17 +115,41 @@ class Before:
             )
             if is_changed:
                 raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
-        for each, tensors in self.objects:
-            if not tree.same_entries(tensors, _tensors_of(each)):
-                raise StepError(
-                    f"{name} sets tensors of a {type(each).__name__} that it is given, which the other pipeline stages"
-                    " don't see: give blocks tensors, or dicts or dataclasses of these, and return what changes."
-                )
         for key, value in _globals_of(self.block) if self.globals_before is not None else ():
             if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
                 raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
+
+    def changed_objects(self, name: str) -> tuple[tuple[Change, ...], list[Tensor]]:
+        """The changes of objects among the arguments, and the tensors that their slots stand for, in order.
+
+        Raises:
+            StepError: The block took an entry out of an object, wrote to a tensor in one, or left a module or function
+                there.
+        """
+        changes: list[Change] = []
+        tensors: list[Tensor] = []
+
+        def told(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                return Slot.of(value)
+            return rebuilt(value, told, _IN_OBJECTS)
+
+        for path, (each, before, versions) in self.objects.items():
+            now = entries_of(each)
+            gone = before.keys() - now.keys()
+            if gone or any(before[key]._version != version for key, version in versions.items()):
+                what = "takes entries out of" if gone else "writes to a tensor in"
+                raise StepError(
+                    f"{name} {what} a {type(each).__name__} that it is given, which the other pipeline stages don't"
+                    f" see. {_IN_OBJECTS}"
+                )
+            new = {key: v for key, v in now.items() if key not in before or not tree.same_entries([before[key]], [v])}
+            if new:
+                changes.append(Change(path, {key: told(value) for key, value in new.items()}))
+        return tuple(changes), tensors
 
     def kept(self) -> list[tuple[str, str, Any]]:
         """The attributes and buffers that submodules set or wrote to: submodule path, name, and value."""
@@ -188,6 +218,22 @@ def _version(value: Any) -> int:
 def _is_opaque(value: Any) -> bool:
     """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
     return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
+
+
+def _objects_in(arguments: Any) -> Iterator[tuple[Path, Any]]:
+    """Opaque objects among the arguments, and all objects in them."""
+    inside: set[Path] = set()
+    for path, each in objects(arguments, deepest=DEEPEST):
+        if type(each).__module__.startswith("transformers.cache_utils"):
+            continue
+        if _is_opaque(each) or any(path[:length] in inside for length in range(len(path))):
+            inside.add(path)
+            yield path, each
+
+
+def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
+    before = dict(entries_of(value))
+    return before, {key: _version(each) for key, each in before.items() if isinstance(each, Tensor)}
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Slot
+from lightning_shard.pipeline.dataflow.objects import alike, is_object, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
-from lightning_shard.pipeline.dataflow.objects import is_object, rebuilt
 from lightning_shard.pipeline.dataflow.taint import Unknown, fill
 
 SMALL = 1024
@@ -150,7 +150,7 @@ def add(value: Any, left: Left, own: Left) -> None:
 
 def _is_left_by_one(key: Any, left: Left, own: Left) -> bool:
     """Whether an entry that two stages of one rank changed can have the same value in both."""
-    if not _alike(left.told[key], own.told[key]):
+    if not alike(left.told[key], own.told[key]):
         return False
     one, other = left.value(key), own.value(key)
     if isinstance(one, Tensor):
@@ -178,19 +178,17 @@ def apply(value: Any, changes: Mapping[Any, Any], own: Mapping[Any, Any], place:
     """
     for key, told in changes.items():
         if key in own:
-            if not _alike(told, own[key]):
+            if not alike(told, own[key]):
                 raise _different(value, key)
             continue
         _set(value, key, _heard(told, place))
 
 
 def _set(value: Any, key: Any, entry: Any) -> None:
-    if isinstance(value, list):
-        if key > len(value):
-            raise StepError(f"Pipeline stages add different entries to a list. {WITHOUT_CACHE}")
-        value[key : key + 1] = [entry]
-    else:
-        entries_of(value)[key] = entry
+    try:
+        set_entry(value, key, entry)
+    except IndexError as error:
+        raise StepError(f"Pipeline stages add different entries to a list. {WITHOUT_CACHE}") from error
 
 
 def _different(value: Any, key: Any) -> StepError:
@@ -211,14 +209,3 @@ def _heard(value: Any, place: Callable[[Any], Tensor]) -> Any:
     if isinstance(value, (Slot, Tensor)):
         return place(value)
     return rebuilt(value, lambda each: _heard(each, place), WITHOUT_CACHE)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Slot) or not (is_object(one) or isinstance(one, tuple)):
-        return bool(one == other)
-    mine, theirs = entries_of(one), entries_of(other)
-    return mine.keys() == theirs.keys() and all(_alike(mine[key], theirs[key]) for key in mine)

@@ -29,6 +29,7 @@ from lightning_shard.pipeline.dataflow.backward_hooks import (
 )
 from lightning_shard.pipeline.dataflow.crossing import (
     BlockCall,
+    Change,
     Counted,
     Crossing,
     Delivery,
@@ -41,10 +42,12 @@ from lightning_shard.pipeline.dataflow.crossing import (
     parameters_crossing,
     parameters_in_place,
     unknown_states,
+    value_of,
 )
+from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
-from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
-from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
+from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
+from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.runtime.network_calls import Calls
 
@@ -116,6 +119,7 @@ class Stage:
         self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
         self._before: Before | None = None
+        self._given_objects: tuple[Any, list[Unknown]] = ((), [])
         self._parts_before: list[Before] = []
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
@@ -343,11 +347,15 @@ class Stage:
         if self._trace is not None:
             self._trace.mark_written_aliases((args, kwargs))
         refuse((args, kwargs), name)
-        if self.is_last or not (passage.searching or passage.wanted):
+        if passage.searching:
+            unknown = [each for each in _tensors_in((args, kwargs)) if isinstance(each, Unknown) and value_of(each)]
+            self._given_objects = ((args, kwargs), unknown)
+        changes_objects = index in passage.blocks and bool(passage.blocks[index].objects)
+        if self.is_last or not (passage.searching or passage.wanted or changes_objects):
             return  # no later stage, or none that asks
         if passage.wants("inside", index):
             self._watch_inside(index, block)
-        if passage.wants("kept", index) or passage.wants("changed", index):
+        if passage.wants("kept", index) or passage.wants("changed", index) or changes_objects:
             self._before = Before.of(block, (args, kwargs), compares_globals=passage.searching)
 
     def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
@@ -409,6 +417,8 @@ class Stage:
             passage.check_differentiates()
             if index == self.owned[-1]:
                 passage.finished = True
+            if passage.searching:
+                self._ask_for_objects(name, output)
             if not self.is_last:
                 self._note(index, output, self._before)
                 self._before = None
@@ -418,6 +428,14 @@ class Stage:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
 
+    def _ask_for_objects(self, name: str, output: Any) -> None:
+        """If a block has computed with what earlier stages' blocks set in objects, ask for all that these held."""
+        (arguments, unknown), self._given_objects = self._given_objects, ((), [])
+        before = set(map(id, unknown))
+        made = [*tree.leaves(output), *_tensors_in(arguments)] if unknown else []
+        if any(isinstance(each, Unknown) and id(each) not in before for each in made):
+            self.passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}. {REMEDY}")
+
     def _note_effects(self, index: int, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
         passage = self.passage
         for place, tensor in changed:
@@ -426,6 +444,22 @@ class Stage:
             for place, leaf in enumerate(tree.leaves(value)):
                 if isinstance(leaf, Tensor):
                     passage.produced(("kept", index, number, place), leaf)
+
+    def _note_objects(self, index: int, before: Before) -> tuple[Change, ...]:
+        passage, name = self.passage, self.blocks[index]
+        if self.calls is not None:
+            return ()  # exchanged after the call (network_calls.py)
+        changes, tensors = before.changed_objects(name)
+        for number, tensor in enumerate(tensors):
+            passage.produced(("object", index, number), tensor)
+        agreed = passage.blocks[index].objects if index in passage.blocks else changes
+        if not passage.searching and not alike(changes, agreed):
+            raise StepError(
+                f"{name} changes an object that it is given otherwise than for an earlier microbatch of the same"
+                " shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its values. Or"
+                " use pipeline_parallel_size=1."
+            )
+        return changes
 
     def _note(self, index: int, output: Any, before: Before | None) -> None:
         passage = self.passage
@@ -443,6 +477,7 @@ class Stage:
         if before is not None:
             changed, kept = before.changed(name, output), before.kept()
             self._note_effects(index, changed, kept)
+            in_objects = self._note_objects(index, before)
         if passage.searching:
             assert before is not None
             passage.blocks[index] = BlockCall(
@@ -451,6 +486,7 @@ class Stage:
                 tuple((path, key, _slots(value)) for path, key, value in kept),
                 tuple(place for place, _ in changed),
                 before.returned_containers(output),
+                in_objects,
             )
             return
         if index not in passage.blocks:
@@ -468,6 +504,12 @@ class Stage:
                 " shapes: what a block returns may depend on a batch's shapes, not on its values (pad it), and what"
                 " needs gradients can't change in mid-run (unfreeze from the start). Or use pipeline_parallel_size=1."
             )
+
+
+def _tensors_in(arguments: Any) -> list[Tensor]:
+    """The tensors in objects among arguments."""
+    held = (entry for _, each in objects(arguments, deepest=DEEPEST) for entry in entries(each).values())
+    return [entry for entry in held if isinstance(entry, Tensor)]
 
 
 def _around_all(blocks: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
 from lightning_shard.pipeline.dataflow.crossing import BlockCall, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.objects import at, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -78,6 +79,8 @@ class StandIn:
             self._run_hooks(path, self._fill_slots(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
             self._keep(done, index)  # else they were set to unknown values in the search
+        if done.objects:
+            self._change_objects(done, index, (args, kwargs))
         arguments = partial(tree.leaves, (args, kwargs))
         for place in done.changed:
             self._reproduce_write(arguments()[place], ("changed", index, place))
@@ -94,6 +97,36 @@ class StandIn:
             scalar = Slot((), torch.get_default_dtype(), False)
             filled = self._fill_slots(scalar if value is None else value, ("kept", index, number), text)
             self.stage.keep(self.block.get_submodule(path), key, filled)
+
+    def _change_objects(self, done: BlockCall, index: int, arguments: Any) -> None:
+        """Change objects among the arguments as the block did on its own stage.
+
+        Raises:
+            StepError: This stage's code passes other objects.
+        """
+        passage = self.stage.passage
+        numbers = count()
+
+        def heard(value: Any) -> Any:
+            if not isinstance(value, Slot):
+                return rebuilt(value, heard, "")
+            key = ("object", index, next(numbers))
+            if key in passage.received:
+                return passage.produced(key, passage.received[key])
+            text = f"what {self.name} sets in an object that it is given, on an earlier stage,"
+            return passage.produced(key, passage.unknown(value, key, text, self.stage.device))
+
+        for change in done.objects:
+            try:
+                for key, value in change.entries.items():
+                    set_entry(at(arguments, change.path), key, heard(value))
+            except (LookupError, TypeError) as error:
+                path = ".".join(map(str, change.path[1:]))
+                raise StepError(
+                    f"On stage {self.stage.index} {self.name} isn't given the object ({path}) that it is given, and"
+                    " changes, on its own: what a network passes to its blocks may depend on a batch's shapes only. Or"
+                    " use pipeline_parallel_size=1."
+                ) from error
 
     def _check_recomputed_alone(self) -> None:
         """Check that each enclosing activation checkpoint calls just this block.
