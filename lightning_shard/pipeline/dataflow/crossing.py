@@ -89,10 +89,13 @@ class Change(tree.Leaf):
     Attributes:
         path: The path to the object from the call's arguments, ``(args, kwargs)``.
         entries: The new entries, with slots in place of tensors.
+        is_cache: Whether the object is a cache of transformers, or in one. Its models have one by default, and in
+            training nothing reads it: unless tensors of one cross, only the search follows its changes.
     """
 
     path: Path
     entries: dict[Any, Any]
+    is_cache: bool
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,7 @@ class Passage:
     in_place_of: list[Tensor] = field(default_factory=list)
     memory: SharedMemory | None = None
     _kept: dict[int, dict[tuple[str, str], None]] | None = None
+    _objects_cross: bool | None = None
 
     def kept_by(self, number: int) -> list[tuple[str, str]]:
         """Attributes that cross as set by the call of a part with this operation number: submodule and attribute."""
@@ -259,6 +263,15 @@ class Passage:
     def is_asked_for(self, kind: str, block: int) -> bool:
         """Whether a later stage requested a value of this kind of a block."""
         return bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted)
+
+    def follows(self, block: int) -> bool:
+        """Whether to follow the changes that a block makes to objects."""
+        changes = self.blocks[block].objects if block in self.blocks else ()
+        if not changes or self.searching:
+            return bool(changes)
+        if self._objects_cross is None:
+            self._objects_cross = any(key[0] == "object" for key in chain(self.wanted, self.received))
+        return self._objects_cross or not all(change.is_cache for change in changes)
 
     def forget_hooks(self) -> None:
         """Remove tensor hooks from received values: the previous stage ran the same code so far, so it has them."""

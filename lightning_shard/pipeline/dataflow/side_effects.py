@@ -31,6 +31,7 @@ _SIMPLE = (Tensor, bool, int, float, str, tuple)
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
 _IN_OBJECTS = "Blocks may set and add tensors and numbers there; or return what is new."
+_CACHES = "transformers.cache_utils"
 DEEPEST = 8
 """The longest path in a call's arguments to an object whose changes are noticed."""
 _RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
@@ -45,7 +46,7 @@ class Before:
         lists: Lists, dicts, sets, deques and dataclasses that it could add to: a description, the container, and its
             entries.
         objects: Arguments of other classes and what is in them, by path, each with a copy of its entries and the
-            versions of the tensors among these. Without transformers' caches, which training doesn't read.
+            versions of the tensors among these.
         attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
             tensors.
         globals_before: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if
@@ -148,8 +149,12 @@ class Before:
                 )
             new = {key: v for key, v in now.items() if key not in before or not tree.same_entries([before[key]], [v])}
             if new:
-                changes.append(Change(path, {key: told(value) for key, value in new.items()}))
+                changes.append(Change(path, {key: told(value) for key, value in new.items()}, self._is_cache(path)))
         return tuple(changes), tensors
+
+    def _is_cache(self, path: Path) -> bool:
+        above = (self.objects[path[:length]][0] for length in range(len(path) + 1) if path[:length] in self.objects)
+        return any(type(each).__module__ == _CACHES for each in above)
 
     def kept(self) -> list[tuple[str, str, Any]]:
         """The attributes and buffers that submodules set or wrote to: submodule path, name, and value."""
@@ -224,8 +229,6 @@ def _objects_in(arguments: Any) -> Iterator[tuple[Path, Any]]:
     """Opaque objects among the arguments, and all objects in them."""
     inside: set[Path] = set()
     for path, each in objects(arguments, deepest=DEEPEST):
-        if type(each).__module__.startswith("transformers.cache_utils"):
-            continue
         if _is_opaque(each) or any(path[:length] in inside for length in range(len(path))):
             inside.add(path)
             yield path, each

@@ -350,7 +350,7 @@ class Stage:
         if passage.searching:
             unknown = [each for each in _tensors_in((args, kwargs)) if isinstance(each, Unknown) and value_of(each)]
             self._given_objects = ((args, kwargs), unknown)
-        changes_objects = index in passage.blocks and bool(passage.blocks[index].objects)
+        changes_objects = passage.follows(index)
         if self.is_last or not (passage.searching or passage.wanted or changes_objects):
             return  # no later stage, or none that asks
         if passage.wants("inside", index):

@@ -79,7 +79,7 @@ class StandIn:
             self._run_hooks(path, self._fill_slots(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
         if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
             self._keep(done, index)  # else they were set to unknown values in the search
-        if done.objects:
+        if passage.follows(index):
             self._change_objects(done, index, (args, kwargs))
         arguments = partial(tree.leaves, (args, kwargs))
         for place in done.changed:
