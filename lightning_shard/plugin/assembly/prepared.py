@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.batch_norm import synchronize
+from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import sharded_units
@@ -166,7 +167,10 @@ class PreparedStrategy(CheckpointedStrategy):
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
                 known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
-            self._steps = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, known.lockstep)
+            bypassed = BypassedUnits(module, groups.data, device) if layout.data_parallel_size > 1 else None
+            self._steps = SingleStageSteps(
+                module, device, layout.data_rank, gradients, weights, means, bypassed, known.lockstep
+            )
             return
         reshard(module)
         refuse_synced_generation(module)

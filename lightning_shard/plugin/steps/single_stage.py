@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
@@ -36,6 +37,7 @@ class SingleStageSteps:
         gradients: The module's gradient reduction.
         weights: How much the losses of batches count.
         means: Warns of losses that should be weighted.
+        bypassed: Gathers units whose backward begins elsewhere than at their output; ``None`` with one data rank.
         lockstep: Keeps data ranks' all-gathers in step during evaluation steps; ``None`` with one data rank.
     """
 
@@ -47,6 +49,7 @@ class SingleStageSteps:
         gradients: Gradients,
         weights: LossWeights,
         means: UnequalMeans,
+        bypassed: BypassedUnits | None,
         lockstep: Lockstep | None,
     ) -> None:
         self._module = module
@@ -56,6 +59,9 @@ class SingleStageSteps:
         self._weights = weights
         self._means = means
         self._weight = Weight()
+        self._bypassed = bypassed
+        self._steps = 0
+        self._epoch = -1
         self._lockstep = lockstep
         self._sees_parameters = False
         self._begins = True
@@ -75,7 +81,7 @@ class SingleStageSteps:
         module, automatic = self._module, self._module.automatic_optimization
         reshard(module)  # a hook may have called it before the optimizer's step, which changes the shards
         [self._weight] = self._weights.of(args[:1] or [None])
-        with precision.train_step_context(), self._gradients.of_inputs():
+        with precision.train_step_context(), self._gradients.of_inputs(), self._watched():
             result = self._run("training_step", draw, args, kwargs)
         if automatic:
             self._means.note(result.get("loss") if isinstance(result, dict) else result)
@@ -97,7 +103,21 @@ class SingleStageSteps:
             if whole is not None and self._sees_parameters:
                 whole.gather(module)  # blocks may be recomputed; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
+        if self._bypassed is not None:
+            self._bypassed.gather(loss)
         return weighted_for_backward(loss, self._weight.of_gradient)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Context of a step, which is searched for units that are bypassed if it is an epoch's first, 2nd, 4th, …"""
+        if self._bypassed is None:
+            return nullcontext()
+        if self._module.current_epoch != self._epoch:
+            self._epoch, self._steps = self._module.current_epoch, 0
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            self._bypassed.end_step()
+            return nullcontext()
+        return self._bypassed.watched()
 
     def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
         if self._begins:  # hooks may have called the module and then changed it, as to averaged weights

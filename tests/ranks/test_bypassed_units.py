@@ -1,0 +1,103 @@
+"""Values of sharded blocks that reach the loss by another way than the blocks' output, on data ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """It scales, whose backward reads a parameter as it is: from freed memory that would be a segmentation fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.inner, self.outer, self.aside = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.inner(x) * self.scale
+        output = x + self.outer(self.kept)
+        self.late = self.aside(x * self.scale)
+        return output
+
+
+class Module(L.LightningModule):
+    """Its loss is of what blocks keep; of the last block's output there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return self.loss(batch)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.run(batch)
+        return F.mse_loss(self.head(sum(block.kept for block in self.blocks)), batch)  # type: ignore[misc, arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Late(Module):
+    """Besides the output, of what blocks compute after it, whose backward comes before the output's."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        output = self.run(batch)
+        return F.mse_loss(self.head(output), batch) + sum(block.late.square().mean() for block in self.blocks)  # type: ignore[operator, misc]
+
+
+class Collecting(Module):
+    """By hooks on submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[int, Tensor] = {}
+        for number, block in enumerate(self.blocks):
+            block.inner.register_forward_hook(
+                lambda _, __, output, number=number: self.features.update({number: output})
+            )  # type: ignore[union-attr, misc]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.run(batch)
+        return F.mse_loss(self.head(sum(self.features.values())), batch)  # type: ignore[arg-type]
+
+
+class ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("loss", loss)
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@pytest.mark.parametrize("kind", [Module, Late, Collecting, ByHand])
+def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output(kind: Any) -> None:
+    assert_trains_alike(kind, batches, ["dp2"])
