@@ -16,10 +16,12 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp import mutable_arguments
+from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.sharding import full_tensor
 from tests.unit.pipelines import Root
 from tests.unit.test_crossing import (
+    Appends,
     ChangesDict,
     ChangesState,
     Net,
@@ -65,25 +67,22 @@ def sharded(network: type[Net]) -> tuple[Sharded, Sharded]:
 SEES_DATACLASSES = torch.__version__ >= "2.12"
 
 
-def test_what_is_changed_and_returned_is_seen_around_them() -> None:
-    for network in (PassesDict, PassesList, *([PassesState] if SEES_DATACLASSES else [])):
+def test_what_is_changed_is_seen_around_them() -> None:
+    dataclasses = [PassesState, ChangesState] if SEES_DATACLASSES else []
+    for network in (PassesDict, PassesList, ChangesDict, Appends, *dataclasses):
         root, plain = sharded(network)
         [x, *_] = batches()
-        values = [each(x) for each in (root, plain)]
+        bypassed = BypassedUnits(root, dist.group.WORLD, torch.device("cpu"))
+        with bypassed.watched():
+            values = [each(x) for each in (root, plain)]
         torch.testing.assert_close(*values)
+        bypassed.gather(values[0])
         for value in values:
             value.backward()
         for (name, own), expected in zip(root.named_parameters(), plain.parameters()):
             assert own.grad is not None
             assert expected.grad is not None
             torch.testing.assert_close(full_tensor(own.grad), expected.grad, msg=name)
-
-
-def test_what_is_changed_only_is_refused() -> None:
-    for network, kind in ((ChangesDict, "dict"), *([(ChangesState, "State")] if SEES_DATACLASSES else [])):
-        root, _ = sharded(network)
-        with pytest.raises(StepError, match=f"A Passes changes a {kind} that it is given"):
-            root(batches()[0])
 
 
 @pytest.mark.parametrize("network", [PassesState, ChangesState])

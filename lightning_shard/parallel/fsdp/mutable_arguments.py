@@ -1,9 +1,9 @@
 """Let FSDP2 units change lists, dicts and dataclasses that they get as arguments, as modules can without sharding.
 
 With gradients enabled, FSDP2 passes copies of such containers to a unit (torch 2.11 to 2.13). So code around the unit
-wouldn't see the unit's changes, and would use the old entries. If the unit returns the changed container, its entries
-are copied to the original, and the original is returned. If it doesn't return it, the change is refused: FSDP2
-all-gathers a unit for its backward when gradients of its outputs arrive.
+wouldn't see the unit's changes, and would use the old entries. The entries of a changed copy are put into the original,
+and the original is returned where the unit returns the copy. Gradients of entries that the unit doesn't return enter it
+elsewhere than at its output (``bypassed_units.py``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def write_back_arguments(units: Iterable[FSDPModule]) -> None:
     """Make changes by FSDP2 units of their arguments reach the caller's containers, in place.
 
     Raises:
-        StepError: In a call of a unit: it changes a container that it doesn't return; or, before torch 2.12, it returns
-            or changes a dataclass.
+        StepError: In a call of a unit, before torch 2.12: it returns or changes a dataclass.
     """
     for unit in units:
         assert isinstance(unit, nn.Module)
@@ -57,18 +56,10 @@ class _Call:
         _refuse_unseen(unit, [*tree.containers(output), *(c for _, c, old in copies if _differs(old, c))])
         if not copies:
             return output
-        returned = {id(each) for each in tree.containers(output)}
         given_for: dict[int, Any] = {}
         for given, copy, before in copies:
             if not _differs(before, copy):
                 continue
-            if id(copy) not in returned:
-                kind = type(copy).__name__
-                raise StepError(
-                    f"A {class_name(unit)} changes a {kind} that it is given, and the code"
-                    " around it doesn't see that where its parameters are sharded over data ranks: return what it adds,"
-                    f" or the {kind} itself."
-                )
             _fill(given, copy)
             given_for[id(copy)] = given
         if type(output) is tuple:

@@ -1,8 +1,8 @@
 """Detects side effects of a block's call (arguments written to, attributes set); refuses those that can't be sent.
 
 A block's state before the call is noted, and compared after it. Tensor arguments written to in place, attributes and
-buffers that were set, and what was set in objects among the arguments, can be sent to other stages. Changes of lists
-that a block is given, or keeps, and of globals can't.
+buffers that were set, and what was set in lists, dicts and objects among the arguments, can be sent to other stages.
+Changes of lists that a block keeps, and of globals can't.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery, namespaces
 from lightning_shard.pipeline.dataflow.crossing import Change, Slot
-from lightning_shard.pipeline.dataflow.objects import Path, objects, rebuilt
+from lightning_shard.pipeline.dataflow.objects import Path, is_object, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 
-_GIVEN = "a list, dict or dataclass that it is given"
+_GIVEN = "a dataclass with slots that it is given"
 _LISTS = (list, dict, set, deque)
 _SIMPLE = (Tensor, bool, int, float, str, tuple)
 """Types of values that a user's code keeps in attributes with a leading underscore; libraries keep others there."""
@@ -45,8 +45,8 @@ class Before:
         arguments: The leaves of its arguments, with the versions of tensors.
         lists: Lists, dicts, sets, deques and dataclasses that it could add to: a description, the container, and its
             entries.
-        objects: Arguments of other classes and what is in them, by path, each with a copy of its entries and the
-            versions of the tensors among these.
+        objects: All mutable objects among the arguments, by path, each with a copy of its entries and the versions of
+            the tensors among these.
         attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
             tensors.
         globals_before: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if
@@ -68,7 +68,7 @@ class Before:
         """
         noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
-        objects = {path: (each, *_noted(each)) for path, each in _objects_in(arguments)}
+        held = {path: (each, *_noted(each)) for path, each in objects(arguments, deepest=DEEPEST)}
         own = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
@@ -78,7 +78,7 @@ class Before:
         outside = _globals_of(block) if compares_globals else None
         own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in outside or () if isinstance(v, _LISTS)]
         attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
-        return cls(block, noted, [*given, *own], objects, attributes, None if outside is None else dict(outside))
+        return cls(block, noted, [*given, *own], held, attributes, None if outside is None else dict(outside))
 
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor in the output, with its argument's index if it is an argument."""
@@ -101,16 +101,16 @@ class Before:
             output: What it returned. A container among the arguments may be changed if it is also returned.
 
         Raises:
-            StepError: The block changed the entries of an argument's container that it doesn't return; or it added
-                values that require gradients to a list of its own or to a global. Other values in lists and globals,
-                such as masks that are created once, are allowed.
+            StepError: The block changed a dataclass with slots that it doesn't return; or it added values that require
+                gradients to a list of its own or to a global. Other values in lists and globals, such as masks that are
+                created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
             now = _entries(each)
             known = set(map(id, entries))
             is_changed = (
-                id(each) not in returned and not tree.same_entries(entries, now)
+                id(each) not in returned and not is_object(each) and not tree.same_entries(entries, now)
                 if what == _GIVEN
                 else _has_gradients([entry for entry in now if id(entry) not in known])
             )
@@ -122,8 +122,10 @@ class Before:
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
 
-    def changed_objects(self, name: str) -> tuple[tuple[Change, ...], list[Tensor]]:
+    def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
         """The changes of objects among the arguments, and the tensors that their slots stand for, in order.
+
+        Without containers that the block returned: its output has their entries.
 
         Raises:
             StepError: The block took an entry out of an object, wrote to a tensor in one, or left a module or function
@@ -138,7 +140,11 @@ class Before:
                 return Slot.of(value)
             return rebuilt(value, told, _IN_OBJECTS)
 
+        returned = {id(each) for each in tree.containers(output)}
+        inside = {path for path, (each, *_) in self.objects.items() if id(each) in returned}
         for path, (each, before, versions) in self.objects.items():
+            if any(path[:length] in inside for length in range(len(path) + 1)):
+                continue
             now = entries_of(each)
             gone = before.keys() - now.keys()
             if gone or any(before[key]._version != version for key, version in versions.items()):
@@ -223,15 +229,6 @@ def _version(value: Any) -> int:
 def _is_opaque(value: Any) -> bool:
     """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
     return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
-
-
-def _objects_in(arguments: Any) -> Iterator[tuple[Path, Any]]:
-    """Opaque objects among the arguments, and all objects in them."""
-    inside: set[Path] = set()
-    for path, each in objects(arguments, deepest=DEEPEST):
-        if _is_opaque(each) or any(path[:length] in inside for length in range(len(path))):
-            inside.add(path)
-            yield path, each
 
 
 def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:

@@ -445,11 +445,11 @@ class Stage:
                 if isinstance(leaf, Tensor):
                     passage.produced(("kept", index, number, place), leaf)
 
-    def _note_objects(self, index: int, before: Before) -> tuple[Change, ...]:
+    def _note_objects(self, index: int, output: Any, before: Before) -> tuple[Change, ...]:
         passage, name = self.passage, self.blocks[index]
         if self.calls is not None:
             return ()  # exchanged after the call (network_calls.py)
-        changes, tensors = before.changed_objects(name)
+        changes, tensors = before.changed_objects(name, output)
         for number, tensor in enumerate(tensors):
             passage.produced(("object", index, number), tensor)
         agreed = passage.blocks[index].objects if index in passage.blocks else changes
@@ -477,7 +477,7 @@ class Stage:
         if before is not None:
             changed, kept = before.changed(name, output), before.kept()
             self._note_effects(index, changed, kept)
-            in_objects = self._note_objects(index, before)
+            in_objects = self._note_objects(index, output, before)
         if passage.searching:
             assert before is not None
             passage.blocks[index] = BlockCall(
