@@ -101,3 +101,8 @@ def batches() -> list[Tensor]:
 @pytest.mark.parametrize("kind", [Module, Late, Collecting, ByHand])
 def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output(kind: Any) -> None:
     assert_trains_alike(kind, batches, ["dp2"])
+
+
+@pytest.mark.parametrize("kind", [Module, pytest.param(Late, marks=pytest.mark.long)])
+def test_on_stages_that_free_parameters_after_each_forward(kind: Any) -> None:
+    assert_trains_alike(kind, batches, ["pp2 x dp2"], reshard_after_forward=True)

@@ -10,6 +10,7 @@ the units that were found.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,66 +43,82 @@ class BypassedUnits:
 
     Args:
         root: The model, sharded.
-        group: The data ranks, of which each must gather the same units.
+        group: The data ranks, which agree on the units. ``None`` if their graphs are alike anyway: on pipeline stages,
+            where ranks search different numbers of times for what crosses.
         device: Where tensors of that group's collectives are.
     """
 
-    def __init__(self, root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
         frees = (unit for unit in sharded_units(root) if any(g._reshard_after_forward for g in groups_of(unit)))
         self._units: list[FSDPModule] = [unit for unit in frees if unit is not root]
         self._group = group
         self._device = device
-        self._calls: list[_Call] = []
-        self._is_watched = False
-        self._found: set[int] = set()
+        self._calls: dict[int, list[_Call]] = {}
+        self._found: dict[int, set[int]] = defaultdict(set)
+        self._steps = 0
+        self._epoch = -1
+
+    def begin_step(self, epoch: int) -> None:
+        """A training step begins: the first, second, fourth, … of each epoch are watched."""
+        if epoch != self._epoch:
+            self._epoch, self._steps = epoch, 0
+        self._steps += 1
+        self._calls.clear()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Context of a step's forward, of whose losses the graph will be searched."""
-        self._is_watched = bool(self._units)
-        self._calls.clear()
+    def watched(self, stage: int = 0) -> Iterator[None]:
+        """Context of a forward in a training step. If the step is watched, its graph is searched in :meth:`gather`."""
+        if not self._units or self._steps & (self._steps - 1):
+            yield
+            return
+        calls = self._calls[stage] = []
+
+        def note(unit: int, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append(_Call(unit, _nodes((args, kwargs)), _nodes(output)))
+
         with ExitStack() as hooks:
             for index, unit in enumerate(self._units):
-                note: Any = partial(self._note, index)
-                hooks.callback(unit.register_forward_hook(note, with_kwargs=True).remove)  # type: ignore[attr-defined]
+                hook: Any = partial(note, index)
+                hooks.callback(unit.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[attr-defined]
             yield
 
-    def _note(self, index: int, _: Any, args: Any, kwargs: Any, output: Any) -> None:
-        self._calls.append(_Call(index, _nodes((args, kwargs)), _nodes(output)))
+    def gather(self, outputs: Any, stage: int = 0, *, searches: bool = True) -> None:
+        """Have the backward of outputs, such as a loss, begin by all-gathering the units that it bypasses.
 
-    def gather(self, loss: Tensor) -> None:
-        """Have the backward of a loss begin by all-gathering the bypassed units.
+        A collective call over the data ranks if the forward was watched, and there is a group.
 
-        A collective call over the data ranks if its forward was watched.
+        Args:
+            outputs: What is differentiated.
+            stage: The pipeline stage.
+            searches: Whether the outputs are those of the forward that may have been watched.
         """
-        if self._is_watched:
-            own = self._bypassed(loss)
-            flags = torch.tensor([index in own for index in range(len(self._units))], dtype=torch.int32)
-            flags = flags.to(self._device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
-            self._found.update(index for index, found in enumerate(flags.tolist()) if found)
-        for index in sorted(self._found):
-            gather_for_backward(self._units[index], (), loss)
+        if searches and stage in self._calls:
+            own = self._bypassed(outputs, self._calls[stage])
+            self._found[stage] |= own if self._group is None else self._agreed(own, self._group)
+        for index in sorted(self._found[stage]):
+            gather_for_backward(self._units[index], (), outputs)
 
-    def end_step(self) -> None:
-        self._is_watched = False
-        self._calls.clear()
+    def _agreed(self, own: set[int], group: dist.ProcessGroup) -> set[int]:
+        flags = torch.tensor([index in own for index in range(len(self._units))], dtype=torch.int32)
+        flags = flags.to(self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+        return {index for index, found in enumerate(flags.tolist()) if found}
 
-    def _bypassed(self, loss: Tensor) -> set[int]:
-        """The units that the gradient of a loss enters elsewhere than at their outputs, and before it is there."""
-        returned = {node: call.unit for call in self._calls for node in call.returned}
-        given = {node for call in self._calls for node in call.given}
+    def _bypassed(self, outputs: Any, calls: list[_Call]) -> set[int]:
+        """The units that the outputs' gradient enters elsewhere than at their outputs, and before it is there."""
+        returned = {node: call.unit for call in calls for node in call.returned}
+        given = {node for call in calls for node in call.given}
         holders = self._holders()
-        outputs: dict[int, int] = {}  # of each unit, the number of its output that the backward comes to first
+        first: dict[int, int] = {}  # of each unit, the number of its output that the backward comes to first
         entered: dict[int, int] = {}  # of each unit, that of a node in it, reached without passing an output
         # by way of the unit's output and not yet of its arguments, a node is inside of the unit
-        waiting: list[tuple[Node, int | None]] = [(node, None) for node in _nodes(loss)]
+        waiting: list[tuple[Node, int | None]] = [(node, None) for node in _nodes(outputs)]
         seen = set(waiting)
         while waiting:
             node, inside = waiting.pop()
             if node in returned:
                 inside = returned[node]
-                outputs[inside] = max(outputs.get(inside, 0), node._sequence_nr())
+                first[inside] = max(first.get(inside, 0), node._sequence_nr())
             elif node in given:
                 inside = None
             for each, _ in node.next_functions:
@@ -113,7 +130,7 @@ class BypassedUnits:
                 if unit is not None and unit != inside:
                     entered[unit] = max(entered.get(unit, 0), node._sequence_nr())
         # autograd runs nodes in the order of their numbers, the last first
-        return {unit for unit, number in entered.items() if number > outputs.get(unit, -1)}
+        return {unit for unit, number in entered.items() if number > first.get(unit, -1)}
 
     def _holders(self) -> dict[Tensor, int]:
         """The unit of each unsharded parameter."""

@@ -174,7 +174,7 @@ class PreparedStrategy(CheckpointedStrategy):
             return
         reshard(module)
         refuse_synced_generation(module)
-        stages = known.stages
+        stages, reshards = known.stages, self._settings.reshard_after_forward is True
         self._walks = Walks(stages.incomplete, known.names, lambda: stages.in_step)
         self._steps = PipelinedSteps(
             module,
@@ -186,8 +186,9 @@ class PreparedStrategy(CheckpointedStrategy):
             known.ties,
             weights,
             means,
+            BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,
-            reshards_each=self._settings.reshard_after_forward is True,
+            reshards_each=reshards,
         )
 
     def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:

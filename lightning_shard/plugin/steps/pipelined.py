@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
+from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.shard import (
     accumulate_late_gradients,
     end_backward,
@@ -101,6 +102,7 @@ class PipelinedSteps:
         ties: Iterable[Tie],
         weights: LossWeights,
         means: UnequalMeans,
+        bypassed: BypassedUnits | None,
         *,
         reduces_each: bool = False,
         reshards_each: bool = False,
@@ -133,6 +135,7 @@ class PipelinedSteps:
         self._output = DirectOutput(module, self._is_silent)
         self._weights = weights
         self._means = means
+        self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
 
     def reset_crossings(self) -> None:
@@ -159,6 +162,8 @@ class PipelinedSteps:
         weights = self._weights.of(parts)
         scaler = getattr(precision, "scaler", None)  # fp16's
         units = list(sharded_units(module))
+        if self._bypassed is not None:
+            self._bypassed.begin_step(module.current_epoch)
 
         def scaled(i: int, result: Any) -> Tensor:
             self._means.note(_loss(result))
@@ -341,7 +346,11 @@ class PipelinedSteps:
             result = self._run_inside(stage, method, draw, i, part, args, kwargs)
             return result if stage.is_last else list(stage.passage.sent.values())
 
-        result = call_through(self._module, step)
+        bypassed = self._bypassed
+        with bypassed.watched(stage.index) if bypassed is not None and i == 0 else nullcontext():
+            result = call_through(self._module, step)
+        if bypassed is not None:
+            bypassed.gather(result, stage.index, searches=i == 0)
         return result if stage.is_last else None
 
     def _run_inside(

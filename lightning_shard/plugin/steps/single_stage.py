@@ -60,8 +60,6 @@ class SingleStageSteps:
         self._means = means
         self._weight = Weight()
         self._bypassed = bypassed
-        self._steps = 0
-        self._epoch = -1
         self._lockstep = lockstep
         self._sees_parameters = False
         self._begins = True
@@ -108,15 +106,9 @@ class SingleStageSteps:
         return weighted_for_backward(loss, self._weight.of_gradient)
 
     def _watched(self) -> AbstractContextManager[None]:
-        """Context of a step, which is searched for units that are bypassed if it is an epoch's first, 2nd, 4th, …"""
         if self._bypassed is None:
             return nullcontext()
-        if self._module.current_epoch != self._epoch:
-            self._epoch, self._steps = self._module.current_epoch, 0
-        self._steps += 1
-        if self._steps & (self._steps - 1):
-            self._bypassed.end_step()
-            return nullcontext()
+        self._bypassed.begin_step(self._module.current_epoch)
         return self._bypassed.watched()
 
     def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
