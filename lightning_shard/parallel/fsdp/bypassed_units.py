@@ -55,6 +55,7 @@ class BypassedUnits:
         self._device = device
         self._calls: dict[int, list[_Call]] = {}
         self._found: dict[int, set[int]] = defaultdict(set)
+        self._in_forward = False
         self._steps = 0
         self._epoch = -1
 
@@ -66,8 +67,13 @@ class BypassedUnits:
         self._calls.clear()
 
     @contextmanager
-    def watched(self, stage: int = 0) -> Iterator[None]:
-        """Context of a forward in a training step. If the step is watched, its graph is searched in :meth:`gather`."""
+    def watched(self, stage: int = 0, *, ends: bool = False) -> Iterator[None]:
+        """Context of a forward in a training step. If the step is watched, its graph is searched in :meth:`gather`.
+
+        Args:
+            stage: The pipeline stage.
+            ends: Whether all backwards are run inside.
+        """
         if not self._units or self._steps & (self._steps - 1):
             yield
             return
@@ -80,20 +86,22 @@ class BypassedUnits:
             for index, unit in enumerate(self._units):
                 hook: Any = partial(note, index)
                 hooks.callback(unit.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[attr-defined]
-            yield
+            self._in_forward = True
+            try:
+                yield
+            finally:
+                self._in_forward = False
+                if ends:
+                    del self._calls[stage]
 
-    def gather(self, outputs: Any, stage: int = 0, *, searches: bool = True) -> None:
+    def gather(self, outputs: Any, stage: int = 0) -> None:
         """Have the backward of outputs, such as a loss, begin by all-gathering the units that it bypasses.
 
-        A collective call over the data ranks if the forward was watched, and there is a group.
-
-        Args:
-            outputs: What is differentiated.
-            stage: The pipeline stage.
-            searches: Whether the outputs are those of the forward that may have been watched.
+        A collective call over the data ranks if the forward was watched, and there is a group. Inside :meth:`watched`
+        (manual optimization) it may be called for several losses; otherwise for the forward before.
         """
-        if searches and stage in self._calls:
-            own = self._bypassed(outputs, self._calls[stage])
+        if stage in self._calls:
+            own = self._bypassed(outputs, self._calls[stage] if self._in_forward else self._calls.pop(stage))
             self._found[stage] |= own if self._group is None else self._agreed(own, self._group)
         for index in sorted(self._found[stage]):
             gather_for_backward(self._units[index], (), outputs)

@@ -350,7 +350,7 @@ class PipelinedSteps:
         with bypassed.watched(stage.index) if bypassed is not None and i == 0 else nullcontext():
             result = call_through(self._module, step)
         if bypassed is not None:
-            bypassed.gather(result, stage.index, searches=i == 0)
+            bypassed.gather(result, stage.index)
         return result if stage.is_last else None
 
     def _run_inside(

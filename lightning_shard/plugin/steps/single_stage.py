@@ -109,7 +109,7 @@ class SingleStageSteps:
         if self._bypassed is None:
             return nullcontext()
         self._bypassed.begin_step(self._module.current_epoch)
-        return self._bypassed.watched()
+        return self._bypassed.watched(ends=not self._module.automatic_optimization)
 
     def evaluate(self, method: str, draw: int, *args: Any, **kwargs: Any) -> Any:
         if self._begins:  # hooks may have called the module and then changed it, as to averaged weights
