@@ -11,6 +11,7 @@ import torch
 from torchmetrics import MaxMetric, Metric, SumMetric
 
 from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.logs import HeldLogs, LoggedMetric
 
 
@@ -142,3 +143,26 @@ def test_what_cant_be_logged_is_lightnings_to_say() -> None:
     module = Module()
     with HeldLogs(module).holding(2), pytest.raises(ValueError, match="`str` values cannot be logged"):
         module.log("x", "text")  # type: ignore[arg-type]
+
+
+def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
+    samples = torch.rand(2, 4) + 1
+    temperature = torch.tensor(2.0)
+    ways = {
+        "exp": lambda x: x.mean().exp(),
+        "sqrt": lambda x: (x.square().mean() + 1).sqrt().detach() * 2,
+        "log10": lambda x: 10 * torch.log10(4 / x.mean()),
+        "pow": lambda x: x.mean() ** 0.5,
+    }
+    for name, way in ways.items():
+        with noting_functions_of_means():
+            values = [way(part) for part in samples]
+        with pytest.warns(UserWarning, match=rf"'x'.* logs ({name}|rtruediv|rdiv) of a number of each microbatch"):
+            combined(values)
+    with noting_functions_of_means():
+        plain = [[x.exp().mean() * 3 + x.mean(), x.log().sum() / 4] for x in samples]
+        same = [temperature.exp() for _ in samples]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for values in (*zip(*plain), same):
+            combined([*values])

@@ -17,6 +17,7 @@ from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
+from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
 from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
 from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
@@ -78,6 +79,7 @@ class FirstStepChecks:
                 if layout.pipeline_parallel_size > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
+                    looks.enter_context(noting_functions_of_means())
                 if layout.tensor_parallel_size > 1:
                     axis, warns = self._mesh[TENSOR_AXIS], layout.data_rank == 0
                     shown = looks.enter_context(comparing_what_is_shown(module, method, axis, warns=warns))

@@ -31,6 +31,7 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import refuse
+from lightning_shard.plugin.steps.checks import nonlinear_logs
 from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
 from lightning_shard.plugin.trainer_private import logging_by
 
@@ -43,6 +44,7 @@ class Record:
     options: dict[str, Any]
     values: list[Any] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
+    function_of_mean: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class HeldLogs:
         record = self._records.setdefault(name, Record(name, options))
         if self._microbatches > 1 and not isinstance(value, LoggedMetric):
             _check_combinable(record, value)
+        record.function_of_mean = record.function_of_mean or nonlinear_logs.function_of_mean(value)
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
@@ -180,6 +183,8 @@ class HeldLogs:
             return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
+        if record.function_of_mean and nonlinear_logs.differ(record.values):
+            rank_zero_warn(nonlinear_logs.text(record.name, record.function_of_mean))
         values = _together(record.values, self._module.device)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())
