@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import RanksFailed, processes, run_ranks
-from tests import on_gpu
+from tests import mixtures, on_gpu
 from tests.parity import LAYOUTS, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
 
 pytestmark = pytest.mark.skipif(not on_gpu.has_room_for(2), reason="two ranks need two CUDA devices, or to share one")
@@ -55,6 +55,22 @@ def test_a_layout_over_nccl_computes_what_one_process_computes(name: str, networ
         assert ours.norm == pytest.approx(plain.norm, rel=2e-6), schedule
         assert largest_difference(ours.gradients, plain.gradients) < 5e-7, schedule
         assert largest_difference(ours.parameters, plain.parameters) < 5e-5, schedule
+
+
+MORE = {
+    "ep2": ({**layout(data=2), "expert_parallel_size": 2}, ["qwen3", "own", "list, called with all"]),
+    "pp2×ep2": ({**layout(pipeline=2, data=2), "expert_parallel_size": 2}, ["mixtral"]),
+    "2 replicas": ({**layout(data=4), "data_parallel_replicas": 2}, ["tied llama", "mixtral"]),
+    "cp2": (layout(context=2), ["tied llama"]),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_experts_replicas_and_sequences_over_nccl(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, kinds = MORE[name]
+    monkeypatch.setenv(on_gpu.EVERYWHERE, "1")
+    on_gpu.place_ranks()  # also of the one process that the ranks are compared with
+    mixtures.assert_alike(sizes, kinds, timeout_s=300)
 
 
 class Returns(Model):
