@@ -350,7 +350,4 @@ def test_data_ranks_that_run_other_experts_are_right_when_dealt_and_refused_othe
     for seen, told in run_ranks(dealt_and_not, 2, elastic=True):
         assert seen.keys() == plain.keys()
         assert all(torch.allclose(seen[name], plain[name], atol=1e-6) for name in plain)
-        assert (
-            "gradients of different parameters in this step (without a gradient on this rank: ['blocks.0.experts."
-            in told
-        )
+        assert "gradients of different parameters in this step (on this rank ['blocks.0.experts." in told

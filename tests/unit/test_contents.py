@@ -102,6 +102,16 @@ def test_of_a_list_that_grows_only_the_growth_is_sent() -> None:
     assert len(other) == 101
 
 
+def test_a_list_rewritten_to_the_same_length_and_last_entry_is_sent() -> None:
+    last, other = apart([1, 2])
+
+    def rewrite(held: list[int]) -> None:
+        held[:] = [0, 2]
+
+    moved(last, other, rewrite)
+    assert other == [0, 2]
+
+
 def test_what_both_stages_have_added_since_the_batch_began_is_there_once() -> None:
     last, other = apart(["earlier"])
     before, begun = Outline.of(last), Outline.of(other)

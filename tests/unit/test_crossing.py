@@ -1050,7 +1050,15 @@ class Clamps(Net):
         *((network, loss) for network in (PassesState, PassesDict, PassesList)),
         *(
             (network, loss)
-            for network in (Appends, ChangesDict, ChangesState, ChangesObject, Collects, CollectsDensely)
+            for network in (
+                Appends,
+                ChangesDict,
+                ChangesState,
+                ChangesObject,
+                Collects,
+                CollectsDensely,
+                WritesIntoObject,
+            )
         ),
     ],
 )
@@ -1295,7 +1303,6 @@ class DropsAtFirst(Net):
     ("network", "says"),
     [
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
-        (WritesIntoObject, r"net\.blocks\.0 writes to a tensor in a Collector that it is given"),
         (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
         (CountsByValue, r"net\.blocks\.\d changes an object that it is given otherwise than for an earlier microbatch"),
         (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),

@@ -89,12 +89,14 @@ class Change(tree.Leaf):
     Attributes:
         path: The path to the object from the call's arguments, ``(args, kwargs)``.
         entries: The new entries, with slots in place of tensors.
+        written: The keys of tensors that it wrote to in place.
         is_cache: Whether the object is a cache of transformers, or in one. Its models have one by default, and in
             training nothing reads it: unless tensors of one cross, only the search follows its changes.
     """
 
     path: Path
     entries: dict[Any, Any]
+    written: frozenset[Any]
     is_cache: bool
 
 

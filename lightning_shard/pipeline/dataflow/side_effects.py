@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -128,8 +128,7 @@ class Before:
         Without containers that the block returned: its output has their entries.
 
         Raises:
-            StepError: The block took an entry out of an object, wrote to a tensor in one, or left a module or function
-                there.
+            StepError: The block took an entry out of an object, or left a module or function there.
         """
         changes: list[Change] = []
         tensors: list[Tensor] = []
@@ -146,17 +145,21 @@ class Before:
             if any(path[:length] in inside for length in range(len(path) + 1)):
                 continue
             now = entries_of(each)
-            gone = before.keys() - now.keys()
-            if gone or any(before[key]._version != version for key, version in versions.items()):
-                what = "takes entries out of" if gone else "writes to a tensor in"
+            if before.keys() - now.keys():
                 raise StepError(
-                    f"{name} {what} a {type(each).__name__} that it is given, which the other pipeline stages don't"
-                    f" see. {_IN_OBJECTS}"
+                    f"{name} takes entries out of a {type(each).__name__} that it is given, which the other pipeline"
+                    f" stages don't see. {_IN_OBJECTS}"
                 )
             new = {key: v for key, v in now.items() if key not in before or not tree.same_entries([before[key]], [v])}
-            if new:
-                changes.append(Change(path, {key: told(value) for key, value in new.items()}, self._is_cache(path)))
+            written = {key for key, version in versions.items() if key not in new and now[key]._version != version}
+            if new or written:
+                entries = {key: told(now[key]) for key in (*new, *written)}
+                changes.append(Change(path, entries, frozenset(written), self._is_cache(path)))
         return tuple(changes), tensors
+
+    def written_in(self, changes: Iterable[Change]) -> list[Tensor]:
+        """The tensors that the changes wrote to in place."""
+        return [self.objects[change.path][1][key] for change in changes for key in change.written]
 
     def _is_cache(self, path: Path) -> bool:
         above = (self.objects[path[:length]][0] for length in range(len(path) + 1) if path[:length] in self.objects)

@@ -106,8 +106,8 @@ def is_foreign(part: nn.Module, stage: Stage, name: str) -> bool:
 
 def _changes(before: Before, name: str, output: Any) -> bool:
     try:
-        return bool(before.changed(name, output) or before.kept())
-    except StepError:  # it changes a list or dict: it must do so on each stage
+        return bool(before.changed(name, output) or before.kept() or before.changed_objects(name, output)[0])
+    except StepError:  # it changes what can't be sent: it must do so on each stage
         return True
 
 

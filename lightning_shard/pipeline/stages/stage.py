@@ -119,7 +119,7 @@ class Stage:
         self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
         self._before: Before | None = None
-        self._given_objects: tuple[Any, list[Unknown]] = ((), [])
+        self._given_objects: tuple[Any, dict[Unknown, int]] = ((), {})
         self._parts_before: list[Before] = []
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
@@ -347,9 +347,8 @@ class Stage:
         if self._trace is not None:
             self._trace.mark_written_aliases((args, kwargs))
         refuse((args, kwargs), name)
-        if passage.searching:
-            unknown = [each for each in _tensors_in((args, kwargs)) if isinstance(each, Unknown) and value_of(each)]
-            self._given_objects = ((args, kwargs), unknown)
+        if passage.searching and self.calls is None:
+            self._given_objects = ((args, kwargs), _unknown_in((args, kwargs)))
         changes_objects = passage.follows(index)
         if self.is_last or not (passage.searching or passage.wanted or changes_objects):
             return  # no later stage, or none that asks
@@ -430,10 +429,13 @@ class Stage:
 
     def _ask_for_objects(self, name: str, output: Any) -> None:
         """If a block has computed with what earlier stages' blocks set in objects, ask for all that these held."""
-        (arguments, unknown), self._given_objects = self._given_objects, ((), [])
-        before = set(map(id, unknown))
-        made = [*tree.leaves(output), *_tensors_in(arguments)] if unknown else []
-        if any(isinstance(each, Unknown) and id(each) not in before for each in made):
+        (arguments, given), self._given_objects = self._given_objects, ((), {})
+        if not given:
+            return
+        returned = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Unknown)]
+        now = _unknown_in(arguments)
+        if returned or any(given.get(each) != version for each, version in now.items()):  # new, or written to
+            unknown = [each for each in given if value_of(each) is not None]
             self.passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}. {REMEDY}")
 
     def _note_effects(self, index: int, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
@@ -450,8 +452,9 @@ class Stage:
         if self.calls is not None:
             return ()  # exchanged after the call (network_calls.py)
         changes, tensors = before.changed_objects(name, output)
+        written = set(map(id, before.written_in(changes)))
         for number, tensor in enumerate(tensors):
-            passage.produced(("object", index, number), tensor)
+            passage.produced(("object", index, number), tensor, written=id(tensor) in written)
         agreed = passage.blocks[index].objects if index in passage.blocks else changes
         if not passage.searching and not alike(changes, agreed):
             raise StepError(
@@ -507,10 +510,10 @@ class Stage:
             )
 
 
-def _tensors_in(arguments: Any) -> list[Tensor]:
-    """The tensors in objects among arguments."""
+def _unknown_in(arguments: Any) -> dict[Unknown, int]:
+    """The unknown tensors in objects among arguments, with their versions."""
     held = (entry for _, each in objects(arguments, deepest=DEEPEST) for entry in entries(each).values())
-    return [entry for entry in held if isinstance(entry, Tensor)]
+    return {entry: entry._version for entry in held if isinstance(entry, Unknown)}
 
 
 def _around_all(blocks: Sequence[str]) -> list[str]:

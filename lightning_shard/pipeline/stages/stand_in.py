@@ -19,7 +19,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
 from lightning_shard.pipeline.dataflow.crossing import BlockCall, Key, Slot, StageEnd
-from lightning_shard.pipeline.dataflow.objects import at, rebuilt, set_entry
+from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -118,8 +118,12 @@ class StandIn:
 
         for change in done.objects:
             try:
+                held = at(arguments, change.path)
                 for key, value in change.entries.items():
-                    set_entry(at(arguments, change.path), key, heard(value))
+                    if key in change.written:
+                        self._reproduce_write(entries(held)[key], ("object", index, next(numbers)))
+                    else:
+                        set_entry(held, key, heard(value))
             except (LookupError, TypeError) as error:
                 path = ".".join(map(str, change.path[1:]))
                 raise StepError(

@@ -26,7 +26,11 @@ LARGEST_SENT = 2**20
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _DEPTH = 3
 _ENTRIES = 64
-"""Entries of a list that are looked into for changes of their own; of a longer one only growth is seen."""
+"""Entries of a list that are compared, and looked into for changes of their own. Of a longer one only growth, and
+changes at some places, are seen."""
+
+
+_SOME = 8
 
 
 class Unsendable(Exception):
@@ -52,14 +56,14 @@ class Outline:
     Attributes:
         value: Itself.
         length: Of a list or a deque.
-        last: Its last entry; of a set, or a deque with a ``maxlen``, all entries.
+        seen: Its entries by place, of a longer list some; of a set, or a deque with a ``maxlen``, all entries.
         entries: Of a dict, or an object's attributes: each value, and the version of a tensor.
         inner: Outlines of what it holds.
     """
 
     value: Any
     length: int = 0
-    last: Any = None
+    seen: Any = None
     entries: dict[Any, tuple[Any, int]] = field(default_factory=dict)
     inner: dict[Any, Outline] = field(default_factory=dict)
 
@@ -70,7 +74,8 @@ class Outline:
             return cls(value, len(value), [*value])
         if isinstance(value, (list, deque)):
             looked_into = list(value) if depth > 1 and len(value) <= _ENTRIES else []
-            return cls(value, len(value), value[-1] if value else None, inner=_inner(enumerate(looked_into), depth))
+            seen = {place: value[place] for place in _places(len(value))}
+            return cls(value, len(value), seen, inner=_inner(enumerate(looked_into), depth))
         named = _named(value)
         entries = {key: (each, _version(each)) for key, each in named.items()}
         return cls(value, entries=entries, inner=_inner(named.items(), depth))
@@ -136,11 +141,10 @@ def change_since(before: Outline, now: Any) -> Change:
     """
     inner = {key: found for key, each in before.inner.items() if (found := _inner_change(each, key, now))}
     if _is_replaced(now):
-        is_same = len(now) == before.length and all(map(is_, now, before.last))
+        is_same = len(now) == before.length and all(map(is_, now, before.seen))
         return Change() if is_same else Change([sent(each) for each in now], replaces=True)
     if isinstance(now, (list, deque)):
-        grew = len(now) >= before.length and (not before.length or now[before.length - 1] is before.last)
-        if grew:
+        if len(now) >= before.length and all(now[place] is each for place, each in before.seen.items()):
             return Change([sent(each) for each in list(now)[before.length :]], inner=inner)
         return Change([sent(each) for each in now], replaces=True)
     named, begun = _named(now), before.entries
@@ -178,6 +182,11 @@ def received(device: torch.device, in_place_of: Callable[[Unsent, torch.device],
 def has_contents(value: Any) -> bool:
     """Whether it is a container or an object whose changes can be told."""
     return isinstance(value, CONTAINERS) or is_plain_object(value)
+
+
+def _places(length: int) -> list[int]:
+    """The places of a list that are compared: all, or of a longer one some, and the last."""
+    return list(range(length)) if length <= _ENTRIES else [*range(0, length, length // _SOME), length - 1]
 
 
 def _is_replaced(value: Any) -> bool:
