@@ -16,8 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_shard.checkpoint.format.encode import encode
-from lightning_shard.errors import ConfigurationError, StepError, UnsupportedStateError
+from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.batch_norm import batch_norms
 
@@ -87,25 +86,6 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
                 f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
                 " pipeline_parallel_size=1."
             )
-
-
-def refuse_hyperparameters(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Encode what ``save_hyperparameters`` keeps, as each save will, if the Trainer has a checkpoint callback.
-
-    Raises:
-        UnsupportedStateError: A value that a checkpoint can't hold; names its key.
-    """
-    if not trainer.checkpoint_callbacks:
-        return
-    for holder in (module, getattr(trainer, "datamodule", None)):
-        kept = holder.hparams if holder is not None else {}
-        try:
-            encode({"hparams": dict(kept) if isinstance(kept, dict) else kept})
-        except UnsupportedStateError as error:
-            raise UnsupportedStateError(
-                f"{error} The first save would fail on what {type(holder).__name__}.save_hyperparameters() keeps: leave"
-                " it out by save_hyperparameters(ignore=[…])."
-            ) from error
 
 
 def refuse_synced_generation(module: nn.Module) -> None:

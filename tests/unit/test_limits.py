@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,7 +16,6 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.limits import refuse, refuse_synced_generation
-from lightning_shard.testing import RanksFailed, run_ranks
 
 
 def test_gradients_scaled_by_frequency_in_a_microbatch_are_warned_of() -> None:
@@ -65,32 +63,3 @@ def test_synced_generation_on_stages_is_refused() -> None:
     assert by_position.generate(1, 1, False) == by_position.generate(1, 1, None) == by_position.generate(more=2) == 2
     with pytest.raises(StepError, match="leave it out"):
         by_position.generate(1, 1, True)
-
-
-class Kept(L.LightningModule):
-    def __init__(self, width: int, options: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = nn.Linear(width, width)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        raise AssertionError("the fit has begun")
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
-def fit(key: str, value: Any, saves: bool, folder: Path) -> None:
-    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(), accelerator="cpu", devices=1, logger=False, enable_checkpointing=saves, **quiet
-    )
-    trainer.fit(Kept(2, {key: value}), [0])
-
-
-def test_hyperparameters_that_no_checkpoint_holds_are_refused_before_training(tmp_path: Path) -> None:
-    says = r"UnsupportedStateError: .*hparams\.options\.inner.*Kept\.save_hyperparameters.*ignore="
-    with pytest.raises(RanksFailed, match=says):
-        run_ranks(fit, 1, "inner", complex, True, tmp_path, elastic=True)
-    with pytest.raises(RanksFailed, match="the fit has begun"):
-        run_ranks(fit, 1, "inner", complex, False, tmp_path, elastic=True)

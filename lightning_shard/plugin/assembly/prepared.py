@@ -27,7 +27,6 @@ from lightning_shard.plugin.assembly.all_parameters import all_parameters
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.limits import (
     refuse,
-    refuse_hyperparameters,
     refuse_synced_generation,
 )
 from lightning_shard.plugin.optimizers.finetuning import allowing_empty_optimizers, take_over_unfreezing
@@ -36,6 +35,7 @@ from lightning_shard.plugin.reporting.summary import summarize_before_cutting, s
 from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
@@ -95,7 +95,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._settings = replace(self._settings, gathered_dtype=trainer_private.GATHERED.get(precision))
         refuse(trainer, module, self.layout)
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_hyperparameters(trainer, module)
+            warn_of_unstorable(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.layout.pipeline_parallel_size > 1:

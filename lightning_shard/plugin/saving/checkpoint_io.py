@@ -27,6 +27,7 @@ from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, forg
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
+from lightning_shard.plugin.saving.hyperparameters import leave_out_of
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE, weights_alone
 from lightning_shard.plugin.steps import randomness
 
@@ -153,6 +154,7 @@ class ShardedCheckpointIO(CheckpointIO):
             if described is not None:
                 described = merge_stages(site.gather_over_stages(described), site.places)
         rest.pop("hparams_type", None)  # a class; the hyperparameters' values are saved as plain ones
+        leave_out_of(rest)
         rest, sharded = lift(rest, "state", with_siblings=True)
         if site is not None:
             rest = merge_over_stages(rest, site.gather_over_stages)

@@ -1,0 +1,57 @@
+"""Leaves hyperparameters that a checkpoint can't hold out of it, as Lightning does with those that can't be pickled.
+
+``save_hyperparameters()`` keeps whatever the module was made with, which in libraries' modules are losses and
+transformations. Nothing is pickled, and such an object mustn't cost a checkpoint. A warning says so before training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.errors import UnsupportedStateError
+
+_KEYS = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+
+
+def leave_out_of(checkpoint: dict[str, Any]) -> None:
+    """Remove those that can't be held from what Lightning is about to save."""
+    for key in _KEYS:
+        kept = checkpoint.get(key)
+        if isinstance(kept, dict):
+            unstorable = unstorable_in(kept)
+            if unstorable:
+                checkpoint[key] = {name: value for name, value in kept.items() if name not in unstorable}
+
+
+def unstorable_in(kept: dict[str, Any]) -> dict[str, UnsupportedStateError]:
+    """The hyperparameters that a checkpoint can't hold, each with the reason."""
+    if _reason("hparams", kept) is None:
+        return {}
+    reasons = {name: _reason(f"hparams.{name}", value) for name, value in kept.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _reason(name: str, value: Any) -> UnsupportedStateError | None:
+    try:
+        encode({name: value})
+    except UnsupportedStateError as error:
+        return error
+    return None
+
+
+def warn_of_unstorable(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Warn, on rank 0, of what every save would leave out, if the Trainer has a checkpoint callback."""
+    if not trainer.checkpoint_callbacks:
+        return
+    for holder in (module, getattr(trainer, "datamodule", None)):
+        kept = holder.hparams if holder is not None else {}
+        for name, reason in (unstorable_in(dict(kept)) if isinstance(kept, dict) else {}).items():
+            rank_zero_warn(
+                f"The hyperparameter {name!r} that {type(holder).__name__}.save_hyperparameters() keeps is left out of"
+                f" checkpoints: {reason} Without that, give it to load_from_checkpoint(…, {name}=…), or leave it out by"
+                " save_hyperparameters(ignore=[…])."
+            )

@@ -1,0 +1,70 @@
+"""Hyperparameters that no checkpoint holds: left out with a warning before training, and given again when loading."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy, ModelCheckpoint
+from lightning_shard.testing import run_ranks
+
+
+class Scaled:
+    """As libraries' modules are made with: an object of a class of theirs."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+
+class Kept(L.LightningModule):
+    def __init__(self, width: int, scale: Scaled, options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.scale = scale
+        self.layer = nn.Linear(width, width)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean() * self.scale.by
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, saves: bool) -> list[str]:
+    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "max_steps": 1}
+    callbacks = [ModelCheckpoint(folder, save_last=True)] if saves else []
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(),
+        accelerator="cpu",
+        devices=1,
+        enable_checkpointing=saves,
+        callbacks=callbacks,
+        **quiet,
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(Kept(2, Scaled(0.5), {"inner": complex, "depth": 1}), DataLoader(torch.ones(3, 2), batch_size=3))
+    return [str(each.message) for each in told if "hyperparameter" in str(each.message)]
+
+
+def test_what_no_checkpoint_holds_is_left_out_and_given_again(tmp_path: Path) -> None:
+    [told] = run_ranks(fit, 1, tmp_path, True, elastic=True)
+    assert len(told) == 2
+    assert "'scale' that Kept.save_hyperparameters() keeps is left out" in told[0]
+    assert "load_from_checkpoint(…, scale=…)" in told[0]
+    assert "hparams.options.inner" in told[1]
+    with pytest.raises(TypeError, match="'scale' and 'options'"):
+        Kept.load_from_checkpoint(tmp_path / "last.ckpt")
+    again = Kept.load_from_checkpoint(tmp_path / "last.ckpt", scale=Scaled(2.0), options=None)
+    assert again.layer.in_features == again.hparams["width"] == 2
+
+
+def test_without_checkpoints_nothing_is_said(tmp_path: Path) -> None:
+    assert run_ranks(fit, 1, tmp_path, False, elastic=True) == [[]]
