@@ -767,7 +767,7 @@ class Collected(Block):
     def leave(self, x: Tensor, held: Any) -> None:
         held.calls += 1
         held.states.append(x.tanh())
-        held.by_name[f"mean {held.calls}"] = (x.mean(0), held.calls)
+        held.by_name[f"mean {held.calls}"] = (Plain(x.mean(0)), held.calls)
 
 
 class Collects(Net):
@@ -783,7 +783,7 @@ class Collects(Net):
         held, hidden = Collector(), self.embed(x)
         for block in self.blocks:
             hidden = block(hidden, held)
-        means = sum(mean * number for mean, number in held.by_name.values())
+        means = sum(mean.hidden * number for mean, number in held.by_name.values())
         return self.head(self.norm(hidden + sum(held.states))) + held.calls * means.mean()
 
 

@@ -163,7 +163,7 @@ class Before:
 
     def _is_cache(self, path: Path) -> bool:
         above = (self.objects[path[:length]][0] for length in range(len(path) + 1) if path[:length] in self.objects)
-        return any(type(each).__module__ == _CACHES for each in above)
+        return any(kind.__module__ == _CACHES for each in above for kind in type(each).__mro__)
 
     def kept(self) -> list[tuple[str, str, Any]]:
         """The attributes and buffers that submodules set or wrote to: submodule path, name, and value."""

@@ -456,7 +456,7 @@ class Stage:
         for number, tensor in enumerate(tensors):
             passage.produced(("object", index, number), tensor, written=id(tensor) in written)
         agreed = passage.blocks[index].objects if index in passage.blocks else changes
-        if not passage.searching and not alike(changes, agreed):
+        if not passage.searching and not alike([*map(vars, changes)], [*map(vars, agreed)]):
             raise StepError(
                 f"{name} changes an object that it is given otherwise than for an earlier microbatch of the same"
                 " shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its values. Or"
