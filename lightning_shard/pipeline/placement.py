@@ -71,7 +71,7 @@ class Placement:
         for index, stage in enumerate(self.stages):
             if block in stage.blocks:
                 return index
-        raise IndexError(f"block {block} is none of the {self.stages[-1].blocks.stop} that were placed.")
+        raise IndexError(f"there is no block {block}: blocks are numbered from 0 to {self.stages[-1].blocks.stop - 1}.")
 
     def layers_of(self, rank: int) -> tuple[str, ...]:
         """The names of the blocks and parts of which a rank holds at least a shard.
@@ -81,7 +81,9 @@ class Placement:
         """
         stage = next((stage for stage in self.stages if rank in stage.ranks), None)
         if stage is None:
-            raise IndexError(f"rank {rank} is none of the {sum(len(stage.ranks) for stage in self.stages)}.")
+            raise IndexError(
+                f"there is no rank {rank} among the {sum(len(stage.ranks) for stage in self.stages)} of this layout."
+            )
         return (*stage.names, *stage.parts)
 
     def ranks_of(self, layer: str) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def test_what_can_not_be_placed_is_refused_with_what_would_fit(stages, policy, r
 
 
 def test_no_stage_holds_a_block_that_is_not_there():
-    with pytest.raises(IndexError, match="block 4 is none of the 4"):
+    with pytest.raises(IndexError, match="there is no block 4: blocks are numbered from 0 to 3"):
         place(model([1] * 4), 2).stage_of(4)
 
 

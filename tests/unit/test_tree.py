@@ -103,19 +103,23 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         tree.refuse_list_of_samples(batch, drawn)
     sequences = [torch.zeros(12, 3) for _ in range(4)]
     for batch, drawn, says in (
-        ([torch.zeros(3, 8, 8)] * 3, 3, "list of 3 entries.*first size of 3, and a batch is made of 3 samples"),
-        (sequences, 4, "list of 4 entries, whose tensors have a first size of 12, and a batch is made of 4 samples"),
-        ({"sequences": [{"x": x} for x in sequences]}, 4, "first size of 12"),
+        ([torch.zeros(3, 8, 8)] * 3, 3, "list of 3 entries.*dim 0 is 3, and a batch is made of 3 samples"),
+        (
+            sequences,
+            4,
+            "list of 4 entries, and the size of their tensors' dim 0 is 12, and a batch is made of 4 samples",
+        ),
+        ({"sequences": [{"x": x} for x in sequences]}, 4, "dim 0 is 12"),
         ({"x": x, "targets": [{"boxes": torch.zeros(4, 4)} for _ in range(4)]}, None, "as a batch of 4 samples"),
         ({"targets": [(x, x) for _ in range(4)]}, None, "as a batch of 4 samples"),
-        ((tuple(sequences), tuple(torch.tensor(i) for i in range(4))), 4, "tuple of 4 entries.*first size of 12"),
-        ([torch.zeros(4, 5 + i, 7) for i in range(3)], 3, "list of 3 entries.*first size of 4"),
-        ({"x": x, "boxes": [x, x, x, x]}, 4, "list of 4 entries.*first size of 4, and a batch is made of 4 samples"),
-        ([torch.zeros(4, 3)] * 4, None, "list of 4 entries.*first size of 4 too: it isn't clear"),
+        ((tuple(sequences), tuple(torch.tensor(i) for i in range(4))), 4, "tuple of 4 entries.*dim 0 is 12"),
+        ([torch.zeros(4, 5 + i, 7) for i in range(3)], 3, "list of 3 entries.*dim 0 is 4"),
+        ({"x": x, "boxes": [x, x, x, x]}, 4, "list of 4 entries.*dim 0 is 4, and a batch is made of 4 samples"),
+        ([torch.zeros(4, 3)] * 4, None, "list of 4 entries.*dim 0 is 4 too.*ambiguous"),
     ):
         with pytest.raises(BatchError, match=says):
             tree.refuse_list_of_samples(batch, drawn)
-    with pytest.raises(BatchError, match=r"list of 4 entries.*first size of 2"):
+    with pytest.raises(BatchError, match=r"list of 4 entries.*dim 0 is 2"):
         tree.refuse_list_of_samples([torch.zeros(2, 3) for _ in range(4)], 4, may_be_last=False)
 
 

@@ -114,7 +114,7 @@ class _Watched:
         sharded, gathered = self._parameter.sharded_param, self._parameter._unsharded_param
         version, self._version = self._version, gathered._version
         if version not in (None, self._version) or not self._is_over_gathered_memory(gathered):
-            raise StepError(self._text("was changed in place while it was gathered from the ranks that hold it", _LOST))
+            raise StepError(self._text("was changed in place while it was unsharded (all-gathered) for a step", _LOST))
         if sharded.requires_grad != gathered.requires_grad:
             sharded.requires_grad_(gathered.requires_grad)
 
@@ -129,7 +129,7 @@ class _Watched:
         expected = held.sharded_param if self._group.is_sharded else held._unsharded_param
         for module, name in self._slots:
             if module._parameters.get(name) is not expected:
-                raise StepError(self._text("was replaced or removed after the module was laid out on ranks", _REPLACED))
+                raise StepError(self._text("was replaced or removed after the module was sharded", _REPLACED))
 
     def _text(self, what: str, remedy: str) -> str:
         module, name = self._slots[0]
@@ -138,13 +138,13 @@ class _Watched:
 
 
 _REPLACED = (
-    ", and what is gathered and trained is the former one: change its values in place, as by copy_, or replace it in"
-    " __init__, configure_model or setup. torch.func.functional_call replaces parameters too, for one call: call a part"
-    " so that isn't in a block, or use data_parallel_size=1."
+    ", but FSDP2 still gathers and trains the original: change its values in place, as by copy_, or replace it in"
+    " __init__, configure_model or setup. torch.func.functional_call replaces parameters too, for one call: use it"
+    " only for a module that isn't in a block, or use data_parallel_size=1."
 )
 _LOST = (
-    ", and the change is lost when that is freed: make it in on_train_batch_start or on_train_batch_end, where each"
-    " rank has its own part, or keep it as a buffer."
+    ", and the change is lost when it is resharded: make it in on_train_batch_start or on_train_batch_end, where it is"
+    " sharded, or keep it as a buffer."
 )
 
 

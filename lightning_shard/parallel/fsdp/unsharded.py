@@ -29,8 +29,8 @@ _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _PLACEMENT = (Shard(0),)
 COPIED = (
-    "A copy of {kind} was called, that was made after its parameters were laid out on ranks: copy it in __init__, or"
-    " keep a state_dict."
+    "A copy of {kind} was called that was made after its parameters were sharded: copy it in __init__, or keep a"
+    " state_dict."
 )
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter, Callable[[str, Any], None]]
 
@@ -216,6 +216,6 @@ def _put_into(module: nn.Module) -> Callable[[str, Any], None]:
 def _replaced(module: nn.Module, name: str, parameter: nn.Parameter) -> StepError:
     return StepError(
         f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or"
-        " removed after the module was laid out on ranks, and the optimizer trains the former one: change its"
+        " removed after the module was sharded, but the optimizer still trains the original: change its"
         " values in place, as by copy_, or replace it before the fit."
     )

@@ -38,9 +38,9 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
     what = _found(module._backward_hooks, of_all_modules._global_backward_hooks)
     if what:
         raise StepError(
-            f"{name} has a backward hook ({what.format('register_full_backward_hook', 'full_backward_hook')}), and what"
-            " it hands on to another pipeline stage would pass it by: put the hook on a module inside of it, or use"
-            " pipeline_parallel_size=1."
+            f"{name} has a backward hook ({what.format('register_full_backward_hook', 'full_backward_hook')}), and its"
+            " output is sent to another pipeline stage without passing that hook: put the hook on a module inside of it, or"
+            " use pipeline_parallel_size=1."
         )
 
 

@@ -73,6 +73,18 @@ class Slot(tree.Leaf):
         return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
+def described(slots: Any) -> str:
+    """A nested value, for a message: the dtypes and shapes of tensors that slots stand for, and other values."""
+
+    def text(leaf: Any) -> str:
+        if not isinstance(leaf, Slot):
+            return repr(leaf)
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"{dtype} {list(leaf.shape)}{' with gradients' * leaf.requires_grad}"
+
+    return ", ".join(map(text, tree.leaves(slots))) or "nothing"
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """The provenance of an unknown tensor: its name, and the unknown values that it was computed from."""
@@ -455,7 +467,7 @@ def _why_late(value: Value) -> str:
     if not names:
         return ""
     return (
-        f" Of {' and '.join(names)} it seems that blocks of this stage run earlier: register parts in __init__, and"
+        f" Blocks of this stage seem to need {' and '.join(names)}, of a later stage: register parts in __init__, and"
         " call them in forward, in the order in which they run."
     )
 

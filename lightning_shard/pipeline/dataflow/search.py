@@ -151,7 +151,9 @@ class Search:
             return replace(answer, traced=answer.traced or crossing.is_traced())
         if again := set(answer.keys) & set(self.asked):
             named = ", ".join(sorted(" ".join(map(str, key)) for key in again))
-            raise StepError(f"{answer.sentence} The value ({named}) can't be sent between stages.")
+            raise StepError(
+                f"{answer.sentence} It was sent, and is still unknown (internal name: {named}): please report this."
+            )
         self.asked.extend(answer.keys)
         needed: dict[Key, None] = {}
         for key in answer.keys:

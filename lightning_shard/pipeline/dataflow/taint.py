@@ -361,7 +361,8 @@ def refuse(value: Any, where: str) -> None:
         path, first = unknown[0]
         place = f" ({'.'.join(path)})" if path else ""
         _miss(
-            [leaf for _, leaf in unknown], f"{where} takes {first.origin.text}{place} which isn't known there. {REMEDY}"
+            [leaf for _, leaf in unknown],
+            f"{where}{place} takes {first.origin.at_end}. Its value isn't known there. {REMEDY}",
         )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Delivery, Key, Request, Slot
+from lightning_shard.pipeline.dataflow.crossing import Delivery, Key, Request, Slot, described
 
 
 def signature(microbatch: Any, kind: str) -> Hashable:
@@ -116,9 +116,9 @@ class Channel:
         if own != slots:
             key, slot = next((key, slot) for key, slot in slots.items() if own.get(key) != slot)
             raise StepError(
-                f"Stage {self.stage} hands on {own.get(key)} as {key}, and handed on {slot} for an earlier microbatch"
-                " of the same shapes: what crosses between stages may depend on a batch's shapes, not on its values"
-                " (pad it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
+                f"Stage {self.stage} would send {described(own.get(key))}, and sent {described(slot)} for an earlier"
+                " microbatch of the same shapes: what crosses between stages may depend on a batch's shapes, not on its"
+                " values (pad it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
                 " pipeline_parallel_size=1."
             )
         for key in slots:

@@ -242,7 +242,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, stages_per_ran
         twice = "" if named.microbatches == 1 else f"{named.microbatches} × "
         raise ConfigurationError(
             f"microbatches ({microbatches}) must be at least {twice}pipeline_parallel_size ({ranks}) for"
-            f" schedule={name!r}, or stages would only wait: use {fewest} or more."
+            f" schedule={name!r}, since with fewer some stages are idle: use {fewest} or more."
         )
     return Schedule(name, tuple(named.rows(ranks, stages, microbatches)))
 

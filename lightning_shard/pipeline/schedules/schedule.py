@@ -219,7 +219,7 @@ class Schedule:
                     if Action(stage, kind, microbatch) not in done:
                         also = "" if kind == "F" else f", nor {stage}B{microbatch}"
                         raise self._broken(
-                            f"it hasn't {stage}{kind}{microbatch}{also}",
+                            f"it lacks {stage}{kind}{microbatch}{also}",
                             f"have a forward and a backward (B, or I and W) for each of {self.stages} stages and"
                             f" {self.microbatches} microbatches",
                         )

@@ -38,6 +38,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     Request,
     Slot,
     StageEnd,
+    described,
     keep,
     parameters_crossing,
     parameters_in_place,
@@ -503,7 +504,7 @@ class Stage:
         agreed = passage.blocks[index].output
         if slots not in (None, agreed):
             raise StepError(
-                f"{self.blocks[index]} returns {_described(slots)}, and returned {_described(agreed)} for an earlier"
+                f"{self.blocks[index]} returns {described(slots)}, and returned {described(agreed)} for an earlier"
                 " microbatch of the same shapes: what a block returns may depend on a batch's shapes, not on its values"
                 " (pad it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
                 " pipeline_parallel_size=1."
@@ -532,18 +533,6 @@ def _around_any(blocks: Sequence[str]) -> list[str]:
 def _attribute(root: nn.Module, name: str) -> Any:
     parent, _, key = name.rpartition(".")
     return getattr(root.get_submodule(parent), key)
-
-
-def _described(slots: Any) -> str:
-    """What a block returned, for a message: the dtypes and shapes of tensors, and other values."""
-
-    def text(leaf: Any) -> str:
-        if not isinstance(leaf, Slot):
-            return repr(leaf)
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"{dtype} {list(leaf.shape)}{' with gradients' * leaf.requires_grad}"
-
-    return ", ".join(map(text, tree.leaves(slots))) or "nothing"
 
 
 def _slots(value: Any) -> Any:
