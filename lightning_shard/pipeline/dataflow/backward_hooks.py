@@ -39,8 +39,8 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
     if what:
         raise StepError(
             f"{name} has a backward hook ({what.format('register_full_backward_hook', 'full_backward_hook')}), and its"
-            " output is sent to another pipeline stage without passing that hook: put the hook on a module inside of it, or"
-            " use pipeline_parallel_size=1."
+            " output is sent to another pipeline stage without passing that hook: put the hook on a module inside of"
+            " it, or use pipeline_parallel_size=1."
         )
 
 
