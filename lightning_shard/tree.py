@@ -253,7 +253,8 @@ def _list_of_samples(node: Any, alike: str) -> BatchError:
     return BatchError(
         f"The batch has a {type(node).__name__} of {len(node)} entries, and the size of their tensors' dim 0 is"
         f" {alike}. It is ambiguous which of the two counts the samples, and so how to cut it into microbatches. Stack"
-        " them into tensors (torch's own collate function does), or use another batch_size, or pipeline_parallel_size=1."
+        " them into tensors (torch's own collate function does), or use another batch_size, or"
+        " pipeline_parallel_size=1."
     )
 
 
