@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -830,6 +831,109 @@ class TakesFromObject(Collects):
     kind = Takes
 
 
+class Named(NamedTuple):
+    state: Tensor
+    mean: Tensor
+
+
+class LeavesContainers(Collected):
+    """Containers of other classes, which are copied as what they are."""
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.by_name.setdefault("all", OrderedDict())[len(held.states)] = defaultdict(list, own=[x.tanh()])
+        held.states.append(Named(x.tanh(), x.mean()))
+
+
+class CollectsContainers(Collects):
+    kind = LeavesContainers
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        own = sum(each["own"][0] for each in held.by_name["all"].values())
+        return self.head(self.norm(hidden + own)) + sum(each.mean for each in held.states)  # type: ignore[attr-defined]
+
+
+class LeavesTwice(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.first = held.second = [x]
+
+
+class LeavesOneTwice(Collects):
+    kind = LeavesTwice
+
+
+class Called(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held(x) if callable(held) else held.append(x)
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> None:
+        self.states.append(x)
+
+
+class Slotted:
+    __slots__ = ("states",)
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def append(self, x: Tensor) -> None:
+        self.states.append(x)
+
+
+class GivesWhatIsntFollowed(Net):
+    make: Callable[[], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Called() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = type(self).make(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden))
+
+
+class GivesADeque(GivesWhatIsntFollowed):
+    make = deque
+
+
+class GivesACallable(GivesWhatIsntFollowed):
+    make = Calls
+
+
+class GivesSlots(GivesWhatIsntFollowed):
+    make = Slotted
+
+
+class GivesAMethod(GivesWhatIsntFollowed):
+    make = staticmethod(lambda: [].append)
+
+
+class Holding(Block):
+    def forward(self, x: Tensor, condition: Any = None) -> Tensor:
+        self.held.states.append(x.mean())
+        return super().forward(x)
+
+
+class HoldsACollector(Net):
+    """One object, that all blocks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Holding() for _ in range(4))
+        held = Collector()
+        for block in self.blocks:
+            block.held = held  # type: ignore[assignment]
+
+
 class CountsValues(Collected):
     def leave(self, x: Tensor, held: Any) -> None:
         held.calls += int(x.detach().sum() * 1e6)
@@ -1058,6 +1162,7 @@ class Clamps(Net):
                 Collects,
                 CollectsDensely,
                 WritesIntoObject,
+                CollectsContainers,
             )
         ),
     ],
@@ -1304,6 +1409,12 @@ class DropsAtFirst(Net):
     [
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
         (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
+        (LeavesOneTwice, r"net\.blocks\.0 puts one list into two places of what it is given"),
+        (GivesADeque, r"net\.blocks\.0 changes a deque that it is given"),
+        (GivesACallable, r"net\.blocks\.0 changes a Calls that it is given"),
+        (GivesSlots, r"net\.blocks\.0 changes a Slotted that it is given"),
+        (GivesAMethod, r"net\.blocks\.0 changes the list of a method that it is given"),
+        (HoldsACollector, r"net\.blocks\.0 changes its Collector held"),
         (CountsByValue, r"net\.blocks\.\d changes an object that it is given otherwise than for an earlier microbatch"),
         (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),

@@ -91,10 +91,15 @@ def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
     Raises:
         StepError: It is a module or a function; ``remedy`` says what to do.
     """
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+    if isinstance(value, tuple) and not hasattr(value, "_make"):
         return type(value)(map(function, value))
-    if type(value) is dict:
-        return {key: function(each) for key, each in value.items()}
+    if isinstance(value, tuple):  # a named one
+        return type(value)._make(map(function, value))  # type: ignore[attr-defined]
+    if isinstance(value, (list, dict)):
+        filled = copy.copy(value)
+        for key, each in entries(value).items():
+            filled[key] = function(each)
+        return filled
     if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
         raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {remedy}")
     if not is_object(value):

@@ -8,10 +8,12 @@ Changes of lists that a block keeps, and of globals can't.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
 _IN_OBJECTS = "Blocks may set and add tensors and numbers there; or return what is new."
 _CACHES = "transformers.cache_utils"
+_SLOTTED = {"builtins", "torch", "numpy", "datetime", "decimal", "fractions", "pathlib", "uuid"}
+"""Modules whose classes with slots hold no values of a user's."""
 DEEPEST = 8
 """The longest path in a call's arguments to an object whose changes are noticed."""
 _RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
@@ -49,6 +53,9 @@ class Before:
             the tensors among these.
         attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
             tensors.
+        unfollowed: Deques, sets, objects with slots, callable objects and bound methods among the arguments, and
+            objects that its submodules hold: a description, the value, what it held, and whether only what has
+            gradients matters.
         globals_before: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if
             these aren't compared.
     """
@@ -58,6 +65,7 @@ class Before:
     lists: list[tuple[str, Any, list[Any]]]
     objects: dict[Path, tuple[Any, dict[Any, Any], dict[Any, int]]]
     attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
+    unfollowed: list[tuple[str, Any, list[Any], bool]]
     globals_before: dict[str, Any] | None
 
     @classmethod
@@ -78,7 +86,16 @@ class Before:
         outside = _globals_of(block) if compares_globals else None
         own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in outside or () if isinstance(v, _LISTS)]
         attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
-        return cls(block, noted, [*given, *own], held, attributes, None if outside is None else dict(outside))
+        unfollowed = [*_unfollowed(arguments, held)]
+        if compares_globals:
+            unfollowed += [
+                (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _held_by(value), True)
+                for path, module in block.named_modules()
+                for key, value in vars(module).items()
+                if key not in _OF_TORCH and _is_opaque(value) and not is_machinery(value)
+            ]
+        globals_before = None if outside is None else dict(outside)
+        return cls(block, noted, [*given, *own], held, attributes, unfollowed, globals_before)
 
     def slot(self, leaf: Any) -> Any:
         """The slot of a tensor in the output, with its argument's index if it is an argument."""
@@ -101,9 +118,9 @@ class Before:
             output: What it returned. A container among the arguments may be changed if it is also returned.
 
         Raises:
-            StepError: The block changed a dataclass with slots that it doesn't return; or it added values that require
-                gradients to a list of its own or to a global. Other values in lists and globals, such as masks that are
-                created once, are allowed.
+            StepError: The block changed a dataclass with slots that it doesn't return, or another argument whose
+                changes aren't followed; or it added values that require gradients to a list or an object of its own or
+                to a global. Other values in lists and globals, such as masks that are created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
@@ -115,6 +132,12 @@ class Before:
                 else _has_gradients([entry for entry in now if id(entry) not in known])
             )
             if is_changed:
+                raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
+        for what, each, entries, of_gradients in self.unfollowed:
+            now = _held_by(each)
+            known = set(map(id, entries))
+            new = [entry for entry in now if id(entry) not in known]
+            if _has_gradients(new) or not (of_gradients or tree.same_entries(entries, now)):
                 raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
         for key, value in _globals_of(self.block) if self.globals_before is not None else ():
             if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
@@ -128,15 +151,24 @@ class Before:
         Without containers that the block returned: its output has their entries.
 
         Raises:
-            StepError: The block took an entry out of an object, or left a module or function there.
+            StepError: The block took an entry out of an object, or left a module, a function, or one object twice
+                there.
         """
         changes: list[Change] = []
         tensors: list[Tensor] = []
+        placed = {id(each) for each, *_ in self.objects.values()}
 
         def told(value: Any) -> Any:
             if isinstance(value, Tensor):
                 tensors.append(value)
                 return Slot.of(value)
+            if is_object(value):
+                if id(value) in placed:  # other stages would have two of it
+                    raise StepError(
+                        f"{name} puts one {type(value).__name__} into two places of what it is given, which the other"
+                        f" pipeline stages can't. {_IN_OBJECTS}"
+                    )
+                placed.add(id(value))
             return rebuilt(value, told, _IN_OBJECTS)
 
         returned = {id(each) for each in tree.containers(output)}
@@ -232,6 +264,40 @@ def _version(value: Any) -> int:
 def _is_opaque(value: Any) -> bool:
     """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
     return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
+
+
+def _unfollowed(
+    arguments: Any, objects: Mapping[Path, tuple[Any, dict[Any, Any], Any]]
+) -> Iterator[tuple[str, Any, list[Any], bool]]:
+    """Arguments, and entries of objects among these, that hold values and aren't objects that are followed."""
+    entries = chain.from_iterable(before.values() for _, before, _ in objects.values())
+    for value in {id(each): each for each in chain(tree.leaves(arguments), entries)}.values():
+        owner = getattr(value, "__self__", None) if inspect.isroutine(value) else None
+        if isinstance(value, (nn.Module, Tensor, type)) or isinstance(owner, (nn.Module, Tensor, type, ModuleType)):
+            continue
+        what = f"a {type(value).__name__} that it is given"
+        has_slots = not hasattr(value, "__dict__") and any(hasattr(kind, "__slots__") for kind in type(value).__mro__)
+        if isinstance(value, (deque, set)) or (has_slots and type(value).__module__ not in _SLOTTED):
+            yield what, value, _held_by(value), False
+        elif owner is not None:
+            yield f"the {type(owner).__name__} of a method that it is given", owner, _held_by(owner), False
+        elif callable(value) and not inspect.isroutine(value) and hasattr(value, "__dict__"):
+            yield what, value, _held_by(value), True
+
+
+def _held_by(value: Any, depth: int = 4) -> list[Any]:
+    """What a container or object holds, and what containers and objects in it hold."""
+    if isinstance(value, dict):
+        entries = [*value.values()]
+    elif isinstance(value, (list, tuple, set, deque)):
+        entries = [*value]
+    else:
+        slots = {
+            name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
+        }
+        entries = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in sorted(slots))]
+    inside = (each for each in entries if isinstance(each, (dict, list, tuple, set, deque)) or _is_opaque(each))
+    return [*entries, *(held for each in inside if depth for held in _held_by(each, depth - 1))]
 
 
 def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
