@@ -423,7 +423,7 @@ class TestTheAnswer:
         assert placement.stages[0].memory
         with pytest.raises(KeyError, match="no block"):
             placement.ranks_of("model.nothing")
-        with pytest.raises(IndexError, match="none of the 4"):
+        with pytest.raises(IndexError, match="no rank 4 among the 4"):
             placement.layers_of(4)
 
 

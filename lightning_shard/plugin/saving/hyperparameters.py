@@ -18,13 +18,16 @@ _KEYS = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.
 
 
 def leave_out_of(checkpoint: dict[str, Any]) -> None:
-    """Remove those that can't be held from what Lightning is about to save."""
+    """Remove those that can't be held from what Lightning is about to save, with a warning on rank 0."""
     for key in _KEYS:
         kept = checkpoint.get(key)
-        if isinstance(kept, dict):
-            unstorable = unstorable_in(kept)
-            if unstorable:
-                checkpoint[key] = {name: value for name, value in kept.items() if name not in unstorable}
+        if not isinstance(kept, dict):
+            continue
+        unstorable = unstorable_in(kept)
+        if unstorable:
+            checkpoint[key] = {name: value for name, value in kept.items() if name not in unstorable}
+        for name, reason in unstorable.items():
+            rank_zero_warn(_text(name, "save_hyperparameters()", reason))
 
 
 def unstorable_in(kept: dict[str, Any]) -> dict[str, UnsupportedStateError]:
@@ -50,8 +53,11 @@ def warn_of_unstorable(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     for holder in (module, getattr(trainer, "datamodule", None)):
         kept = holder.hparams if holder is not None else {}
         for name, reason in (unstorable_in(dict(kept)) if isinstance(kept, dict) else {}).items():
-            rank_zero_warn(
-                f"The hyperparameter {name!r} that {type(holder).__name__}.save_hyperparameters() keeps is left out of"
-                f" checkpoints: {reason} Without that, give it to load_from_checkpoint(…, {name}=…), or leave it out by"
-                " save_hyperparameters(ignore=[…])."
-            )
+            rank_zero_warn(_text(name, f"{type(holder).__name__}.save_hyperparameters()", reason))
+
+
+def _text(name: str, keeper: str, reason: UnsupportedStateError) -> str:
+    return (
+        f"The hyperparameter {name!r} that {keeper} keeps is left out of checkpoints: {reason} Without that, give it to"
+        f" load_from_checkpoint(…, {name}=…), or leave it out by save_hyperparameters(ignore=[…])."
+    )
