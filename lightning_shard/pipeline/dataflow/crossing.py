@@ -59,6 +59,33 @@ class StageEnd(BaseException):
     """Exits the user's step where this stage's part ends; not an ``Exception``, so that no handler there catches it."""
 
 
+class LateValue(StepError):
+    """A stage needs a value that is computed from parameters of a later one.
+
+    Attributes:
+        parameters: Their names, as far as known.
+    """
+
+    def __init__(self, sentence: str, value: Value) -> None:
+        self.parameters = sorted({root.hollow.fqn for root in _roots(value) if root.hollow is not None})
+        super().__init__(sentence + _why_late(self.parameters))
+
+
+@dataclass(frozen=True)
+class End(tree.Leaf):
+    """Where a stage leaves the step: at the call of a later stage's block, or after a block if no later one is called.
+
+    Attributes:
+        place: The block's place.
+        after: Whether it is the last block that the stage's run of the step called, and the stage leaves after it.
+        why: What the stage lacked in the code after that block; empty if it ran the step to its end.
+    """
+
+    place: int
+    after: bool = False
+    why: str = field(default="", compare=False)
+
+
 @dataclass(frozen=True)
 class Slot(tree.Leaf):
     """Describes a tensor in a message, without its values; ``argument``: the index of the block's argument it is."""
@@ -145,7 +172,8 @@ class Delivery(tree.Leaf):
         slots: A slot for each value, by name.
         blocks: The calls of all blocks so far, by the block's place.
         unavailable: Requested values that are computed from parameters of a later stage.
-        counted: The operations before the next stage's first block.
+        counted: The operations before the stage left the step.
+        until: Where it left the step.
         traced: Whether results of operations cross this cut or an earlier one.
         aliased: Values that shared memory with another one where they were computed.
     """
@@ -154,6 +182,7 @@ class Delivery(tree.Leaf):
     blocks: dict[int, BlockCall] = field(default_factory=dict)
     unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
+    until: End | None = None
     traced: bool = False
     aliased: frozenset[Key] = frozenset()
 
@@ -186,6 +215,7 @@ class Crossing:
         asked: Values that the next stage requested.
         unavailable: Those of them that are computed from parameters of a later stage.
         outgoing: What is sent to the next stage; ``None`` on the last one.
+        leaves_after: The end of this stage's part, if it is after a block.
         needed_later: Of the sent values that require gradients, which received one; known from the first backward on.
         told_needed: Whether the previous stage was sent these flags.
         is_settled: Whether this holds for all later microbatches of the signature.
@@ -196,6 +226,7 @@ class Crossing:
     asked: list[Key] = field(default_factory=list)
     unavailable: set[Key] = field(default_factory=set)
     outgoing: Delivery | None = None
+    leaves_after: End | None = None
     needed_later: list[bool] | None = None
     told_needed: bool = False
     is_settled: bool = False
@@ -221,8 +252,14 @@ class Passage:
         known: While searching: by name, ``None`` for each value that is known here, else its provenance.
         missing: What this stage needs and doesn't know.
         counted: Operations outside of the blocks so far.
-        entered_at: The same, when the first block of this stage was called.
-        finished: Whether the stage's last block has returned.
+        entered_at: The same, where the previous stage has left the step: when the first block of this stage was called,
+            or after the block at ``entered_after``.
+        entered_after: Where the previous stage left the step, if it is after a block.
+        leaves_after: The end of this stage's part, where it is known to be after a block.
+        until: Where this stage has left the step; ``None`` as long as it runs, and if it ran to its end.
+        found_end: Found while searching: the end of this stage's part, after a block.
+        last_block: The place of the last block that has returned, here or by a stand-in.
+        in_block: Whether a block of this stage is being called.
         calls: Calls of the network.
         active: Whether the microbatch's forward runs.
         differentiates: Whether gradients were enabled when it began.
@@ -246,7 +283,12 @@ class Passage:
     missing: Request | None = None
     counted: Counted = _NOTHING_YET
     entered_at: Counted | None = None
-    finished: bool = False
+    entered_after: End | None = None
+    leaves_after: End | None = None
+    until: End | None = None
+    found_end: End | None = None
+    last_block: int | None = None
+    in_block: bool = False
     calls: int = 0
     active: bool = False
     differentiates: bool = False
@@ -287,6 +329,12 @@ class Passage:
             self._objects_cross = any(key[0] == "object" for key in chain(self.wanted, self.received))
         return self._objects_cross or not all(change.is_cache for change in changes)
 
+    def enter(self) -> None:
+        """The code that follows wasn't run by the previous stage."""
+        if not self.entered:
+            self.entered_at = self.counted
+            self.forget_hooks()
+
     def forget_hooks(self) -> None:
         """Remove tensor hooks from received values: the previous stage ran the same code so far, so it has them."""
         for tensor in self.in_place_of:
@@ -301,7 +349,9 @@ class Passage:
         Raises:
             StepError: There is one.
         """
-        if self.entered and any(map(_hooks_of_code, self.in_place_of)):
+        if not self.entered:
+            self.forget_hooks()
+        elif any(map(_hooks_of_code, self.in_place_of)):
             raise StepError(
                 "A step registers a hook on a tensor that an earlier pipeline stage computed, after later blocks have"
                 " run: it would see the gradient of these stages only. Register it where the tensor is computed, or"
@@ -373,7 +423,14 @@ class Passage:
                 f"{sentence} It was not needed in the first microbatch of these shapes: what crosses between stages may"
                 " depend on a batch's shapes, not on its values."
             )
-        keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
+        try:
+            keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
+        except LateValue as error:
+            if self.last_block is None or self.in_block:
+                raise
+            # code after the last block, on a stage before those that run it
+            self.found_end, self.missing = End(self.last_block, True, str(error)), Request(done=False)
+            raise StageEnd from None
         if not keys:
             raise StepError(sentence)
         self.missing = Request(done=False, keys=tuple(keys), sentence=sentence)
@@ -411,7 +468,7 @@ class Passage:
     def _sources_of(self, value: Value, sentence: str) -> list[Key]:
         """The nearest ancestors that the previous stage computed: it ran all code up to this stage's first block."""
         if self.stage == 0:
-            raise StepError(sentence + _why_late(value))
+            raise LateValue(sentence, value)
         keys: list[Key] = []
         waiting, seen = [value], {id(value)}
         while waiting:
@@ -425,7 +482,7 @@ class Passage:
     def _is_known_before(self, value: Value, sentence: str) -> bool:
         if value.hollow is not None:
             if value.hollow.holder > self.stage:
-                raise StepError(sentence + _why_late(value))
+                raise LateValue(sentence, value)
             if value.hollow.numel() > LARGEST_PARAMETER:
                 raise StepError(
                     f"{sentence} {value.hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
@@ -461,9 +518,8 @@ def value_of(unknown: Unknown) -> Value | None:
     return unknown.value
 
 
-def _why_late(value: Value) -> str:
+def _why_late(names: Sequence[str]) -> str:
     """The sentence that names the parameters of a later stage that a value is computed from, if there are any."""
-    names = sorted({root.hollow.fqn for root in _roots(value) if root.hollow is not None})
     if not names:
         return ""
     return (

@@ -4,11 +4,14 @@ In each round, the microbatch goes through all stages in order. A stage that mis
 previous stage, which in turn requests what it doesn't know; the stages after it are told that nothing is sent this
 round. Then all state is restored, and the next round begins. No stage requests a name twice, so this terminates. No
 other microbatch is in flight meanwhile: with two stages on one rank, the first would wait for an answer of the second.
+
+If a step calls no block of later stages, a stage before the last comes to its end, or to code that needs what later
+stages hold. In the next round it leaves after the last block that was called, and the last stage runs what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,16 +20,13 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Crossing, Delivery, Key, Passage, Request
+from lightning_shard.pipeline.dataflow.crossing import Crossing, Delivery, End, Key, Passage, Request
+from lightning_shard.pipeline.dataflow.uncalled import missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
 
 #: Calls the user's step on microbatch ``i``, up to the end of the stage's part; returns its result, on the last stage.
 RunStep = Callable[[Stage, int], Any]
-
-
-_SHOWN = 8
-"""The most names of blocks in a message."""
 
 
 class CallsAgain(Exception):
@@ -88,6 +88,7 @@ class Search:
         unavailable: Those of them that are computed from parameters of a later stage.
         passage: The last round's run; ``None`` if the previous stage sent nothing.
         result: The step's return value in that run.
+        leaves_after: The end of this stage's part, once it is known to be after a block.
         crossing: What was found so far.
     """
 
@@ -97,6 +98,7 @@ class Search:
     unavailable: set[Key] = field(default_factory=set)
     passage: Passage | None = None
     result: Any = None
+    leaves_after: End | None = None
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()))
 
     @property
@@ -112,11 +114,12 @@ class Search:
         incoming = Delivery() if stage.is_first else channel.hear()
         if incoming is not None:
             received = {} if stage.is_first else channel.receive(incoming.slots)
-            self.crossing = Crossing(incoming, self.asked, self.unavailable)
+            self.crossing = Crossing(incoming, self.asked, self.unavailable, leaves_after=self.leaves_after)
             with stage.microbatch(received, self.crossing, searching=True) as self.passage:
                 self.result = run(stage, i)
                 if self.passage.missing is None:
-                    check_ran(stage, self.passage)
+                    check_ran(stage, self.passage, self.crossing)
+            self.leaves_after = self.passage.found_end or self.leaves_after
             sends = self.passage.missing is None
         if stage.is_last:
             return
@@ -201,6 +204,7 @@ def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
     }
     with stage.microbatch(received, crossing) as again:
         result = run(stage, i)
+        check_ran(stage, again, crossing)
     if crossing.outgoing is not None:
         again.sent = {key: again.sent[key] for key in crossing.outgoing.slots}
     return Ran(stage, crossing, again, result)
@@ -248,43 +252,34 @@ def _nan_masks(values: Any) -> list[Tensor]:
     return masks if any(bool(mask.any()) for mask in masks) else []
 
 
-def check_ran(stage: Stage, passage: Passage) -> None:
-    """Check that the step ran this stage's last block, and changed no memory that sent values share."""
-    if not passage.finished:
-        raise StepError(_skipped(stage.blocks, stage.blocks_run, stage.owned))
+def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
+    """Check where the stage has left the step, and that it changed no memory that sent values share.
+
+    Where a run that searches comes to the step's end before the last stage, no later block is called. This is noted,
+    and in the next round the stage leaves after the last block that was called: the last stage runs what follows.
+
+    Raises:
+        StepError: The step calls no block, or other blocks than the previous stage or an earlier microbatch did.
+    """
+    until, incoming = passage.until, crossing.incoming.until
+    agreed = crossing.outgoing.until if crossing.outgoing is not None else None
+    if until is None and passage.last_block is None:
+        raise StepError(none_called(stage.method, stage.blocks))
+    if until is None and not stage.is_last and passage.searching:
+        assert passage.last_block is not None
+        passage.found_end, passage.missing = End(passage.last_block, after=True), Request(done=False)
+        return
+    passes = not passage.entered and until is not None and not until.after  # all of its blocks are left out
+    if incoming is not None and not passage.entered and not (passes and not incoming.after):
+        raise StepError(missing_now(stage.method, [stage.blocks[incoming.place]]))
+    if agreed is not None and (until is None or until.after != agreed.after):
+        raise StepError(missing_now(stage.method, [stage.blocks[agreed.place]]))
+    passage.enter()
+    slots = crossing.outgoing.slots if crossing.outgoing is not None and not passage.searching else {}
+    if unsent := [stage.blocks[key[1]] for key in slots if key[0] == "block" and key not in passage.sent]:
+        raise StepError(missing_now(stage.method, unsent))
     if passage.memory is not None:
         passage.memory.check(passage.sent, stage.blocks)
-
-
-def _skipped(blocks: Sequence[str], run: Collection[str], owned: range) -> str:
-    """The message for a step that doesn't run all blocks at the places ``owned``."""
-    if not run:
-        return (
-            f"The step returned without calling the network, or it runs none of {_few(blocks)}; with several pipeline"
-            " stages every step calls the network once, and its blocks in order: call it, name the modules that every"
-            " step runs by pipeline_blocks, or use pipeline_parallel_size=1."
-        )
-    missing = [name for name in dict.fromkeys(blocks[owned.start : owned.stop]) if name not in run]
-    later = [name for name in run if name in blocks[owned.stop :] and name not in blocks[: owned.stop]]
-    if later and missing:
-        return (
-            f"The step came to {_few(later)} before {_few(missing)}; with several pipeline stages every step runs all"
-            " blocks that a network is cut between, in order: name those that every step runs, in running order"
-            " (pipeline_blocks=[…]), or use pipeline_parallel_size=1."
-        )
-    others = [name for name in blocks if name not in missing]
-    skipped = f"The step ran {_few(run)} and not {_few(missing)}" if missing else f"The step ran {_few(run)} too seldom"
-    remedy = f"pipeline_blocks={others if len(others) <= _SHOWN else '[…]'}"
-    return (
-        f"{skipped}; with several pipeline stages every step runs all blocks that a network is cut between, in order:"
-        f" name those that every step runs, as often as it does ({remedy}), or use pipeline_parallel_size=1."
-    )
-
-
-def _few(names: Collection[str]) -> str:
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def check_order(passage: Passage, crossing: Crossing) -> None:

@@ -333,7 +333,7 @@ class PipelinedStep:
         self.watch.computes()
         with stage.microbatch(received, crossing) as passage:
             result = run(stage, i)
-            check_ran(stage, passage)
+            check_ran(stage, passage, crossing)
         check_order(passage, crossing)
         if crossing.outgoing is not None:
             channel.send(passage.sent, crossing.outgoing.slots)

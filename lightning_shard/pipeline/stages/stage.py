@@ -34,6 +34,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     Crossing,
     Delivery,
     Key,
+    LateValue,
     Passage,
     Request,
     Slot,
@@ -50,6 +51,7 @@ from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
+from lightning_shard.pipeline.dataflow.uncalled import called_now, none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
 
 _OPERATIONS_OF_A_CALL = 2**24
@@ -76,6 +78,7 @@ class Stage:
         shown: Context in which the model looks as if the rank held this stage alone, if it has several.
         is_shown: Whether the model looks so now.
         in_step: Whether the user's code runs.
+        method: The name of the step that runs, for messages.
         calls: The calls of the network, during a step that runs call by call.
         entrances: The modules that contain all blocks: a step runs the network by calling one of them.
         in_backward: Whether a backward runs.
@@ -102,6 +105,7 @@ class Stage:
     shown: Callable[[], AbstractContextManager[None]] = nullcontext
     is_shown: bool = True
     in_step: bool = False
+    method: str = "The step"
     calls: Calls | None = None
     entrances: list[nn.Module] = field(default_factory=list)
     in_backward: bool = False
@@ -128,9 +132,9 @@ class Stage:
         self.is_last = self.index == self.count - 1
 
     @property
-    def blocks_run(self) -> list[str]:
-        """The names of the blocks called so far in this microbatch's step, here or by stand-ins."""
-        return [*self._times_run]
+    def places_run(self) -> list[int]:
+        """The places called so far in this microbatch's step."""
+        return [place for name, times in self._times_run.items() for place in self.places[name][:times]]
 
     @property
     def place(self) -> int | None:
@@ -149,6 +153,7 @@ class Stage:
             searching: Whether this run searches for the values that cross.
         """
         counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
+        until = crossing.incoming.until
         passage = self.passage = Passage(
             self.index,
             self.hollow,
@@ -158,6 +163,8 @@ class Stage:
             crossing.incoming.unavailable,
             frozenset(crossing.asked),
             counted=counted,
+            entered_after=until if until is not None and until.after else None,
+            leaves_after=crossing.leaves_after,
             active=True,
             differentiates=torch.is_grad_enabled(),
             filler=self._filler,
@@ -257,12 +264,18 @@ class Stage:
         unavailable = frozenset(crossing.unavailable)
         traced = crossing.incoming.traced or crossing.is_traced()
         aliased = passage.memory.aliased() if passage.memory is not None else crossing.incoming.aliased
-        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, traced, aliased)
+        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, passage.until, traced, aliased)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         if self.calls is not None and not self.passage.active:
             self.calls.on_missing(sentence)
-        self.passage.on_missing(values, sentence)
+        try:
+            self.passage.on_missing(values, sentence)
+        except LateValue as error:
+            of_blocks = [name for name in error.parameters if name.startswith(tuple(f"{b}." for b in self.places))]
+            if of_blocks and self.passage.last_block is None and not self._running:
+                raise StepError(none_called(self.method, self.blocks)) from error
+            raise
 
     # Hooks
 
@@ -342,11 +355,10 @@ class Stage:
             self.calls.met(index, args, kwargs)
         if index is None or index not in self.owned:
             return
-        if index == self.owned.start:
-            passage.entered_at = passage.counted
-            passage.forget_hooks()
+        passage.enter()
         if self._trace is not None:
             self._trace.mark_written_aliases((args, kwargs))
+        passage.in_block = True
         refuse((args, kwargs), name)
         if passage.searching and self.calls is None:
             self._given_objects = ((args, kwargs), _unknown_in((args, kwargs)))
@@ -415,16 +427,24 @@ class Stage:
             while self._inside:
                 self._inside.pop().remove()
             passage.check_differentiates()
-            if index == self.owned[-1]:
-                passage.finished = True
             if passage.searching:
                 self._ask_for_objects(name, output)
             if not self.is_last:
                 self._note(index, output, self._before)
                 self._before = None
+            passage.in_block = False
         if self._trace is not None:
             self._trace.resume()
-        if index is None or index in self.owned:
+        if index is None:
+            return None
+        passage.last_block = index
+        if passage.entered_after is not None and index == passage.entered_after.place:
+            passage.enter()
+        if passage.leaves_after is not None and index == passage.leaves_after.place:
+            self.given.pop(index, None)
+            passage.until = passage.leaves_after
+            raise StageEnd
+        if index in self.owned:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
 
@@ -494,12 +514,7 @@ class Stage:
             )
             return
         if index not in passage.blocks:
-            raise StepError(
-                f"{name} runs, and didn't for an earlier microbatch of the same shapes: which blocks run may depend on"
-                " a batch's shapes, not on its values, its number or random numbers, as where layers are dropped. Call"
-                " all of them, and choose between what goes in and what comes out by torch.where; or use"
-                " pipeline_parallel_size=1."
-            )
+            raise StepError(called_now(name))
         slots = tree.map_leaves(Slot.of, output) if is_handed_on or tree.is_node(output) else None
         agreed = passage.blocks[index].output
         if slots not in (None, agreed):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
-from lightning_shard.pipeline.dataflow.crossing import BlockCall, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import BlockCall, End, Key, Slot, StageEnd
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
+from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
 from lightning_shard.pipeline.stages.stage import Stage
 
 
@@ -66,10 +67,16 @@ class StandIn:
             )
         passage.check_differentiates()
         if index >= self.stage.owned.stop:
+            passage.until = End(index)
             raise StageEnd
         if self.own is not None and passage.differentiates:
             self._check_recomputed_alone()
         done = passage.blocks.get(index)
+        before = [self.stage.blocks[place] for place in self.stage.places_run if place > index]
+        if done is None and before:
+            raise StepError(out_of_order(self.stage.method, self.name, before))
+        if done is None and passage.entered_after is not None:
+            raise StepError(passage.entered_after.why or called_now(self.name))
         if done is None:
             raise StepError(
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"

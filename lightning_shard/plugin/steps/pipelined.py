@@ -358,6 +358,7 @@ class PipelinedSteps:
     ) -> Any:
         """Call the user's step on a microbatch, inside a call of the root; returns its result on the last stage."""
         self._generators.seed(self._seed(stage, draw, i))  # equal on every stage, for the code around the blocks
+        stage.method = method
         searching, several = stage.passage.searching, len(self._stages) > 1
         if searching or several:  # the part may run again, and a step may change its batch in place
             part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)

@@ -143,9 +143,9 @@ class KeptState:
         self._read: set[Name] = set()
         self._stale: set[Name] = set()
         if is_last:
-            first, *_, last = (root.get_submodule(name) for name in blocks)
-            first.register_forward_pre_hook(self._network_begins, prepend=True)
-            last.register_forward_hook(self._network_ends)
+            for block in map(root.get_submodule, dict.fromkeys(blocks)):  # a step may leave out the first or the last
+                block.register_forward_pre_hook(self._network_begins, prepend=True)
+                block.register_forward_hook(self._network_ends)
             return
         for path, module in self._modules.items():  # until the first batch shows which are changed after the network
             watch(module, {name for name, _ in _own(module)}, self._reader(path))
