@@ -173,7 +173,7 @@ def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
     ("make", "fails", "says"),
     [
         ("CallsTwice", 0, "The network was called a second time within one step"),
-        ("NeverCalls", 1, "The step returned without calling the network"),
+        ("NeverCalls", 1, "training_step returned without calling the network"),
         ("FailsOnLastStage", 0, "ZeroDivisionError"),
         ("UsesItsHeadFirst", 1, r"takes what is computed from model\.head\.weight.*register parts in __init__"),
         ("LoopsOverItsBlocks", 0, r"model\.layers\.0 ran 3 times within one step, and a pipeline expects it 2×"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
@@ -94,6 +96,20 @@ class ByHand(Module):
         self.log("loss", loss)
 
 
+class Begins(Module):
+    """Of the output alone, until the step ``first``."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.head(self.run(batch)), batch)
+        if batch_idx >= self.first:
+            loss = loss + sum(block.late.square().mean() for block in self.blocks)  # type: ignore[operator, misc]
+        return loss
+
+
 def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
@@ -106,3 +122,11 @@ def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output(kind: Any) -
 @pytest.mark.parametrize("kind", [Module, pytest.param(Late, marks=pytest.mark.long)])
 def test_on_stages_that_free_parameters_after_each_forward(kind: Any) -> None:
     assert_trains_alike(kind, batches, ["pp2 x dp2"], reshard_after_forward=True)
+
+
+def test_a_loss_that_begins_in_a_later_step_to_use_what_units_compute() -> None:
+    assert_trains_alike(partial(Begins, 1), batches, ["dp2"])
+    with pytest.raises(StepError, match=r"loss begins in this step to use what blocks\.0, blocks\.1 keep or compute"):
+        assert_trains_alike(partial(Begins, 2), batches, ["dp2"])
+    with pytest.raises(StepError, match=r"blocks\.0 keeps as late.* in a loss, with a weight of 0"):
+        assert_trains_alike(partial(Begins, 2), batches, ["pp2"])

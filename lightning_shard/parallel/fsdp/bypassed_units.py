@@ -4,8 +4,8 @@ FSDP2 frees a unit's parameters after its forward, and all-gathers them when the
 gradient may enter a unit by another way: by a value that it keeps as an attribute, puts into a cache, or that a hook on
 a submodule collects. If the output has no gradient, or a later one, the unit would compute with freed memory.
 
-So in some steps the graph of the loss is searched for such ways. From then on each backward begins by all-gathering
-the units that were found.
+So the graph of the loss is searched for such ways: in an epoch's first, second, fourth, … step, and whenever it has
+another number of nodes than before. From then on each backward begins by all-gathering the units that were found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard import tree
+from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.units import gather_for_backward, groups_of, sharded_units
 
 Node = Any
@@ -36,6 +37,19 @@ class _Call:
     unit: int
     given: list[Node]
     returned: list[Node]
+
+
+@dataclass
+class _Forward:
+    """A forward that was watched.
+
+    Attributes:
+        begin: The number that autograd gave to a node before it.
+        calls: The calls of units so far.
+    """
+
+    begin: int
+    calls: list[_Call] = field(default_factory=list)
 
 
 class BypassedUnits:
@@ -53,34 +67,36 @@ class BypassedUnits:
         self._units: list[FSDPModule] = [unit for unit in frees if unit is not root]
         self._group = group
         self._device = device
-        self._calls: dict[int, list[_Call]] = {}
+        self._names = {module: name for name, module in root.named_modules()}
+        self._forwards: dict[int, _Forward] = {}
+        self._numbers: dict[int, set[int]] = defaultdict(set)
         self._found: dict[int, set[int]] = defaultdict(set)
         self._in_forward = False
         self._steps = 0
         self._epoch = -1
 
     def begin_step(self, epoch: int) -> None:
-        """A training step begins: the first, second, fourth, … of each epoch are watched."""
+        """A training step begins."""
         if epoch != self._epoch:
             self._epoch, self._steps = epoch, 0
         self._steps += 1
-        self._calls.clear()
+        self._forwards.clear()
 
     @contextmanager
     def watched(self, stage: int = 0, *, ends: bool = False) -> Iterator[None]:
-        """Context of a forward in a training step. If the step is watched, its graph is searched in :meth:`gather`.
+        """Context of a forward in a training step, whose graph is searched in :meth:`gather`.
 
         Args:
             stage: The pipeline stage.
             ends: Whether all backwards are run inside.
         """
-        if not self._units or self._steps & (self._steps - 1):
+        if not self._units:
             yield
             return
-        calls = self._calls[stage] = []
+        forward = self._forwards[stage] = _Forward(_next_number())
 
         def note(unit: int, _: Any, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append(_Call(unit, _nodes((args, kwargs)), _nodes(output)))
+            forward.calls.append(_Call(unit, _nodes((args, kwargs)), _nodes(output)))
 
         with ExitStack() as hooks:
             for index, unit in enumerate(self._units):
@@ -92,19 +108,42 @@ class BypassedUnits:
             finally:
                 self._in_forward = False
                 if ends:
-                    del self._calls[stage]
+                    del self._forwards[stage]
 
     def gather(self, outputs: Any, stage: int = 0) -> None:
         """Have the backward of outputs, such as a loss, begin by all-gathering the units that it bypasses.
 
-        A collective call over the data ranks if the forward was watched, and there is a group. Inside :meth:`watched`
-        (manual optimization) it may be called for several losses; otherwise for the forward before.
+        A collective call over the data ranks in an epoch's first, second, fourth, … step, if there is a group. Inside
+        :meth:`watched` (manual optimization) it may be called for several losses; otherwise for the forward before.
+
+        Raises:
+            StepError: In another step than these, there are units to gather that weren't before.
         """
-        if stage in self._calls:
-            own = self._bypassed(outputs, self._calls[stage] if self._in_forward else self._calls.pop(stage))
-            self._found[stage] |= own if self._group is None else self._agreed(own, self._group)
+        if stage in self._forwards:
+            forward = self._forwards[stage] if self._in_forward else self._forwards.pop(stage)
+            number = max((node._sequence_nr() for node in _nodes(outputs)), default=0) - forward.begin
+            agrees = self._steps & (self._steps - 1) == 0
+            if agrees or number not in self._numbers[stage]:
+                self._numbers[stage].add(number)
+                self._note(self._bypassed(outputs, forward.calls), stage, agrees)
         for index in sorted(self._found[stage]):
             gather_for_backward(self._units[index], (), outputs)
+
+    def _note(self, own: set[int], stage: int, agrees: bool) -> None:
+        found = self._found[stage]
+        if self._group is None:
+            found |= own
+        elif agrees:
+            found |= self._agreed(own, self._group)
+        elif new := own - found:  # other ranks' graphs may be as before: they would wait, or gather other units
+            names = sorted(self._names[self._units[index]] for index in new)  # type: ignore[index]
+            raise StepError(
+                f"The loss begins in this step to use what {', '.join(names)} keep or compute beside their output, as"
+                " features collected by a hook. Data ranks hold these blocks in parts, and"
+                " agree on what to gather for that in an epoch's first, second, fourth, eighth, … step only: use it"
+                " from the first step on (with a weight of 0), resume from the last checkpoint, or set"
+                " reshard_after_forward=False."
+            )
 
     def _agreed(self, own: set[int], group: dist.ProcessGroup) -> set[int]:
         flags = torch.tensor([index in own for index in range(len(self._units))], dtype=torch.int32)
@@ -149,3 +188,9 @@ class BypassedUnits:
 
 def _nodes(value: Any) -> list[Node]:
     return [tensor.grad_fn for tensor in tree.tensors(value) if tensor.grad_fn is not None]
+
+
+def _next_number() -> int:
+    """The number of a node that autograd makes now. They count up in each thread."""
+    node: Node = torch.ones((), requires_grad=True).expand(1).grad_fn
+    return int(node._sequence_nr())

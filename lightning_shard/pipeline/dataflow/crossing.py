@@ -55,6 +55,9 @@ class Counted(NamedTuple):
 _NOTHING_YET = Counted()
 
 
+_FROM_THE_FIRST = "Use from the first step on what only later ones need; in a loss, with a weight of 0."
+
+
 class StageEnd(BaseException):
     """Exits the user's step where this stage's part ends; not an ``Exception``, so that no handler there catches it."""
 
@@ -417,11 +420,11 @@ class Passage:
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         """Handle unknown values that are needed here: request them from the previous stage, or refuse the step."""
         if not self.active:
-            raise StepError(sentence)
+            raise StepError(f"{sentence} {_FROM_THE_FIRST}")
         if not self.searching:
             raise StepError(
                 f"{sentence} It was not needed in the first microbatch of these shapes: what crosses between stages may"
-                " depend on a batch's shapes, not on its values."
+                f" depend on a batch's shapes, not on its values or its number. {_FROM_THE_FIRST}"
             )
         try:
             keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
