@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
 from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
@@ -80,6 +81,8 @@ class FirstStepChecks:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
                     looks.enter_context(noting_functions_of_means())
+                if layout.data_parallel_size > 1:
+                    looks.enter_context(finding_calls_of_parts(module))
                 if layout.tensor_parallel_size > 1:
                     axis, warns = self._mesh[TENSOR_AXIS], layout.data_rank == 0
                     shown = looks.enter_context(comparing_what_is_shown(module, method, axis, warns=warns))

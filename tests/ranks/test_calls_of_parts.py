@@ -1,0 +1,117 @@
+"""Parts of sharded blocks that a step calls by themselves, as diffusers' DiT does for its conditioning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from lightning_shard.errors import StepError
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 8
+
+
+class Embedding(nn.Module):
+    """Two layers, so that its backward needs a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = Embedding(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return x + self.layer(x * self.embed(condition)).tanh()
+
+
+class Module(L.LightningModule):
+    """Calls a part of its first block: before the blocks, after them, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.before, self.after = True, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition, part = x.roll(1, -1), self.blocks[0].embed  # type: ignore[union-attr]
+        if self.before:
+            x = x + part(condition)
+        for block in self.blocks:
+            x = block(x, condition)
+        return self.head(x * part(condition) if self.after else x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch), batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch), batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Before(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = False
+
+
+class After(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = False
+
+
+class Late(Module):
+    """Calls the part in its second step for the first time."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.before = self.after = batch_idx > 0
+        return super().training_step(batch, batch_idx)
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+@pytest.mark.parametrize("kind", [Module, Before, After])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_part_that_a_step_calls_gathers_its_block(kind: Any, reshards: bool) -> None:
+    assert_trains_alike(kind, batches, ["dp2"], reshard_after_forward=reshards)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "trainer"),
+    [
+        ("dp2", {"activation_checkpointing": True}, {"accumulate_grad_batches": 2}),
+        ("dp2", {"cpu_offload": True}, {}),
+        ("pp2 x dp2", {"reshard_after_forward": True}, {}),
+    ],
+)
+def test_with_other_settings(layout: str, settings: dict[str, Any], trainer: dict[str, Any]) -> None:
+    kind = Before if "pp" in layout else Module  # the last stage doesn't hold the first block
+    assert_trains_alike(kind, batches, [layout], trainer=trainer, **settings)
+
+
+def test_a_part_that_no_first_step_calls_is_refused() -> None:
+    with pytest.raises(StepError, match="computes with parameters that are sharded"):
+        assert_trains_alike(Late, batches, ["dp2"])
