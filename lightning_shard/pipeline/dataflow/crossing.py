@@ -62,8 +62,8 @@ class StageEnd(BaseException):
     """Exits the user's step where this stage's part ends; not an ``Exception``, so that no handler there catches it."""
 
 
-class LateValue(StepError):
-    """A stage needs a value that is computed from parameters of a later one.
+class LateValue(Exception):
+    """A stage needs a value that is computed from parameters of a later one. Becomes a :class:`StepError`.
 
     Attributes:
         parameters: Their names, as far as known.
@@ -419,6 +419,18 @@ class Passage:
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
         """Handle unknown values that are needed here: request them from the previous stage, or refuse the step."""
+        try:
+            self.request(values, sentence)
+        except LateValue as late:
+            raise StepError(str(late)) from None
+
+    def request(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+        """Exit the step to request unknown values from the previous stage, or to leave it after the last block.
+
+        Raises:
+            LateValue: The values are computed from parameters of a later stage, and no block has been called.
+            StepError: They can't be requested for another reason.
+        """
         if not self.active:
             raise StepError(f"{sentence} {_FROM_THE_FIRST}")
         if not self.searching:
@@ -428,11 +440,11 @@ class Passage:
             )
         try:
             keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
-        except LateValue as error:
+        except LateValue as late:
             if self.last_block is None or self.in_block:
                 raise
             # code after the last block, on a stage before those that run it
-            self.found_end, self.missing = End(self.last_block, True, str(error)), Request(done=False)
+            self.found_end, self.missing = End(self.last_block, True, str(late)), Request(done=False)
             raise StageEnd from None
         if not keys:
             raise StepError(sentence)
@@ -460,7 +472,10 @@ class Passage:
             return []
         if any(root.hollow is not None and root.hollow.holder > self.stage for root in _roots(value)):
             return None
-        return self._sources_of(value, sentence)
+        try:
+            return self._sources_of(value, sentence)
+        except LateValue as late:
+            raise StepError(str(late)) from None
 
     def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
         value = value_of(unknown)

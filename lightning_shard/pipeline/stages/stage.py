@@ -270,12 +270,12 @@ class Stage:
         if self.calls is not None and not self.passage.active:
             self.calls.on_missing(sentence)
         try:
-            self.passage.on_missing(values, sentence)
-        except LateValue as error:
-            of_blocks = [name for name in error.parameters if name.startswith(tuple(f"{b}." for b in self.places))]
+            self.passage.request(values, sentence)
+        except LateValue as late:
+            of_blocks = [name for name in late.parameters if name.startswith(tuple(f"{b}." for b in self.places))]
             if of_blocks and self.passage.last_block is None and not self._running:
-                raise StepError(none_called(self.method, self.blocks)) from error
-            raise
+                raise StepError(none_called(self.method, self.blocks)) from None
+            raise StepError(str(late)) from None
 
     # Hooks
 
