@@ -217,7 +217,7 @@ def _called(root: nn.Module, name: str) -> list[str]:
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward:
         return [name]
     first_names = _first_names(root)
-    held = (child for child in _held_by(module) if child is not None and any(True for _ in _state(child)))
+    held = (child for child in _held_by(module) if any(True for _ in _state(child)))
     return [called for child in held for called in _called(root, first_names[id(child)])]
 
 
@@ -310,9 +310,10 @@ def _first_names(root: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in root.named_modules()}
 
 
-def _held_by(listed: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> Iterable[nn.Module]:
-    """A list's modules, repeated ones as often as they are in it."""
-    return listed.values() if isinstance(listed, nn.ModuleDict) else listed
+def _held_by(listed: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> Iterator[nn.Module]:
+    """A list's modules, repeated ones as often as they are in it. A place may hold ``None``, and is left out."""
+    held: Iterable[nn.Module | None] = listed.values() if isinstance(listed, nn.ModuleDict) else listed
+    return (module for module in held if module is not None)
 
 
 def _network(groups: dict[str, list[str]]) -> str:
