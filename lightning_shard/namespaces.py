@@ -41,9 +41,9 @@ class Namespace:
     @property
     def held(self) -> dict[str, Any]:
         """Name to value, for values that are data; default values of a function's parameters too."""
-        own: dict[str, Any] = {**(self.holder if isinstance(self.holder, dict) else vars(self.holder))}
-        for number, default in enumerate(getattr(self.holder, "__defaults__", None) or ()):
-            own[f"default {number}"] = default
+        own: Mapping[str, Any] = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+        if defaults := getattr(self.holder, "__defaults__", None):
+            own = {**own, **{f"default {number}": default for number, default in enumerate(defaults)}}
         return {key: own[key] for key in sorted(own if self.names is None else self.names) if _is_data(key, own)}
 
     def put(self, key: str, value: Any) -> None:
@@ -137,8 +137,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _is_data(key: str, held: Mapping[str, Any]) -> bool:
     if key not in held or (key.startswith("__") and key.endswith("__")):
         return False
-    value = held[key]
-    return not isinstance(value, _NOT_DATA) and not hasattr(type(value), "__get__")
+    return _are_data(cast(Any, type(held[key])))
+
+
+@functools.cache
+def _are_data(kind: Any) -> bool:
+    return not issubclass(kind, _NOT_DATA) and not hasattr(kind, "__get__")
 
 
 def _package(value: Any) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from lightning_shard.plugin.steps.state.python_state import is_object, reachable
+from lightning_shard.plugin.steps.state.python_state import is_object
 
 
 class Replayed(Iterator[Any]):
@@ -40,18 +41,24 @@ class Replayed(Iterator[Any]):
 
 
 class ReplayedIterators:
-    """Replaces all iterators that are attributes in a module's state, or entries of its lists and dicts."""
+    """Replaces all iterators that are attributes of objects, or entries of lists and dicts.
 
-    def __init__(self, root: nn.Module) -> None:
+    Args:
+        holders: The objects, lists and dicts.
+    """
+
+    def __init__(self, holders: Iterable[Any]) -> None:
         replayed: dict[int, Replayed] = {}
         self._begin: dict[Replayed, int] = {}  # where each is rewound to; includes those replaced by another instance
         self._places: list[tuple[Any, Any, Replayed]] = []
-        for _, holder in [*reachable(root)]:
+        for holder in holders:
             entries = _entries(holder)
             for key, value in [*dict.items(entries)] if isinstance(entries, dict) else enumerate(entries):
+                if not _is_iterator(cast(Any, type(value))):
+                    continue
                 if isinstance(value, Replayed):
                     self._begin[value] = value.place
-                elif isinstance(value, Iterator) and not isinstance(value, (nn.Module, io.IOBase)):
+                else:
                     entries[key] = replayed.setdefault(id(value), Replayed(value))
                     self._places.append((entries, key, entries[key]))
         self._begin |= dict.fromkeys(replayed.values(), 0)
@@ -70,6 +77,11 @@ class ReplayedIterators:
             is_there = key in entries if isinstance(entries, dict) else key < len(entries)
             if is_there and entries[key] is replayed:
                 entries[key] = rests.setdefault(id(replayed), replayed.rest())
+
+
+@functools.cache
+def _is_iterator(kind: Any) -> bool:
+    return issubclass(kind, Iterator) and not issubclass(kind, (nn.Module, io.IOBase))
 
 
 def _entries(holder: Any) -> Any:

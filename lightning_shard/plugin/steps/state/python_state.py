@@ -14,10 +14,9 @@ import collections
 import functools
 import random
 import types
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
 from typing import Any, cast
 
@@ -36,6 +35,7 @@ CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
 _OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
 _NOT_STATE = ("_parameters", "_modules")
 """Excluded from a module's attributes: sharding replaces parameters in a forward; submodules are visited themselves."""
 
@@ -64,12 +64,17 @@ def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -
     waiting: collections.deque[tuple[str, Any]] = collections.deque(begin)
     while waiting:
         path, value = waiting.popleft()
-        if id(value) in seen or (isinstance(value, nn.Module) and not enters_modules):
+        if id(value) in seen:
+            continue
+        may_change, entries_of = _way_of(cast(Any, type(value)))
+        if entries_of is _of_module and not enters_modules:
             continue
         seen[id(value)] = value
-        if isinstance(value, (nn.Module, Namespace, *_LEAVES, *CONTAINERS, types.CellType)) or is_object(value):
+        if may_change:
             yield path, value
-        waiting.extend((f"{path}.{key}" if path else key, child) for key, child in children(value) if _matters(child))
+        if entries_of is not None:
+            prefix = f"{path}." if path else ""
+            waiting.extend((f"{prefix}{key}", child) for key, child in entries_of(value) if type(child) not in _PLAIN)
 
 
 def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
@@ -102,8 +107,9 @@ def _has_state(kind: Any) -> bool:
 
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, or of a module itself, slots included."""
-    named = {name: getattr(value, name) for name in slots(value.__class__) if hasattr(value, name)}
-    return named | {key: v for key, v in getattr(value, "__dict__", {}).items() if key not in _NOT_STATE}
+    held = {key: v for key, v in getattr(value, "__dict__", {}).items() if key not in _NOT_STATE}
+    named = slots(value.__class__)
+    return {name: getattr(value, name) for name in named if hasattr(value, name)} | held if named else held
 
 
 def entries(container: Any, most: int | None = None) -> list[Any]:
@@ -124,34 +130,57 @@ def slots(kind: Any) -> list[str]:
     return [name for name in named if not name.startswith("__")]
 
 
-def children(value: Any) -> Iterator[tuple[str, Any]]:
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
     """The objects that the walk enters from an object of :func:`reachable`, and plain values, by name."""
-    if isinstance(value, nn.Module):
-        yield from value._modules.items()
-        yield from value._parameters.items()
-        yield from attributes(value).items()
-    elif isinstance(value, Namespace):
-        yield from value.held.items()
-    elif isinstance(value, dict):
-        yield from ((str(key), child) for key, child in dict.items(value))
-    elif isinstance(value, (list, collections.deque, tuple)):
-        yield from ((str(place), child) for place, child in enumerate(value))
-    elif isinstance(value, types.CellType):
-        with suppress(ValueError):  # not assigned yet
-            yield "cell", value.cell_contents
-    elif isinstance(value, types.FunctionType):
-        if not is_machinery(value):
-            yield from zip(value.__code__.co_freevars, value.__closure__ or ())
-    elif isinstance(value, types.MethodType):
-        yield from (("self", value.__self__), ("function", value.__func__))
-    elif isinstance(value, functools.partial):
-        yield from (("function", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif is_object(value):
-        yield from attributes(value).items()
+    _, entries_of = _way_of(cast(Any, type(value)))
+    return entries_of(value) if entries_of is not None else ()
 
 
-def _matters(value: Any) -> bool:
-    return value is not None and type(value) not in (bool, int, float, str, bytes, complex)
+@functools.cache
+def _way_of(kind: Any) -> tuple[bool, Callable[[Any], Iterable[tuple[Any, Any]]] | None]:
+    """Whether objects of a type may change, and what the walk enters from one; of each type once, for speed."""
+    for kinds, may_change, entries_of in _WAYS:
+        if issubclass(kind, kinds):
+            return may_change, entries_of
+    return (True, _of_object) if _has_state(kind) else (False, None)
+
+
+def _of_module(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    return chain(module._modules.items(), module._parameters.items(), attributes(module).items())
+
+
+def _of_object(value: Any) -> Iterable[tuple[str, Any]]:
+    return attributes(value).items()
+
+
+def _of_cell(cell: types.CellType) -> Iterable[tuple[str, Any]]:
+    try:
+        return [("cell", cell.cell_contents)]
+    except ValueError:  # not assigned yet
+        return ()
+
+
+def _of_function(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
+    return () if is_machinery(function) else zip(function.__code__.co_freevars, function.__closure__ or ())
+
+
+_WAYS: list[tuple[Any, bool, Callable[[Any], Iterable[tuple[Any, Any]]] | None]] = [
+    (nn.Module, True, _of_module),
+    (Namespace, True, lambda namespace: namespace.held.items()),
+    (_LEAVES, True, None),
+    (dict, True, dict.items),
+    ((list, collections.deque), True, enumerate),
+    (set, True, None),
+    (tuple, False, enumerate),
+    (types.CellType, True, _of_cell),
+    (types.FunctionType, False, _of_function),
+    (types.MethodType, False, lambda method: (("self", method.__self__), ("function", method.__func__))),
+    (
+        functools.partial,
+        False,
+        lambda call: (("function", call.func), ("args", call.args), ("keywords", call.keywords)),
+    ),
+]
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:

@@ -6,12 +6,12 @@ the tensor's version whether its value has changed since, so restoring the value
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,15 +26,14 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
-from lightning_shard.plugin.steps.state.python_state import attributes, hold_same, is_object, reachable, slots
+from lightning_shard.plugin.steps.state.python_state import attributes, hold_same, reachable, slots
 from lightning_shard.sharding import local_tensor
 
 LARGEST_COPY_BYTES = 2**28
 """Largest tensor or array that is copied. A larger one may not be changed by a step that has to run again."""
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """A snapshot of one object.
 
     Attributes:
@@ -63,8 +62,9 @@ class Memory:
     def __init__(self, root: nn.Module, stages: int = 1) -> None:
         self._root = root
         self._stages = stages
-        self._iterators = ReplayedIterators(root)
-        self._notes = [*notes(root)]
+        found = [*reachable(root)]
+        self._iterators = ReplayedIterators(value for _, value in found)
+        self._notes = [note for path, value in found if (note := note_of(path, value)) is not None]
         self._parameters: Sums = {}
 
     def put_back(self) -> None:
@@ -127,29 +127,26 @@ def notes(root: nn.Module) -> Iterator[Note]:
 
 def note_of(path: str, value: Any) -> Note | None:
     """A snapshot of one object; ``None`` for what isn't followed."""
-    if isinstance(value, OwnGenerator):
-        if isinstance(value, random.SystemRandom):
-            return None
-        return Note(path, value, randomness.remember_own(value), lambda: False)  # each run seeds it
-    if isinstance(value, Tensor):
-        is_hollow = isinstance(value, Hollow) or (isinstance(value, Unknown) and has_no_memory(value))
-        return None if is_hollow or isinstance(value, nn.Parameter) else _note_tensor(path, value)
-    if isinstance(value, np.ndarray):
-        return _note_array(path, value)
-    if isinstance(value, types.CellType):
-        return _note_cell(path, value)
-    if isinstance(value, Namespace):
-        return _note_namespace(path, value)
-    if isinstance(value, nn.Module) or is_object(value):
-        return _note_object(path, value)
-    return _note_container(path, value)
+    return _noting(cast(Any, type(value)))(path, value)
+
+
+@functools.cache
+def _noting(kind: Any) -> Callable[[str, Any], Note | None]:
+    """What takes a snapshot of objects of a type; of each type once, for speed."""
+    return next((take for kinds, take in _NOTING if issubclass(kind, kinds)), _note_object)
+
+
+def _note_generator(path: str, generator: OwnGenerator) -> Note | None:
+    if isinstance(generator, random.SystemRandom):
+        return None
+    return Note(path, generator, randomness.remember_own(generator), lambda: False)  # each run seeds it
 
 
 def _note_object(path: str, value: Any) -> Note:
-    before, named = attributes(value), slots(value.__class__)
+    before = attributes(value)
 
     def put_back() -> None:
-        now = attributes(value)
+        now, named = attributes(value), slots(value.__class__)
         for name in now.keys() - before.keys():
             object.__delattr__(value, name) if name in named else vars(value).pop(name)
         for name, old in before.items():
@@ -177,30 +174,41 @@ def _note_namespace(path: str, namespace: Namespace) -> Note:
     return Note(path, namespace, put_back, lambda: not hold_same(before, namespace.held))
 
 
-def _note_container(path: str, value: Any) -> Note | None:
+def _note_dict(path: str, value: Any) -> Note | None:
     """Uses the builtin type's own methods: those of a derived class may have side effects."""
-    kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
-
-    def held() -> list[Any]:
-        return [*kind.items(value)] if issubclass(kind, dict) else [*kind.__iter__(value)]
-
-    before = held()
-    entries = kind.values(value) if issubclass(kind, dict) else before
-    if any(isinstance(entry, nn.Parameter) for entry in entries):
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    before = [*kind.items(value)]
+    if any(isinstance(entry, nn.Parameter) for _, entry in before):
         return None  # parameters are gathered, freed and registered again each time, as a recurrent layer's weights
-    fill = kind.update if issubclass(kind, (dict, set)) else kind.extend
+
+    def put_back() -> None:
+        kind.clear(value)
+        kind.update(value, before)
+
+    def has_changed() -> bool:
+        now = kind.items(value)
+        return len(now) != len(before) or any(
+            key is not old_key or entry is not old for (key, entry), (old_key, old) in zip(now, before)
+        )
+
+    return Note(path, value, put_back, has_changed)
+
+
+def _note_container(path: str, value: Any) -> Note | None:
+    """Of a list, set or deque. Uses the builtin type's own methods: those of a derived class may have side effects."""
+    kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
+    before = [*kind.__iter__(value)]
+    if any(isinstance(entry, nn.Parameter) for entry in before):
+        return None
+    fill = kind.update if kind is set else kind.extend
 
     def put_back() -> None:
         kind.clear(value)
         fill(value, before)
 
     def has_changed() -> bool:
-        now = held()
-        if len(now) != len(before):
-            return True
-        if issubclass(kind, dict):
-            return any(a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, before))
-        return any(a is not b for a, b in zip(now, before))
+        now = [*kind.__iter__(value)]
+        return len(now) != len(before) or any(entry is not old for entry, old in zip(now, before))
 
     return Note(path, value, put_back, has_changed)
 
@@ -225,7 +233,9 @@ def _note_cell(path: str, cell: types.CellType) -> Note:
     return Note(path, cell, put_back, lambda: content() is not before)
 
 
-def _note_tensor(path: str, tensor: Tensor) -> Note:
+def _note_tensor(path: str, tensor: Tensor) -> Note | None:
+    if isinstance(tensor, (nn.Parameter, Hollow)) or (isinstance(tensor, Unknown) and has_no_memory(tensor)):
+        return None
     kind, version, needs_gradient = type(tensor), tensor._version, tensor.requires_grad
     if tensor.is_meta:
         return Note(path, tensor, lambda: None, lambda: False)
@@ -277,6 +287,18 @@ def _note_array(path: str, array: np.ndarray[Any, Any]) -> Note | None:
         array[...] = copy
 
     return Note(path, array, put_back, lambda: array.tobytes() != copy.tobytes())
+
+
+_NOTING: list[tuple[Any, Callable[[str, Any], Note | None]]] = [
+    (OwnGenerator, _note_generator),
+    (Tensor, _note_tensor),
+    (np.ndarray, _note_array),
+    (types.CellType, _note_cell),
+    (Namespace, _note_namespace),
+    (nn.Module, _note_object),
+    (dict, _note_dict),
+    ((list, set, deque), _note_container),
+]
 
 
 def _digest(array: np.ndarray[Any, Any]) -> str:
