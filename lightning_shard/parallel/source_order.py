@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _SELF = ("self",)
 _SUPER = "super()."
+_QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "type"}
+"""Builtins that don't run their arguments."""
 
 
 def attributes_used(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
@@ -51,11 +53,37 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
 
 
 def loops(cls: type) -> list[set[str]]:
-    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses."""
+    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses.
+
+    It also uses what the variables that it loops over were made of: ``pairs = zip(self.layers, self.norms)``.
+    """
     inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
     methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
-    nodes = (node for body in methods for statement in body for node in ast.walk(statement))
-    return [set(_names_used([node])) for node in nodes if isinstance(node, ast.For)]
+    return [used for body in methods for used in _loops_in(body)]
+
+
+def _loops_in(body: Sequence[ast.stmt]) -> Iterator[set[str]]:
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    made_of: dict[str, set[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            names, variables = _held_by(node.value)
+            names = names.union(*(made_of.get(name, ()) for name in variables))
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    made_of.setdefault(target.id, set()).update(names)
+    for node in nodes:
+        if isinstance(node, ast.For):
+            _, variables = _held_by(node.iter)
+            yield {*_names_used([node])}.union(*(made_of.get(name, ()) for name in variables))
+
+
+def _held_by(value: ast.AST) -> tuple[set[str], set[str]]:
+    """The attributes and the variables that an expression holds; not those that it calls."""
+    called = {id(node) for call in ast.walk(value) if isinstance(call, ast.Call) for node in ast.walk(call.func)}
+    held = [node for node in ast.walk(value) if id(node) not in called]
+    attributes = {name for node in held if isinstance(node, ast.Attribute) for name in _dotted(node)}
+    return attributes, {node.id for node in held if isinstance(node, ast.Name)}
 
 
 def code_of(function: Any) -> list[ast.stmt]:
@@ -70,6 +98,8 @@ def code_of(function: Any) -> list[ast.stmt]:
 def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names of attributes in order of evaluation; ``"forward"`` for a call of ``self`` itself."""
     for node in nodes:
+        if _only_asks(node):
+            continue
         if isinstance(node, ast.Call):
             yield from _names_used([*node.args, *node.keywords, node.func])
             if isinstance(node.func, ast.Name) and node.func.id in _SELF:
@@ -84,3 +114,10 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from _names_used([node.iter, *node.body, *node.orelse])
         else:
             yield from _names_used(ast.iter_child_nodes(node))
+
+
+def _only_asks(node: ast.AST) -> bool:
+    """Whether code doesn't run what it names: ``isinstance(self.layers, Decoder)``, ``self.layers is not None``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS
+    return isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)

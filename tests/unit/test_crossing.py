@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
-from tests.unit.pipelines import assert_alike, on_stages
+from tests.unit.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
 
 WIDTH, WORDS = 8, 16
 
@@ -76,6 +76,39 @@ class Masked(Net):
         for block in self.blocks:
             hidden = block(hidden, condition=mask)
         return self.head(self.norm(hidden))
+
+
+class Given(nn.Module):
+    """A block that calls a module that it is given, as x-transformers' attention does with a position bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: nn.Module) -> Tensor:
+        return x + self.up(x) * positions(torch.arange(x.shape[1]))
+
+
+class PartInBlocks(Net):
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.positions = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Given() for _ in range(4))
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            if self.recomputes:
+                hidden = checkpoint(block, hidden, self.positions, use_reentrant=False)
+            else:
+                hidden = block(hidden, self.positions)
+        return self.head(self.norm(hidden))
+
+
+class PartInBlocksRecomputed(PartInBlocks):
+    def __init__(self) -> None:
+        super().__init__(recomputes=True)
 
 
 class Residual(Net):
@@ -395,6 +428,14 @@ class BetweenAll(Net):
         return self.head(self.norm(hidden))
 
 
+class BetweenAllWithLayers(BetweenAll):
+    """One of several layers, which a stage that doesn't hold it would skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
 class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +486,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
-        *(Inherits, BetweenAll, InPairs, MasksBetween),
+        *(Inherits, BetweenAll, BetweenAllWithLayers, InPairs, MasksBetween, PartInBlocks, PartInBlocksRecomputed),
         *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}
@@ -471,6 +512,15 @@ def loss(root: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> None:
     assert_alike(seeded(NETWORKS[network]), loss, batches(), stages)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_is_evaluated_on_stages_as_alone(network: str, stages: int) -> None:
+    alone = Root(seeded(NETWORKS[network])()).eval()
+    with torch.no_grad():
+        expected = [loss(alone, x) for x in batches()]
+    torch.testing.assert_close(evaluated_on_stages(seeded(NETWORKS[network]), loss, batches(), stages), expected)
 
 
 class Leaving(Net):

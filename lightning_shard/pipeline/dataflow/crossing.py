@@ -31,7 +31,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.objects import Path
-from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark
+from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse
 
 Key = tuple[Any, ...]
 """A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
@@ -405,6 +405,7 @@ class Passage:
 
     def send(self, key: Key, tensor: Tensor) -> None:
         """Copy a value for sending, since the user's code may change it in place later."""
+        refuse(tensor, "The next pipeline stage")
         self.sent[key] = tensor.clone()
         if self.memory is not None:
             self.memory.sends(key, tensor)
@@ -479,8 +480,10 @@ class Passage:
 
     def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
         value = value_of(unknown)
+        if value is None and unknown.origin.parameter is not None:  # computed in a block, where nothing is traced
+            value = value_of(unknown.origin.parameter)
         if value is None:
-            raise StepError(sentence)  # computed where nothing is traced, as in a hook of a block
+            raise StepError(sentence)
         return self._sources_of(value, sentence)
 
     def _sources_of(self, value: Value, sentence: str) -> list[Key]:

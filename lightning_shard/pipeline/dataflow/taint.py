@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -80,10 +80,12 @@ class Origin:
     Attributes:
         text: A noun phrase for messages: "what is computed from …".
         on_missing: Called with unknown values that are needed here, and the error message; always raises.
+        parameter: The parameter that it is computed from, if it is one.
     """
 
     text: str
     on_missing: Callable[[Sequence[Unknown], str], NoReturn]
+    parameter: Hollow | None = field(default=None, compare=False, repr=False)
 
     @property
     def at_end(self) -> str:
@@ -197,7 +199,7 @@ class Hollow(Unknown):
         on_missing: Callable[[Sequence[Unknown], str], NoReturn],
     ) -> Hollow:
         hollow = _nan_like(parameter, device)
-        hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
+        hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing, hollow)
         hollow.fqn, hollow.holder, hollow.trains = name, stage, parameter.requires_grad
         return hollow
 

@@ -5,7 +5,8 @@ runs once for arguments of a kind; later calls return unknown values of the same
 
 A part with side effects runs in every call: if it draws random numbers (code after it must draw the same ones as on
 other stages), sets attributes, writes to its arguments, or has hooks on submodules. So does one inside an activation
-checkpoint, whose backward calls it again: the recomputation needs its parameters, not its output.
+checkpoint, whose backward calls it again: the recomputation needs its parameters, not its output. And one whose
+parameters cross, as where a block calls it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
-from lightning_shard.pipeline.dataflow.crossing import Slot
+from lightning_shard.pipeline.dataflow.crossing import Passage, Slot
 from lightning_shard.pipeline.dataflow.side_effects import Before
 from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.pipeline.stages.stage import Stage
@@ -49,7 +50,8 @@ class ForeignPart:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage = self.stage.passage
         kind = self._kind((args, kwargs)) if passage.active else None
-        if kind is None or self._has_hooks_inside() or any(True for _ in checkpoints()):
+        runs = passage.in_block or self._has_parameters(passage)
+        if kind is None or runs or self._has_hooks_inside() or any(True for _ in checkpoints()):
             return self.forward(*args, **kwargs)
         if kind not in self.returned:
             return self._run(kind, args, kwargs)
@@ -72,6 +74,10 @@ class ForeignPart:
         returns_only = is_new and drawn == _generators() and not _changes(before, self.name, output)
         self.returned[kind] = tree.map_leaves(Slot.of, output) if returns_only else None
         return output
+
+    def _has_parameters(self, passage: Passage) -> bool:
+        """Whether parameters of it were received."""
+        return any(key[0] == "parameter" and key[1].startswith(f"{self.name}.") for key in passage.received)
 
     def _has_hooks_inside(self) -> bool:
         inside = (module for module in self.part.modules() if module is not self.part)
