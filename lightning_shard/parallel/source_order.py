@@ -47,7 +47,8 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
     while isinstance(inner, ast.Attribute):
         names.append(inner.attr)
         inner = inner.value
-    yield from _names_used([inner])
+    is_of_element = isinstance(inner, ast.Subscript) and names[-1] != "forward"  # self.layers[0].weight runs no layer
+    yield from _names_used([inner.slice if is_of_element and isinstance(inner, ast.Subscript) else inner])
     is_inherited = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super"
     yield _SUPER * is_inherited + ".".join(reversed(names))
 

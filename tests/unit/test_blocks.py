@@ -215,7 +215,21 @@ class UsesAPartBetween(Whole):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("network", "part"), [(Prepares, "prepare"), (UsesAPartBetween, "norm")])
+class LooksFirst(UsesAPartBetween):
+    """Names its layers before it prepares, without running them; its loop is over a variable that holds them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.layers, nn.ModuleList) or self.layers is None:
+            raise TypeError
+        device = self.layers[0][0].weight.device
+        x = self._prepare(x).to(device)
+        pairs = (self.layers, range(3))
+        for experts, _ in zip(*pairs):
+            x = self.norm(experts(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("network", "part"), [(Prepares, "prepare"), (UsesAPartBetween, "norm"), (LooksFirst, "norm")])
 def test_what_runs_before_an_inherited_forward_or_within_the_loop_comes_first(network: type[Whole], part: str) -> None:
     places = dict(find_blocks(network()).parts)
     assert places[part] == places["embed"] == 0

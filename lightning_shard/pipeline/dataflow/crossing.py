@@ -32,6 +32,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.objects import Path
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse
+from lightning_shard.pipeline.dataflow.uncalled import few
 
 Key = tuple[Any, ...]
 """A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
@@ -544,8 +545,9 @@ def _why_late(names: Sequence[str]) -> str:
     if not names:
         return ""
     return (
-        f" Blocks of this stage seem to need {' and '.join(names)}, of a later stage: register parts in __init__, and"
-        " call them in forward, in the order in which they run."
+        f" Blocks of this stage seem to need {few(names)}, of a later stage: register parts in __init__, and call them"
+        " in forward, in the order in which they run; give the LightningModule an example_input_array, whose run shows"
+        " that order; or cut elsewhere (placement=[…])."
     )
 
 
