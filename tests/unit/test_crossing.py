@@ -266,6 +266,15 @@ class WithAnOwnFunction(Conditioned):
         return self.head(self.norm(hidden))
 
 
+class CapturedFunction(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        condition = own_function(self.time(x[:, :1, None].float() / WORDS))
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
 class ByFunction(Net):
     """A function inside of which tensors lose their class gives what all blocks take."""
 
@@ -485,7 +494,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
-        *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
+        *(LooksIntoBlocks, Decides, WithAnOwnFunction, CapturedFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
         *(Inherits, BetweenAll, BetweenAllWithLayers, InPairs, MasksBetween, PartInBlocks, PartInBlocksRecomputed),
         *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
@@ -594,6 +603,26 @@ def test_a_step_may_leave_blocks_out(network: Callable[..., Net], called: Sequen
 def test_every_schedule_goes_on_where_stages_have_nothing_to_do(schedule: str) -> None:
     for called in [(0,), (2,), (1, 3)]:
         assert_alike(seeded(partial(LeavingWithMore, *called)), loss, batches(), 2, schedule=schedule)
+
+
+class NeedsByShape(UNet):
+    """What crosses, and which blocks run, depends on the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 4:
+            return super().forward(x)
+        first = hidden = self.embed(x)
+        for block in self.blocks[: None if x.shape[1] < 7 else 1]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden * 2 if x.shape[1] == 5 else hidden + first))
+
+
+@pytest.mark.parametrize("lengths", [(4, 5, 6, 7, 8), (8, 7, 4, 4), (5, 4, 5, 8, 6), (6, 3, 6, 3)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_another_shape_begins_with_what_the_last_one_needed(lengths: Sequence[int], stages: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    parts = [torch.randint(0, WORDS, (2, length), generator=generator) for length in lengths]
+    assert_alike(seeded(NeedsByShape), loss, parts, stages)
 
 
 class LeavingByParity(Net):
@@ -1327,15 +1356,6 @@ def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: ty
 own_function = OwnFunction.apply
 
 
-class CapturedFunction(Conditioned):
-    def forward(self, x: Tensor) -> Tensor:
-        condition = own_function(self.time(x[:, :1, None].float() / WORDS))
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, condition)
-        return self.head(self.norm(hidden))
-
-
 class Quantized(nn.Linear):
     """A part that keeps a loss of its own."""
 
@@ -1578,7 +1598,6 @@ class DropsAtFirst(Net):
         (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Lists, r"net\.blocks\.0 changes its list losses"),
-        (CapturedFunction, "isn't known there"),
         (Differentiates, r"takes gradients itself \(grad\)"),
         (Functionalized, r"turned finite values into NaN.*scripted function"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),

@@ -5,6 +5,9 @@ previous stage, which in turn requests what it doesn't know; the stages after it
 round. Then all state is restored, and the next round begins. No stage requests a name twice, so this terminates. No
 other microbatch is in flight meanwhile: with two stages on one rank, the first would wait for an answer of the second.
 
+The values that crossed for the last microbatch of the same kind of step are sent from the first round on: batches whose
+lengths always differ mostly need the same, and so a single round. If they don't, the search begins anew, from nothing.
+
 If a step calls no block of later stages, a stage before the last comes to its end, or to code that needs what later
 stages hold. In the next round it leaves after the last block that was called, and the last stage runs what follows.
 """
@@ -101,6 +104,14 @@ class Search:
     leaves_after: End | None = None
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()))
 
+    def begin_as(self, other: Crossing) -> None:
+        """Send what another signature's search has found, where that was simply sent."""
+        others = other.unavailable or other.leaves_after or any(key[0] == "inside" for key in other.asked)
+        self.asked = [] if others else [*other.asked]
+
+    def begin_anew(self) -> None:
+        self.asked, self.unavailable, self.leaves_after = [], set(), None
+
     @property
     def ran(self) -> Ran:
         """The run of the last round."""
@@ -168,12 +179,13 @@ class Search:
         return Request(False, tuple(needed), answer.sentence)
 
 
-def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memory) -> None:
+def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memory, *, as_before: bool = False) -> None:
     """Run one microbatch through all stages, round by round, until no stage misses a value.
 
     Args:
         searches: The searches of this rank's stages, in order.
         memory: The snapshot that is restored before each further round.
+        as_before: Whether the first round sends what another search has found; the same on all ranks.
 
     Raises:
         CallsAgain: The step calls the network several times. The snapshot has been restored and released.
@@ -189,6 +201,10 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
         if any(answer.again for answer in answers):
             memory.forget()
             raise CallsAgain
+        if as_before:  # that wasn't enough, or not the same
+            for search in searches:
+                search.begin_anew()
+            as_before = False
     for search in searches:
         assert search.passage is not None
         check_order(search.passage, search.crossing)

@@ -61,11 +61,17 @@ class _Owed:
 
 @dataclass
 class _Ends:
-    """A stage of this rank, its channel to the neighbours, and the values that cross its cuts, by signature."""
+    """A stage of this rank, its channel to the neighbours, and the values that cross its cuts.
+
+    Attributes:
+        crossings: By signature.
+        latest: What was last searched for, by the kind of step.
+    """
 
     stage: Stage
     channel: Channel
     crossings: dict[Hashable, Crossing] = field(default_factory=dict)
+    latest: dict[str, Crossing] = field(default_factory=dict)
 
 
 class PipelinedStep:
@@ -311,15 +317,19 @@ class PipelinedStep:
 
     def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Hashable], kind: str) -> dict[int, Ran]:
         searches = [Search(end.stage, end.channel) for end in self._ends.values()]
+        as_before = all(kind in end.latest for end in self._ends.values())
+        for search, end in zip(searches, self._ends.values()):
+            if as_before:
+                search.begin_as(end.latest[kind])
         memory = self._remember()
-        find_crossing(searches, run, i, memory)
+        find_crossing(searches, run, i, memory, as_before=as_before)
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing
             # A first microbatch may run more operations than others, to fill caches. So if operations are counted, the
             # second microbatch is searched too. Whether any stage counts them is known to all stages.
             crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
-            end.crossings[keys[i]] = crossing
+            end.crossings[keys[i]] = end.latest[kind] = crossing
             ran[end.stage.index] = search.ran
         self._left.searched(kind, keys, i, memory, [*ran.values()], run)
         return ran
