@@ -111,6 +111,32 @@ class PartInBlocksRecomputed(PartInBlocks):
         super().__init__(recomputes=True)
 
 
+class Down(nn.Module):
+    """Returns its result, and all results of its layers, as diffusers' parts of a U-Net do: one is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first = self.layers(x)
+        second = self.layers(first)
+        return second, (first, second)
+
+
+class ReturnsTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Down()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden, others = self.down(hidden)
+        for block, other in zip(self.blocks, (*others, *others)):
+            hidden = block(hidden) + other
+        return self.head(self.norm(hidden))
+
+
 class Residual(Net):
     def forward(self, x: Tensor) -> Tensor:
         first = hidden = self.embed(x)
@@ -495,7 +521,16 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
         *(LooksIntoBlocks, Decides, WithAnOwnFunction, CapturedFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
-        *(Inherits, BetweenAll, BetweenAllWithLayers, InPairs, MasksBetween, PartInBlocks, PartInBlocksRecomputed),
+        *(
+            ReturnsTwice,
+            Inherits,
+            BetweenAll,
+            BetweenAllWithLayers,
+            InPairs,
+            MasksBetween,
+            PartInBlocks,
+            PartInBlocksRecomputed,
+        ),
         *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
     )
 } | {"sequential": sequential, "like a VGG": like_a_vgg}

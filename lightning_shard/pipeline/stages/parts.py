@@ -57,7 +57,7 @@ class ForeignPart:
             return self._run(kind, args, kwargs)
         if self.returned[kind] is None:
             return self.forward(*args, **kwargs)
-        return tree.map_leaves(self._unknown, self.returned[kind])
+        return tree.map_leaves(_once_each(self._unknown), self.returned[kind])
 
     def _unknown(self, slot: Slot) -> Tensor:
         text = f"what is computed from {self.name}, which an earlier stage holds,"
@@ -72,7 +72,7 @@ class ForeignPart:
             for _, leaf in tree.walk(output)
         )
         returns_only = is_new and drawn == _generators() and not _changes(before, self.name, output)
-        self.returned[kind] = tree.map_leaves(Slot.of, output) if returns_only else None
+        self.returned[kind] = tree.map_leaves(_once_each(Slot.of), output) if returns_only else None
         return output
 
     def _has_parameters(self, passage: Passage) -> bool:
@@ -101,6 +101,18 @@ class ForeignPart:
             else:
                 return None
         return tuple(kinds)
+
+
+def _once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, with one result for one object: a tensor that is returned twice is one on all stages."""
+    results: dict[int, Any] = {}
+
+    def of(leaf: Any) -> Any:
+        if id(leaf) not in results:
+            results[id(leaf)] = function(leaf)
+        return results[id(leaf)]
+
+    return of
 
 
 def is_foreign(part: nn.Module, stage: Stage, name: str) -> bool:
