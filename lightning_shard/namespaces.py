@@ -44,6 +44,8 @@ class Namespace:
         own: Mapping[str, Any] = self.holder if isinstance(self.holder, dict) else vars(self.holder)
         if defaults := getattr(self.holder, "__defaults__", None):
             own = {**own, **{f"default {number}": default for number, default in enumerate(defaults)}}
+        if not own:  # as most functions
+            return {}
         return {key: own[key] for key in sorted(own if self.names is None else self.names) if _is_data(key, own)}
 
     def put(self, key: str, value: Any) -> None:
@@ -137,7 +139,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _is_data(key: str, held: Mapping[str, Any]) -> bool:
     if key not in held or (key.startswith("__") and key.endswith("__")):
         return False
-    return _are_data(cast(Any, type(held[key])))
+    kind: Any = type(held[key])
+    return _are_data(kind)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import io
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -54,7 +54,8 @@ class ReplayedIterators:
         for holder in holders:
             entries = _entries(holder)
             for key, value in [*dict.items(entries)] if isinstance(entries, dict) else enumerate(entries):
-                if not _is_iterator(cast(Any, type(value))):
+                kind: Any = type(value)
+                if not _is_iterator(kind):
                     continue
                 if isinstance(value, Replayed):
                     self._begin[value] = value.place

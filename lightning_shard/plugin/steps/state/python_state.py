@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import chain, islice
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -66,7 +66,8 @@ def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -
         path, value = waiting.popleft()
         if id(value) in seen:
             continue
-        may_change, entries_of = _way_of(cast(Any, type(value)))
+        kind: Any = type(value)
+        may_change, entries_of = _way_of(kind)
         if entries_of is _of_module and not enters_modules:
             continue
         seen[id(value)] = value
@@ -95,7 +96,8 @@ def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
 
 def is_object(value: Any) -> bool:
     """Whether the walk enters the attributes of this object; ``False`` for modules, which are handled separately."""
-    return _has_state(cast(Any, type(value)))
+    kind: Any = type(value)
+    return _has_state(kind)
 
 
 @functools.cache
@@ -132,7 +134,8 @@ def slots(kind: Any) -> list[str]:
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
     """The objects that the walk enters from an object of :func:`reachable`, and plain values, by name."""
-    _, entries_of = _way_of(cast(Any, type(value)))
+    kind: Any = type(value)
+    _, entries_of = _way_of(kind)
     return entries_of(value) if entries_of is not None else ()
 
 

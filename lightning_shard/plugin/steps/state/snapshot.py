@@ -11,7 +11,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,7 +127,8 @@ def notes(root: nn.Module) -> Iterator[Note]:
 
 def note_of(path: str, value: Any) -> Note | None:
     """A snapshot of one object; ``None`` for what isn't followed."""
-    return _noting(cast(Any, type(value)))(path, value)
+    kind: Any = type(value)
+    return _noting(kind)(path, value)
 
 
 @functools.cache
