@@ -177,8 +177,9 @@ def batch_size(batch: Any) -> int:
         return found.pop()
     if not found:
         raise BatchError(
-            "A batch without tensors of at least one dimension can't be cut into microbatches: put the samples into"
-            " tensors, or use pipeline_parallel_size=1."
+            f"A batch without tensors of at least one dimension ({type(batch).__name__}) can't be cut into"
+            " microbatches: put the samples into tensors, in tuples, lists, dicts or dataclasses, or use"
+            " pipeline_parallel_size=1."
         )
     sizes: dict[int, Path] = {}
     for path, leaf in walk(batch):
