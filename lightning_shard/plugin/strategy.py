@@ -27,7 +27,6 @@ from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.data.streams import iterates_collectively
 from lightning_shard.plugin.full_parameters import gather_parameters
-from lightning_shard.plugin.optimizers.finetuning import finetuning_callbacks
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
@@ -311,9 +310,7 @@ class HybridShardStrategy(PreparedStrategy):
         if not isinstance(self._steps, PipelinedSteps):
             return
         trainer_private.skip_backward(self.lightning_module.trainer)
-        if (
-            finetuning_callbacks(self.lightning_module.trainer) and batch_idx == 0
-        ):  # they unfreeze where an epoch begins
+        if batch_idx == 0:  # callbacks, and users' hooks, freeze and unfreeze where an epoch begins
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
                 self._steps.reset_crossings()

@@ -122,3 +122,27 @@ def count() -> int:
 
 def test_a_module_with_nothing_to_train_on_one_stage() -> None:
     assert run_ranks(count, 1, elastic=True) == [96]
+
+
+class ByHand(Model):
+    """Freezes the embeddings and first blocks from the second epoch on, and none from the third, in its own hook."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_train_epoch_start(self) -> None:
+        model: Any = self.model
+        for part in (model.token_embedding, model.position_embedding, *model.blocks[:3]):
+            part.requires_grad_(self.current_epoch != 1)
+
+
+def freeze_by_hand(sizes: dict[str, int] | None) -> Seen:
+    settings = {"max_epochs": 3, "val_check_interval": 1.0, "limit_train_batches": 2}
+    return train("gpt", sizes, module=ByHand, trainer=settings, steps=-1, samples=32)
+
+
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(pipeline=2, data=2)], ids=["pp2", "pp2 x dp2"])
+def test_what_trains_may_change_where_an_epoch_begins(sizes: dict[str, int]) -> None:
+    ours, plain = combine(run_ranks(freeze_by_hand, world(sizes), sizes, elastic=True), sizes), freeze_by_hand(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=5e-6)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5

@@ -153,14 +153,19 @@ def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
         "sqrt": lambda x: (x.square().mean() + 1).sqrt().detach() * 2,
         "log10": lambda x: 10 * torch.log10(4 / x.mean()),
         "pow": lambda x: x.mean() ** 0.5,
+        "std": lambda x: x.std() / 2,
+        "max": lambda x: torch.stack([each.mean() for each in x.split(2)]).max(),
+        "norm": lambda x: x.norm(dim=-1),
     }
     for name, way in ways.items():
         with noting_functions_of_means():
             values = [way(part) for part in samples]
-        with pytest.warns(UserWarning, match=rf"'x'.* logs ({name}|rtruediv|rdiv) of a number of each microbatch"):
+        with pytest.warns(
+            UserWarning, match=rf"'x'.* logs ({name}|rtruediv|rdiv) (of a number|over the values) of each"
+        ):
             combined(values)
     with noting_functions_of_means():
-        plain = [[x.exp().mean() * 3 + x.mean(), x.log().sum() / 4] for x in samples]
+        plain = [[x.exp().mean() * 3 + x.mean(), x.unflatten(0, (2, 2)).std(-1).mean()] for x in samples]
         same = [temperature.exp() for _ in samples]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

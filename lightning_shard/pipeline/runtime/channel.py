@@ -118,8 +118,8 @@ class Channel:
             raise StepError(
                 f"Stage {self.stage} would send {described(own.get(key))}, and sent {described(slot)} for an earlier"
                 " microbatch of the same shapes: what crosses between stages may depend on a batch's shapes, not on its"
-                " values (pad it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
-                " pipeline_parallel_size=1."
+                " values (pad it), and what needs gradients may change where an epoch begins"
+                " (on_train_epoch_start). Or use pipeline_parallel_size=1."
             )
         for key in slots:
             self._send(values[key].detach(), "value", self.values, self.stage + 1)

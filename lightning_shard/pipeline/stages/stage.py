@@ -522,7 +522,7 @@ class Stage:
             raise StepError(
                 f"{self.blocks[index]} returns {described(slots)}, and returned {described(agreed)} for an earlier"
                 " microbatch of the same shapes: what a block returns may depend on a batch's shapes, not on its values"
-                " (pad it), and what needs gradients can't change in mid-run (unfreeze from the start). Or use"
+                " (pad it), and what needs gradients may change where an epoch begins (on_train_epoch_start). Or use"
                 " pipeline_parallel_size=1."
             )
 
