@@ -1,7 +1,8 @@
 """Compile blocks with ``torch.compile``, in place, and recognise modules that a user has compiled.
 
 Private (torch 2.11 to 2.13): ``Module._compiled_call_impl``, which ``module.compile()`` sets, and
-``torch._dynamo.OptimizedModule``, the class that ``torch.compile(module)`` returns.
+``torch._dynamo.OptimizedModule``, the class that ``torch.compile(module)`` returns; and ``_torchdynamo_orig_callable``,
+which ``torch.compile`` sets on functions.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def check_backend(setting: Any) -> None:
 def calls_compiled(module: nn.Module) -> bool:
     """Whether calls of a module are compiled together with its hooks, as after ``module.compile()``."""
     return module._compiled_call_impl is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward, or its calls, are compiled: hooks on modules in it would be too."""
+    forward = module.__dict__.get("forward")
+    return calls_compiled(module) or is_wrapped(module) or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def is_wrapped(module: nn.Module) -> bool:

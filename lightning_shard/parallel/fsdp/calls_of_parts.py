@@ -15,6 +15,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard.parallel.compiled_blocks import is_compiled
 from lightning_shard.parallel.fsdp.units import (
     check_before_gather,
     gather_for_backward,
@@ -40,8 +41,8 @@ def finding_calls_of_parts(root: nn.Module) -> Iterator[None]:
 
 
 def _parts(unit: Any) -> Iterator[nn.Module]:
-    """The modules in a unit that have parameters of it; not those of units in it."""
-    for child in unit.children():
+    """The modules in a unit that have parameters of it; not those of units in it, nor what is compiled."""
+    for child in () if is_compiled(unit) else unit.children():
         if not isinstance(child, FSDPModule) and any(True for _ in child.parameters()):
             yield child
             yield from _parts(child)
