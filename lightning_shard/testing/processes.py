@@ -359,7 +359,8 @@ def _await_exit(processes: list[_Rank]) -> None:
     for index, stacks in _all_stacks([rank for rank in processes if rank.process.is_alive()]).items():
         accounts[index] = f"returned, but didn't exit within {EXIT_GRACE_S:g} s:\n{stacks}"
     if accounts:
-        raise RanksFailed(f"ranks {list(accounts)} of {len(processes)} returned, but didn't exit well", accounts)
+        first = next(iter(accounts.values())).partition("\n")[0]
+        raise RanksFailed(f"ranks {list(accounts)} of {len(processes)} didn't exit well: the first {first}", accounts)
 
 
 def _environment(rank: int, port: int, options: Options) -> dict[str, str]:
